@@ -92,7 +92,8 @@ class Comparison:
                 entry.side,
                 "\n".join(estimate_cells(entry.kind, entry.value)),
                 f"{entry.value.n}{' runs' if entry.runs > 1 else ''}",
-                *(("–",) * 4 if (test := entry.test) is None else _test_cells(entry, test)),
+                entry.difference.replace(" [", "\n[") or "–",
+                *((test.effect_text, test.p_text, str(test.n)) if (test := entry.test) else ("–",) * 3),
             )
             for entry in self.entries
         ]
@@ -106,9 +107,14 @@ class Comparison:
 
     def matrix(self) -> Table:
         """Sides x metrics. A cell has the value, its interval, and the difference from the base."""
-        entries = {(entry.side, entry.metric): entry for entry in self.entries}
         better = {entry.metric: entry.better for entry in self.entries}
-        rows = [(name, *(_cell(entries.get((name, metric))) for metric in self.metrics)) for name in self.sides]
+        cells = {
+            (entry.side, entry.metric): "\n".join(
+                filter(None, (*estimate_cells(entry.kind, entry.value), entry.difference))
+            )
+            for entry in self.entries
+        }
+        rows = [(name, *(cells.get((name, metric), "–") for metric in self.metrics)) for name in self.sides]
         headings = ("model", *(f"{metric}{_ARROWS[better[metric]]}" for metric in self.metrics))
         return Table("Models", headings, rows, self._note(), words=("model",))
 
@@ -121,7 +127,15 @@ class Comparison:
 
     def sentence(self) -> str:
         """The conclusion: significant differences, other differences, and limits of the data."""
-        significant = [_finding(self.base, name, test) for name, test in self.tests if test.better_side]
+        significant = []
+        for name, test in self.tests:
+            if test.better_side:
+                better, worse = (name, self.base) if test.better_side == "B" else (self.base, name)
+                size = test.text(abs(test.difference.value), signed=True).removeprefix("+")
+                corrected = f"corrected p = {test.p_text}".replace("= <", "< ")
+                significant.append(
+                    f"{better} is better than {worse} in {test.metric} by {size} ({_interval(test)}, {corrected})"
+                )
         others = {
             name: [
                 f"{test.metric} ({_interval(test)})"
@@ -230,22 +244,16 @@ def compare(
             if scores := side.scores(metric):
                 tested = better != "neither" and side is not first and bool(first.scores(metric))
                 test = _test(metric, better, first, side, warnings, seed, draws) if tested else None
-                entries.append(
-                    Entry(side.name, metric, scores[0].kind, better, _value(side, metric), len(scores), test)
-                )
+                kind = scores[0].kind
+                values = [float(combine(one.kind, one.table().sum(0))) for one in scores]
+                value = estimate(scores[0]) if len(scores) == 1 else seed_mean(values, kind == "rate")
+                entries.append(Entry(side.name, metric, kind, better, value, len(scores), test))
     if not any(entry.test for entry in entries):
         raise InputError(_nothing(first, sides, chosen))
     corrected = iter(holm([entry.test.p for entry in entries if entry.test]))
-    entries = [replace(one, test=one.test and one.test.with_correction(next(corrected))) for one in entries]
+    entries = [replace(one, test=one.test and replace(one.test, corrected=next(corrected))) for one in entries]
     warnings = [*_few_runs(sides), *dict.fromkeys(warnings)]
     return Comparison(first.name, names, chosen, entries, warnings, list(dict.fromkeys(details)))
-
-
-def _value(side: Side, metric: str) -> Estimate:
-    scores = side.scores(metric)
-    if len(scores) == 1:
-        return estimate(scores[0])
-    return seed_mean([float(combine(one.kind, one.table().sum(0))) for one in scores], scores[0].kind == "rate")
 
 
 def _test(
@@ -319,9 +327,7 @@ def check_environments(runs: Sequence[Run]) -> list[str]:
 
 
 def check_settings(name: str, runs: Sequence[Run]) -> list[str]:
-    """Raises `InputError` for a metric computed with different settings; warns about perplexities of different
-    models.
-    """
+    """Raises `InputError` for a metric computed with different settings; warns about perplexities of different models."""
     one = runs[0]
     for run in runs[1:]:
         known, other = one.metrics[name].about, run.metrics[name].about
@@ -351,23 +357,6 @@ def _few_runs(sides: Sequence[Side]) -> list[str]:
     if min(counts.values()) < _FEW_RUNS:
         return [f"with only {min(counts.values())} training runs on a side, the interval over runs is rough"]
     return []
-
-
-def _test_cells(entry: Entry, test: PairedTest) -> tuple[str, ...]:
-    return entry.difference.replace(" [", "\n["), test.effect_text, test.p_text, str(test.n)
-
-
-def _cell(entry: Entry | None) -> str:
-    if entry is None:
-        return "–"
-    return "\n".join(part for part in (*estimate_cells(entry.kind, entry.value), entry.difference) if part)
-
-
-def _finding(base: str, name: str, test: PairedTest) -> str:
-    better, worse = (name, base) if test.better_side == "B" else (base, name)
-    size = test.text(abs(test.difference.value), signed=True).removeprefix("+")
-    corrected = f"corrected p = {test.p_text}".replace("= <", "< ")
-    return f"{better} is better than {worse} in {test.metric} by {size} ({_interval(test)}, {corrected})"
 
 
 def _interval(test: PairedTest) -> str:

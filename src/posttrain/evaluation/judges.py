@@ -88,11 +88,6 @@ def load_rubric(name: str) -> Rubric:
     raise InputError("\n".join(one if one.startswith(str(file)) else f"{file}: {one}" for one in errors))
 
 
-def rubric_digest(rubric: Rubric) -> str:
-    """Digest of the rubric, 16 hexadecimal digits."""
-    return digest_of(rubric.model_dump(mode="json"))
-
-
 def score_question(rubric: Rubric, row: Prediction, longest: int) -> Question:
     """The request to score one prediction, with every text cut to `longest` characters.
 
@@ -103,20 +98,6 @@ def score_question(rubric: Rubric, row: Prediction, longest: int) -> Question:
     if isinstance(scale, PointsScale):
         form = PointsReply(scale.anchors[0].points, scale.anchors[-1].points)
     return _question(rubric, row, _SCORE_TASK, [("prediction", row.text)], form, longest, "Judge the framed prediction")
-
-
-def comparison_question(rubric: Rubric, row: Prediction, first: str, second: str, longest: int) -> Question:
-    """The request to compare two predictions for the prompt of `row`; otherwise like `score_question`."""
-    texts = [("first", first), ("second", second)]
-    return _question(rubric, row, _COMPARE_TASK, texts, ChoiceReply(), longest, "Compare the framed first and second")
-
-
-def describe_scale(rubric: Rubric) -> str:
-    """The range of scores in words."""
-    scale = rubric.scale
-    if isinstance(scale, PointsScale):
-        return f"{scale.anchors[0].points} to {scale.anchors[-1].points}, more is better"
-    return "share of claims that are supported, 0 to 1"
 
 
 def _question(
@@ -130,24 +111,20 @@ def _question(
         fields[name] = texts
     cut = {name: [(who, _cut(text, longest)) for who, text in texts] for name, texts in fields.items()}
     in_part = tuple(name for name, texts in sorted(fields.items()) if any(len(text) > longest for _, text in texts))
-    prompt = template_prompt(task, _instructions(rubric, form), form.instructions, rubric.template, cut, request)
-    return Question(prompt, form, in_part)
-
-
-def _instructions(rubric: Rubric, form: ReplyForm) -> str:
-    """The criteria that the judge has to assess."""
-    scale, parts = rubric.scale, [rubric.measures.strip(), ""]
+    scale, criteria = rubric.scale, [rubric.measures.strip(), ""]
+    compared = isinstance(form, ChoiceReply)
     if isinstance(scale, PointsScale):
-        alone = "The points that each alone would get" if isinstance(form, ChoiceReply) else "The points"
-        parts += [f"{alone}:", *(f"{anchor.points}: {anchor.means.strip()}" for anchor in scale.anchors)]
+        criteria.append("The points that each alone would get:" if compared else "The points:")
+        criteria += [f"{anchor.points}: {anchor.means.strip()}" for anchor in scale.anchors]
     else:
-        parts += [f"A claim: {scale.claim.strip()}", f"A claim is supported when: {scale.supported.strip()}"]
-        parts += [
+        criteria += [f"A claim: {scale.claim.strip()}", f"A claim is supported when: {scale.supported.strip()}"]
+        criteria.append(
             "The better one has the larger share of claims that are supported."
-            if isinstance(form, ChoiceReply)
+            if compared
             else "List every claim of the framed prediction, and say of each whether it is supported."
-        ]
-    return "\n".join(parts)
+        )
+    prompt = template_prompt(task, "\n".join(criteria), form.instructions, rubric.template, cut, request)
+    return Question(prompt, form, in_part)
 
 
 def _anchor_errors(layer: Layer) -> list[str]:
@@ -218,7 +195,9 @@ def ask_all(
             if index is None:
                 return
             try:
-                done.put((index, _ask(server, questions[index])))
+                done.put((index, Reply(ask_judge(server, questions[index].prompt, questions[index].form))))
+            except JudgeFailure as error:
+                done.put((index, Reply(None, UNREADABLE if error.unreadable else NO_REPLY, str(error))))
             except BaseException as error:
                 done.put((index, error))
                 return
@@ -245,13 +224,6 @@ def ask_all(
     return replies
 
 
-def _ask(server: JudgeServerRecipe, question: Question) -> Reply:
-    try:
-        return Reply(ask_judge(server, question.prompt, question.form))
-    except JudgeFailure as error:
-        return Reply(None, UNREADABLE if error.unreadable else NO_REPLY, str(error))
-
-
 Record = dict[str, Any]
 """JSON values of one row or one pair."""
 
@@ -269,16 +241,16 @@ class Options:
 
     def about(self) -> dict[str, Any]:
         """Settings that a reader of the scores needs."""
-        return {
-            "judge": self.server.model,
-            "rubric": f"{self.rubric.name} {rubric_digest(self.rubric)}",
-            "scale": describe_scale(self.rubric),
-        }
+        source, scale = self.source(), self.rubric.scale
+        described = "share of claims that are supported, 0 to 1"
+        if isinstance(scale, PointsScale):
+            described = f"{scale.anchors[0].points} to {scale.anchors[-1].points}, more is better"
+        return {"judge": source["judge"], "rubric": f"{source['rubric']} {source['rubric_hash']}", "scale": described}
 
     def source(self) -> Record:
         """The rubric and the judge, as stored in every record."""
-        rubric = self.rubric
-        return {"rubric": rubric.name, "rubric_hash": rubric_digest(rubric), "judge": self.server.model}
+        digest = digest_of(self.rubric.model_dump(mode="json"))
+        return {"rubric": self.rubric.name, "rubric_hash": digest, "judge": self.server.model}
 
 
 @dataclass
@@ -377,33 +349,21 @@ def record_warnings(records: Sequence[Record], longest: int) -> list[str]:
         )
     for kind, count in left_out(records).items():
         rows = [record for record in records if record["left_out"] == kind]
-        warnings += [f"{kind}: {record['row']}: {_printable(record['failure'])}" for record in rows[:3]]
+        for record in rows[:3]:  # the failure may quote the reply of a judge
+            reason = "".join(character if character.isprintable() else " " for character in record["failure"])
+            warnings.append(f"{kind}: {record['row']}: {' '.join(reason.split())}")
         if count > 3:
             warnings.append(f"{kind}: {count - 3:,} more")
     return warnings
 
 
-def _printable(text: str) -> str:
-    """`text` on one line without control characters, because it may quote the reply of a judge."""
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
-
-
 Pair = tuple[Prediction, Prediction]
 
 
-@dataclass(frozen=True)
-class Pairing:
-    """Predictions of two files for the same prompts."""
+def pair_up(one: Predictions, other: Predictions) -> tuple[list[Pair], dict[str, int]]:
+    """Pairs with equal item and sample, in the order of `one`, and the number of predictions in no pair by reason.
 
-    pairs: list[Pair]
-    left_out: dict[str, int]
-    """Number of predictions that are not in any pair, by reason."""
-
-
-def pair_up(one: Predictions, other: Predictions) -> Pairing:
-    """Pairs with equal item and sample, in the order of `one`; raises `InputError` if there are none.
-
-    Rows without `sample` are paired in order within an item.
+    Rows without `sample` are paired in order within an item. Raises `InputError` if there are no pairs.
     """
     mine, theirs = _numbered(one.rows), _numbered(other.rows)
     shared = [key for key in mine if key in theirs]
@@ -418,31 +378,31 @@ def pair_up(one: Predictions, other: Predictions) -> Pairing:
             f"{one.path} and {other.path} have no prediction for the same prompt ({len(mine)} and {len(theirs)} rows, "
             f"{len(shared)} of the same id and sample); give files that answer the same rows"
         )
-    return Pairing(pairs, {reason: count for reason, count in missing.items() if count})
+    return pairs, {reason: count for reason, count in missing.items() if count}
 
 
 def judge_pairs(
     one: Predictions, other: Predictions, options: Options, progress: Progress = lambda *_: None
 ) -> Judgement:
     """Win rate of `one` against `other`. Pairs without two readable replies have no value."""
-    pairing = pair_up(one, other)
-    asked = [_try_pairs(options, pair) for pair in pairing.pairs]
+    pairs, unpaired = pair_up(one, other)
+    asked = [_try_pairs(options, pair) for pair in pairs]
     questions = [question for pair in asked if not isinstance(pair, str) for question in pair]
     replies = iter(ask_all(options.server, questions, options.workers, progress))
     records = []
-    for pair, pair_questions in zip(pairing.pairs, asked, strict=True):
+    for pair, pair_questions in zip(pairs, asked, strict=True):
         verdicts = [] if isinstance(pair_questions, str) else [next(replies) for _ in pair_questions]
         records.append(_record(pair, pair_questions, verdicts, options))
     results = empty_results(one, other)
-    missing = {**pairing.left_out, **left_out(records)}
+    missing = {**unpaired, **left_out(records)}
     if any(record["value"] is not None for record in records):
-        results.metrics = _pair_metrics(pairing.pairs, records, missing, options)
+        results.metrics = _pair_metrics(pairs, records, missing, options)
     return Judgement(records, results, unanswered(records), record_warnings(records, options.longest))
 
 
 def questions_of_pairs(one: Predictions, other: Predictions, options: Options) -> list[Question]:
     """The requests of `judge_pairs`."""
-    asked = [_try_pairs(options, pair) for pair in pair_up(one, other).pairs]
+    asked = [_try_pairs(options, pair) for pair in pair_up(one, other)[0]]
     return [question for pair in asked if not isinstance(pair, str) for question in pair]
 
 
@@ -464,8 +424,18 @@ def _try_pairs(options: Options, pair: Pair) -> list[Question] | str:
     if first == second:
         return []
     try:
-        orders = ((first, second), (second, first))
-        return [comparison_question(options.rubric, pair[0], *texts, options.longest) for texts in orders]
+        return [
+            _question(
+                options.rubric,
+                pair[0],
+                _COMPARE_TASK,
+                [("first", one), ("second", other)],
+                ChoiceReply(),
+                options.longest,
+                "Compare the framed first and second",
+            )
+            for one, other in ((first, second), (second, first))
+        ]
     except MissingField as error:
         return str(error)
 

@@ -7,6 +7,7 @@ matched but are not averaged over, there is no IDF weighting and no rescaling, a
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -69,7 +70,10 @@ class Encoder:
         self.layer = layer or _LAYERS.get((config.model_type, layers), -(-3 * layers // 4))
         if not 1 <= self.layer <= layers:
             raise InputError(f"--layer {self.layer}: {path} has {layers} layers; choose one from 1 to {layers}")
-        self.limit = _limit(self.tokenizer, config)
+        positions = getattr(config, "max_position_embeddings", None) or _UNLIMITED
+        if config.model_type in ("roberta", "xlm-roberta", "camembert"):
+            positions -= 2  # their position ids start after that of the padding
+        self.limit = int(min(getattr(self.tokenizer, "model_max_length", None) or _UNLIMITED, positions, _UNLIMITED))
         self.about = {"encoder": path, "layer": self.layer, "token limit": self.limit, "dtype": _dtype(self.model)}
         stack = getattr(getattr(self.model, "encoder", None), "layer", None)
         if stack is not None:
@@ -104,13 +108,12 @@ class Encoder:
         """(P, R, F1) of each pair, and the number of its two texts that are truncated."""
         texts = [text for pair in pairs for text in pair]
         lengths = [len(ids) for ids in self.tokenizer(texts, truncation=False, verbose=False)["input_ids"]]
-        of_pairs = list(zip(lengths[::2], lengths[1::2], strict=True))
+        pair_lengths = list(zip(lengths[::2], lengths[1::2], strict=True))
         scores: dict[int, tuple[float, float, float]] = {}
-        for group in _pair_batches([max(pair) for pair in of_pairs], self.tokens_per_batch):
+        for group in _pair_batches([max(pair) for pair in pair_lengths], self.tokens_per_batch):
             scores |= dict(zip(group, self.score([pairs[i] for i in group]), strict=True))
-        return [
-            (scores[i], sum(length > self.limit for length in pair_lengths)) for i, pair_lengths in enumerate(of_pairs)
-        ]
+        truncated = [sum(length > self.limit for length in pair) for pair in pair_lengths]
+        return [(scores[i], count) for i, count in enumerate(truncated)]
 
 
 def bert_scores(rows: Sequence[Prediction], encoder: ModelWorkers[Encoder]) -> list[MetricResult]:
@@ -164,15 +167,6 @@ def _bert_score(prediction: tuple[Any, Any] | None, reference: tuple[Any, Any] |
     return p, r, 2 * p * r / (p + r) if p + r else 0.0
 
 
-def _limit(tokenizer: Any, config: Any) -> int:
-    """Maximum number of tokens per text: the smaller of the tokenizer's limit and the encoder's positions."""
-    limit = getattr(tokenizer, "model_max_length", None) or _UNLIMITED
-    positions = getattr(config, "max_position_embeddings", None) or _UNLIMITED
-    if config.model_type in ("roberta", "xlm-roberta", "camembert"):
-        positions -= 2  # their position ids start after that of the padding
-    return int(min(limit, positions, _UNLIMITED))
-
-
 _POSITIONS_PER_CHUNK = 512
 Text = tuple[np.ndarray, np.ndarray]
 """(token ids [T] int64, scored mask [T] bool)."""
@@ -205,19 +199,24 @@ class LanguageModel:
         """The nats of each text."""
         import torch
 
-        of_texts: dict[int, Nats] = {}
+        nats: dict[int, Nats] = {}
         for group in _text_batches([len(ids) for ids, _ in texts], self.tokens_per_batch):
             ids, scored = [texts[i][0] for i in group], [texts[i][1] for i in group]
             with torch.no_grad():
                 logprobs = self.policy.score(ids, scored, 1.0, _POSITIONS_PER_CHUNK).logprobs
             ends = np.cumsum([int(mask.sum()) for mask in scored])[:-1]
             parts = np.split(logprobs.double().cpu().numpy(), ends)
-            of_texts |= {i: (-float(part.sum()), len(part)) for i, part in zip(group, parts, strict=True)}
-        return [of_texts[i] for i in range(len(texts))]
+            nats |= {i: (-float(part.sum()), len(part)) for i, part in zip(group, parts, strict=True)}
+        return [nats[i] for i in range(len(texts))]
 
     def score_answers(self, answers: Sequence["Answer"]) -> list[Nats | str]:
         """Nats and number of tokens of each answer given its prompt, or the reason why it has no score."""
-        texts = [self._answer(*answer) for answer in answers]
+        texts = []
+        for prompt, text, cut_off in answers:
+            messages = [*prompt, {"role": "assistant", "content": text}]
+            stream = render_conversation(self.renderer, messages, "last_assistant")[-1]
+            stream = stream.cut(len(stream.ids) - 1) if cut_off else stream  # without the end token
+            texts.append((stream.ids, stream.trained))
         lengths = [0 if not scored.any() else len(ids) for ids, scored in texts]
         usable = [i for i, length in enumerate(lengths) if 0 < length <= self.limit]
         nats_of = dict(zip(usable, self.nats([texts[i] for i in usable]), strict=True))
@@ -235,13 +234,6 @@ class LanguageModel:
         results = {i: (value, len(ids[i]) > self.limit) for i, value in zip(usable, nats, strict=True)}
         return [results.get(i) for i in range(len(texts))]
 
-    def _answer(self, prompt: list[Message], text: str, cut_off: bool) -> Text:
-        """Tokens of `text` as the answer to the prompt, with the end token unless it was cut off."""
-        messages = [*prompt, {"role": "assistant", "content": text}]
-        stream = render_conversation(self.renderer, messages, "last_assistant")[-1]
-        stream = stream.cut(len(stream.ids) - 1) if cut_off else stream
-        return stream.ids, stream.trained
-
 
 Answer = tuple[list[Message], str, bool]
 """(prompt, answer, whether it was cut off)."""
@@ -254,7 +246,7 @@ def conditional(
 
     The end token of the answer is included. A reference shared by several samples is scored once.
     """
-    left_out: dict[str, int] = {}
+    left_out = Counter[str]()
     answers: list[Answer] = []
     items: list[str] = []
     seen: set[tuple[str, str]] = set()
@@ -264,7 +256,7 @@ def conditional(
             continue
         seen.add((row.item, text))
         if row.prompt is None or not text.strip():
-            _count(left_out, "no prompt" if row.prompt is None else f"empty {of}")
+            left_out["no prompt" if row.prompt is None else f"empty {of}"] += 1
             continue
         answers.append((row.prompt, text, row.cut_off and of == "prediction"))
         items.append(row.item)
@@ -272,7 +264,7 @@ def conditional(
     nats: list[tuple[str, Nats]] = []
     for item, score in zip(items, model.map(LanguageModel.score_answers, answers), strict=True):
         if isinstance(score, str):
-            _count(left_out, score or f"empty {of}")
+            left_out[score or f"empty {of}"] += 1
         else:
             nats.append((item, score))
     counted = _finite(nats, left_out, name)
@@ -300,10 +292,6 @@ def unconditional(rows: Sequence[Prediction], model: ModelWorkers[LanguageModel]
     truncated = sum(cut for _, (_, cut) in usable) / len(usable)
     about = {**model.map(describe, [None])[0], "share of texts truncated": truncated}
     return MetricResult(name, means, "lower", len(counted), left_out, about)
-
-
-def _count(left_out: dict[str, int], reason: str) -> None:
-    left_out[reason] = left_out.get(reason, 0) + 1
 
 
 def _dtype(model: Any) -> str:
@@ -357,13 +345,7 @@ def evaluate_rewards(
     `raw_...`. Models that fail are in `Results.failed`; the others are still evaluated. `load` is pickled if there are
     several processes.
     """
-    results = Results(
-        predictions.path,
-        len(predictions.rows),
-        predictions.items,
-        predictions.warnings(),
-        digests=predictions.digests(),
-    )
+    results = predictions.results()
     for name, path in zip(_metric_names(models), models, strict=True):
         progress(path)
         with ModelWorkers(partial(load, path), processes) as model:
@@ -375,14 +357,12 @@ def evaluate_rewards(
 
 
 def rewards_of(rows: Sequence[Prediction], model: ModelWorkers[Rewards]) -> tuple[list[float | None], dict[str, int]]:
-    """The normalized reward of each row (None if it has none; raw without statistics), and the number of Nones by
-    reason.
-    """
-    left_out: dict[str, int] = {}
+    """The reward of each row, normalized if the model has statistics (None: it has none), and the Nones by reason."""
+    left_out = Counter[str]()
     usable = []
     for place, row in enumerate(rows):
         if row.prompt is None or not row.text.strip():
-            _count(left_out, "no prompt" if row.prompt is None else "empty prediction")
+            left_out["no prompt" if row.prompt is None else "empty prediction"] += 1
         else:
             usable.append((place, ([*row.prompt, {"role": "assistant", "content": row.text}], row.cut_off)))
     raw = model.map(_raw_rewards, [answer for _, answer in usable]) if usable else []
@@ -392,7 +372,7 @@ def rewards_of(rows: Sequence[Prediction], model: ModelWorkers[Rewards]) -> tupl
         if math.isfinite(reward):
             rewards[place] = (reward - mean) / std
         else:
-            _count(left_out, "reward is not a finite number")
+            left_out["reward is not a finite number"] += 1
     return rewards, left_out
 
 

@@ -55,9 +55,6 @@ class PairedTest:
             return None
         return "B" if (self.difference.value > 0) == (self.better == "higher") else "A"
 
-    def with_correction(self, corrected: float) -> "PairedTest":
-        return replace(self, corrected=corrected)
-
     def text(self, value: float, signed: bool = False) -> str:
         """A value or, `signed`, a difference of the metric, as text; rates are percentages."""
         sign = "+" if signed else ""
@@ -70,10 +67,8 @@ class PairedTest:
         """The interval of the difference, as text; a dash if it is unknown."""
         if math.isnan(self.difference.low):
             return "–"
-        low, high = (
-            self.text(limit, True).removesuffix(" pp") for limit in (self.difference.low, self.difference.high)
-        )
-        return f"[{low}, {high}]"
+        limits = (self.difference.low, self.difference.high)
+        return f"[{', '.join(self.text(limit, True).removesuffix(' pp') for limit in limits)}]"
 
     @property
     def effect_text(self) -> str:
@@ -113,7 +108,7 @@ def paired_test(
     totals_a, totals_b = ([float(combine(kind, run.table(items).sum(0))) for run in side] for side in (a, b))
     value_a, value_b = float(np.mean(totals_a)), float(np.mean(totals_b))
     runs = (len(a), len(b))
-    if kind == "rate" and runs == (1, 1) and _binary(values_a[0]) and _binary(values_b[0]):
+    if kind == "rate" and runs == (1, 1) and np.isin([*values_a, *values_b], (0.0, 1.0)).all():
         only_a = int(((values_a[0] == 1) & (values_b[0] == 0)).sum())
         only_b = int(((values_a[0] == 0) & (values_b[0] == 1)).sum())
         difference = paired_rates(values_a[0].tolist(), values_b[0].tolist())
@@ -169,7 +164,3 @@ def t_test(a: Sequence[float], b: Sequence[float], over_items: float, n: int) ->
     error = math.sqrt(variance)
     p = 1.0 if abs(value) <= _ROUNDING * scale else 2 * float(stdtr(freedom, -abs(value) / error))
     return Difference(value, *t_limits(value, error, freedom)), min(1.0, max(p, 2.0 ** (1 - n)))
-
-
-def _binary(values: np.ndarray) -> bool:
-    return bool(np.isin(values, (0.0, 1.0)).all())

@@ -11,6 +11,7 @@ from posttrain.data.files import read_rows
 from posttrain.data.messages import Message, UnusableRow, as_messages, check_conversation, check_text, kind_of
 from posttrain.data.problems import Problems
 from posttrain.errors import InputError
+from posttrain.evaluation.results import Results
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.data import SourceRecipe
 
@@ -72,6 +73,10 @@ class Predictions:
         """Item -> digest of prompt and reference, to check that two files have the same items."""
         return {row.item: digest_of([row.prompt, row.reference]) for row in self.rows}
 
+    def results(self) -> Results:
+        """Results of this file, without metrics."""
+        return Results(self.path, len(self.rows), self.items, self.warnings(), digests=self.digests())
+
 
 def column_names(words: Sequence[str]) -> PredictionColumns:
     """Parse words such as `columns.prediction=output`; raises `InputError` for any other word."""
@@ -115,18 +120,14 @@ def read_predictions(path: str, columns: PredictionColumns | None = None) -> Pre
             continue
         problems.used += 1
         rows.append(prediction)
-    if not rows:
-        _refuse(path, problems)
-    return Predictions(path, rows, problems)
-
-
-def _refuse(path: str, problems: Problems) -> None:
-    if not problems.total:
+    if not rows and not problems.total:
         raise InputError(f"{path} has no rows; give a file with predictions")
-    raise InputError(
-        f"{path}: no usable prediction: {problems.summary()[0]}; correct the file, or set its columns, for "
-        "example `columns.prediction=NAME`"
-    )
+    if not rows:
+        raise InputError(
+            f"{path}: no usable prediction: {problems.summary()[0]}; correct the file, or set its columns, for "
+            "example `columns.prediction=NAME`"
+        )
+    return Predictions(path, rows, problems)
 
 
 def _prediction(row: dict[str, Any], origin: str, names: PredictionColumns) -> Prediction:

@@ -60,11 +60,11 @@ class Results:
 
     def table(self) -> Table:
         """A table with one row per metric."""
-        rows = []
         estimates = self.estimates()
-        for one in self.metrics:
-            value = estimates[one.name]
-            rows.append((one.name, *estimate_cells(one.scores.kind, value), str(value.n), str(one.texts)))
+        values = [(one, estimates[one.name]) for one in self.metrics]
+        rows = [
+            (one.name, *estimate_cells(one.scores.kind, value), str(value.n), str(one.texts)) for one, value in values
+        ]
         return Table(
             title=self.predictions,
             headings=("metric", "value", "95% interval", "n", "texts"),
@@ -77,7 +77,7 @@ class Results:
         """Messages about the numbers: signatures, layers, models, rows left out."""
         about: dict[str, list[str]] = {}
         for one in self.metrics:
-            known = [f"{key} {_text(value)}" for key, value in one.about.items()]
+            known = [f"{key} {v:.3g}" if isinstance(v, float) else f"{key} {v}" for key, v in one.about.items()]
             missing = [f"{count} left out: {reason}" for reason, count in one.left_out.items()]
             if text := "; ".join([*known, *missing]):
                 about.setdefault(text, []).append(one.name)
@@ -86,7 +86,10 @@ class Results:
 
     def write(self, path: Path) -> None:
         """Atomically write the results to `path` as JSON; raises `RunError` if that fails."""
-        estimates = self.estimates()
+        numbers = {
+            name: [value if math.isfinite(value) else None for value in estimate.limits]
+            for name, estimate in self.estimates().items()
+        }
         values = {
             "format": FORMAT,
             "predictions": self.predictions,
@@ -95,10 +98,8 @@ class Results:
             "dropped": list(self.dropped),
             "metrics": {
                 one.name: {
-                    "value": _finite(estimates[one.name].value),
-                    "low": _finite(estimates[one.name].low),
-                    "high": _finite(estimates[one.name].high),
-                    "n": estimates[one.name].n,
+                    **dict(zip(("value", "low", "high"), numbers[one.name], strict=True)),
+                    "n": len(one.scores),
                     "texts": one.texts,
                     "kind": one.scores.kind,
                     "bounds": one.scores.bounds,
@@ -166,11 +167,3 @@ def estimate_cells(kind: str, value: Estimate) -> tuple[str, str]:
     if math.isnan(value.low):
         return shown, "–"
     return shown, f"[{value.low * scale:.{digits}f}, {value.high * scale:.{digits}f}]"
-
-
-def _text(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

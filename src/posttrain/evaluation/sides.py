@@ -68,7 +68,15 @@ def read_sides(words: Sequence[str], metrics: Sequence[str] | None = None) -> li
     Raises `InputError` for anything that cannot be read, and for a metric that no side has.
     """
     columns = column_names([word for word in words if word.startswith("columns.")])
-    named = _named_paths(words)
+    named: list[tuple[str, list[str]]] = []
+    for word in [word for word in words if not word.startswith("columns.")]:
+        name, separator, listed = word.partition("=")
+        has_name = bool(separator) and not Path(word).exists()
+        text = listed if has_name else word
+        paths = [text] if Path(text).exists() else [path for path in text.split(",") if path]
+        if not paths:
+            raise InputError(f"{text!r} contains no path; give run directories or files")
+        named.append((name if has_name else ",".join(Path(path).name or path for path in paths), paths))
     sides = [Side(name, _runs(name, paths, metrics, columns)) for name, paths in named]
     for side in sides:
         if len({run.path for run in side.runs}) < len(side.runs):
@@ -79,7 +87,8 @@ def read_sides(words: Sequence[str], metrics: Sequence[str] | None = None) -> li
         raise InputError(f"{repeated} is given on two sides; give different sides")
     known = {name for side in sides for run in side.runs for name in run.metrics}
     if absent := [name for name in metrics or () if name not in known]:
-        every = [name for _, paths in named for path in paths for name in _metrics_of(path, columns)]
+        files = [file for _, paths in named for path in paths for file in _results_in(path, [])]
+        every = [name for file in files for name in _read(file, None, columns).metrics]
         raise InputError(f"no side has the metric {absent[0]!r}; they have {', '.join(dict.fromkeys(every)) or 'none'}")
     if len({side.name for side in sides}) == len(sides):
         return sides
@@ -101,14 +110,8 @@ def _runs(name: str, paths: Sequence[str], metrics: Sequence[str] | None, column
     return runs
 
 
-def _metrics_of(path: str, columns: PredictionColumns) -> list[str]:
-    return [name for file in _results_in(path, []) for name in _read(file, None, columns).metrics]
-
-
 def _results_in(path: str, details: list[str]) -> list[str]:
-    """The results files of a directory that is not a run, otherwise `path` itself. Other JSON files are noted in
-    `details`.
-    """
+    """The results files of a directory that is not a run, otherwise `path`. Other JSON files are noted in `details`."""
     folder = Path(path).expanduser()
     if not folder.is_dir() or (folder / "recipe.yaml").is_file():
         return [path]
@@ -151,48 +154,21 @@ def _merged(name: str, runs: Sequence[Run], details: Sequence[str]) -> Run:
     return Run(name, metrics, digests, environment, [*details, *(line for run in runs for line in run.details)])
 
 
-def _named_paths(words: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """(name, paths) of each word that is not a column setting."""
-    named = []
-    for word in [word for word in words if not word.startswith("columns.")]:
-        name, separator, listed = word.partition("=")
-        has_name = bool(separator) and not Path(word).exists()
-        paths = _paths(listed if has_name else word)
-        named.append((name if has_name else _name(paths), paths))
-    return named
-
-
-def _paths(text: str) -> list[str]:
-    paths = [text] if Path(text).exists() else [path for path in text.split(",") if path]
-    if not paths:
-        raise InputError(f"{text!r} contains no path; give run directories or files")
-    return paths
-
-
-def _name(paths: Sequence[str]) -> str:
-    names = [Path(path).name or path for path in paths]
-    return names[0] if len(names) == 1 else ",".join(names)
-
-
 def _read(path: str, metrics: Sequence[str] | None, columns: PredictionColumns) -> Run:
     file = Path(path).expanduser()
     if file.is_dir():
         run = _read_run(path)
-    elif file.suffix.lower() == ".json" and _is_results(file):
-        known, digests = read_results(file.resolve())  # a file that the user names may be a link
-        run = Run(path, known, digests)
+    elif not file.exists():
+        raise InputError(f"{path}: there is no such file or directory; correct the path")
     else:
-        run = _read_rows(path, metrics, columns)
+        is_results = False
+        if file.suffix.lower() == ".json":
+            with open_file(file.resolve()) as opened:  # a file that the user names may be a link
+                is_results = opened.read(1 << 10).lstrip()[:1] == b"{"
+        run = Run(path, *read_results(file.resolve())) if is_results else _read_rows(path, metrics, columns)
     if metrics is not None:
         run = replace(run, metrics={name: run.metrics[name] for name in metrics if name in run.metrics})
     return run
-
-
-def _is_results(file: Path) -> bool:
-    if not file.is_file():
-        raise InputError(f"{file}: there is no such file or directory; correct the path")
-    with open_file(file.resolve()) as opened:
-        return opened.read(1 << 10).lstrip()[:1] == b"{"
 
 
 def _read_run(path: str) -> Run:
@@ -234,8 +210,6 @@ def _of_episodes(episodes: Sequence[Episode]) -> dict[str, MetricResult]:
 
 def _read_rows(path: str, metrics: Sequence[str] | None, columns: PredictionColumns) -> Run:
     """Read predictions, which are compared with their references, or rows of numbers."""
-    if not Path(path).expanduser().exists():
-        raise InputError(f"{path}: there is no such file or directory; correct the path")
     listed, problems = list(read_rows(SourceRecipe(path=path))), Problems()
     if not listed:
         raise InputError(f"{path} has no rows; give another file")
@@ -247,39 +221,34 @@ def _read_rows(path: str, metrics: Sequence[str] | None, columns: PredictionColu
             rows.append((item_of(row, _prompt(row, columns.prompt), origin, columns), row))
         except UnusableRow as problem:
             problems.add_text(str(problem), origin)
-    scored = _numbers(rows, columns)
+    scored, without_number = _numbers(rows, columns)
     if not any(columns.prediction in row for _, row in rows):
         details = [f"{path}: {line}" for line in problems.summary()]
-        lost = {name: count for name, count in scored.lost.items() if metrics is None or name in metrics}
-        details += [f"{path}: {count} rows without a number in {name}" for name, count in lost.items() if count]
+        details += [
+            f"{path}: {count} rows without a number in {name}"
+            for name, count in without_number.items()
+            if count and (metrics is None or name in metrics)
+        ]
         if (items := len({item for item, _ in rows})) < len(rows):
             details.append(
                 f"{path}: {len(rows)} rows are of {items} items; the score of an item is the mean of its rows"
             )
-        return Run(path, scored.metrics, {}, None, details)
+        return Run(path, scored, {}, None, details)
     predictions = read_predictions(path, columns)
-    scores = dict(scored.metrics) if metrics is not None else {}
-    for name in ("exact", "bleu", "chrf"):
+    scores = dict(scored) if metrics is not None else {}
+    computed: tuple[Literal["exact", "bleu", "chrf"], ...] = ("exact", "bleu", "chrf")
+    for name in computed:
         wanted = metrics is None or name in metrics
         if wanted and name not in scores and any(row.reference is not None for row in predictions.rows):
-            scores[name] = exact_match(predictions.rows) if name == "exact" else _corpus(name, predictions.rows)
+            scores[name] = exact_match(predictions.rows) if name == "exact" else corpus_metric(name, predictions.rows)
     dropped = [f"{path}: {line}" for line in predictions.warnings()]
     return Run(path, scores, predictions.digests(), None, dropped)
 
 
-def _corpus(name: str, rows: Any) -> MetricResult:
-    return corpus_metric("bleu" if name == "bleu" else "chrf", rows)
-
-
-@dataclass(frozen=True)
-class _Numbers:
-    metrics: dict[str, MetricResult]
-    lost: dict[str, int]
-    """Column -> rows without a number."""
-
-
-def _numbers(rows: Sequence[tuple[str, dict[str, Any]]], columns: PredictionColumns) -> _Numbers:
-    """The numeric and boolean columns of (item, row) pairs; null and NaN are left out."""
+def _numbers(
+    rows: Sequence[tuple[str, dict[str, Any]]], columns: PredictionColumns
+) -> tuple[dict[str, MetricResult], dict[str, int]]:
+    """The numeric and boolean columns of (item, row) pairs, and the number of rows with null or NaN in each."""
     names = [
         name
         for name in dict.fromkeys(name for _, row in rows for name in row)
@@ -290,7 +259,7 @@ def _numbers(rows: Sequence[tuple[str, dict[str, Any]]], columns: PredictionColu
         values = [(item, float(row[name])) for item, row in rows if _is_number(row.get(name))]
         lost[name] = len(rows) - len(values)
         metrics[name] = MetricResult(name, item_means(_kind([value for _, value in values]), values), texts=len(values))
-    return _Numbers(metrics, lost)
+    return metrics, lost
 
 
 def _prompt(row: dict[str, Any], name: str) -> Any:

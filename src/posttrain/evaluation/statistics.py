@@ -13,15 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from posttrain.plugins import require_module
-from posttrain.runs.intervals import (
-    ROUNDING,
-    Estimate,
-    clustered_rate,
-    mean,
-    rate_limits,
-    success_rate,
-    t_limits,
-)
+from posttrain.runs.intervals import ROUNDING, Estimate, clustered_rate, mean, rate_limits, success_rate, t_limits
 from posttrain.seeds import random_stream
 
 
@@ -243,15 +235,13 @@ class ItemScores:
 
 
 def item_means(
-    kind: Literal["rate", "mean"],
-    samples: Iterable[tuple[str, float]],
-    bounds: tuple[float, float] | None = None,
+    kind: Literal["rate", "mean"], samples: Iterable[tuple[str, float]], bounds: tuple[float, float] | None = None
 ) -> ItemScores:
     """Mean over the samples of each item, so that all items have the same weight; `bounds` are those of the result."""
-    of_items: dict[str, list[float]] = {}
+    by_item: dict[str, list[float]] = {}
     for item, value in samples:
-        of_items.setdefault(item, []).append(float(value))
-    items = {item: np.array([math.fsum(values) / len(values), 1.0]) for item, values in of_items.items()}
+        by_item.setdefault(item, []).append(float(value))
+    items = {item: np.array([math.fsum(values) / len(values), 1.0]) for item, values in by_item.items()}
     return ItemScores(kind, items, bounds)
 
 

@@ -50,8 +50,8 @@ def pass_rates(successes: Mapping[int, Sequence[bool]]) -> dict[int, Estimate]:
     """
     rates = {}
     for k in powers_up_to(n) if (n := attempts(successes)) else []:
-        of_seeds = [pass_at_k(len(outcomes), sum(outcomes), k) for outcomes in successes.values()]
-        rates[k] = clustered_rate(of_seeds, sum(len(outcomes) // k for outcomes in successes.values()))
+        seed_rates = [pass_at_k(len(outcomes), sum(outcomes), k) for outcomes in successes.values()]
+        rates[k] = clustered_rate(seed_rates, sum(len(outcomes) // k for outcomes in successes.values()))
     return rates
 
 
@@ -69,9 +69,7 @@ class Evaluation:
     """Success and return on a set of seeds."""
 
     success: Estimate | None
-    """Success rate over all seeds; failed episodes count as unsuccessful. None if the environment does not report
-    success.
-    """
+    """Success rate over all seeds; failed episodes count as unsuccessful. None if the environment reports none."""
     mean_return: Estimate
     """Mean return over seeds with an episode that has a return; NaN without such seeds."""
     n: int
@@ -95,24 +93,15 @@ class Evaluation:
 
     def metrics(self) -> dict[str, float | int | None]:
         """The values of an evaluation line of the metrics log; None where the episodes do not determine one."""
-        success = {} if self.success is None else _with_limits("success", self.success)
-        values = (
-            success
-            | {
-                "n": self.n,
-                "return": self.mean_return.value,
-                "return_low": self.mean_return.low,
-                "return_high": self.mean_return.high,
-                "episodes": self.episodes,
-                "failed": self.failed,
-                **({"unscored": self.unscored} if self.unscored else {}),
-                "rejected_share": self.rejected_share,
-                "tokens_per_answer": self.tokens_per_answer,
-                "turns": self.turns,
-            }
-            | {key: v for name, one in self.scores.items() for key, v in _with_limits(f"{SCORES}{name}", one).items()}
-            | {key: v for name, one in self.attempts.items() for key, v in _with_limits(name, one).items()}
-        )
+        values: dict[str, float | int] = {} if self.success is None else _with_limits("success", self.success)
+        values |= {"n": self.n, **_with_limits("return", self.mean_return)}
+        values |= {"episodes": self.episodes, "failed": self.failed}
+        values |= {"unscored": self.unscored} if self.unscored else {}
+        values |= {"rejected_share": self.rejected_share, "tokens_per_answer": self.tokens_per_answer}
+        values["turns"] = self.turns
+        named = {f"{SCORES}{name}": score for name, score in self.scores.items()} | dict(self.attempts)
+        for name, estimate in named.items():
+            values |= _with_limits(name, estimate)
         return {key: None if math.isnan(value) else value for key, value in values.items()}
 
 
@@ -146,6 +135,10 @@ def summarize(episodes: Sequence[Episode], return_range: tuple[float, float] | N
     turns = [turn for episode in played for turn in episode.turns]
     rates = [_average(flags) for flags in successes.values()]
     has_success = bool(successes) and reports_success(episodes)
+    repeated: dict[str, Estimate] = {}
+    if has_success and (n := attempts(successes)) > 1:
+        repeated = {f"{MEAN}{n}": mean_at_k(successes)}
+        repeated |= {f"{PASS}{k}": rate for k, rate in pass_rates(successes).items()}
     return Evaluation(
         success=clustered_rate(rates, sum(map(len, successes.values()))) if has_success else None,
         mean_return=_over_seeds(returns, return_range) if returns else _NO_RETURN,
@@ -158,14 +151,8 @@ def summarize(episodes: Sequence[Episode], return_range: tuple[float, float] | N
         turns=_average([len(episode.turns) for episode in played]),
         # Scores of 0 and 1 only are successes, also where all are equal.
         scores={name: _over_seeds(one, (0.0, 1.0) if _levels(one) <= {0, 1} else None) for name, one in scores.items()},
-        attempts=_attempts(successes) if has_success else {},
+        attempts=repeated,
     )
-
-
-def _attempts(successes: Mapping[int, Sequence[bool]]) -> dict[str, Estimate]:
-    if (n := attempts(successes)) < 2:
-        return {}
-    return {f"{MEAN}{n}": mean_at_k(successes)} | {f"{PASS}{k}": rate for k, rate in pass_rates(successes).items()}
 
 
 def _over_seeds(by_seed: Mapping[int, Sequence[float]], bounds: tuple[float, float] | None = None) -> Estimate:

@@ -154,28 +154,20 @@ def evaluate_text(
     predictions: Predictions, options: TextOptions, progress: Callable[[str], None] = lambda _: None
 ) -> Results:
     """Compute every metric of `options`. Failed metrics are in `Results.failed`; the others are still computed."""
-    results = Results(
-        predictions.path,
-        len(predictions.rows),
-        predictions.items,
-        predictions.warnings(),
-        digests=predictions.digests(),
-    )
+    results = predictions.results()
     for name in options.metrics:
         progress(name)
         try:
-            if name == "perplexity":
-                _perplexities(results, predictions, options)
-            else:
-                results.metrics += _compute(name, predictions, options)
+            results.metrics += _compute(name, predictions, options, results.failed)
         except InputError as error:
             results.failed[name] = str(error)
     return results
 
 
 def _compute(
-    name: Literal["bleu", "chrf", "exact", "verifier", "bertscore"], predictions: Predictions, options: TextOptions
+    name: Metric, predictions: Predictions, options: TextOptions, failed: dict[str, str]
 ) -> Sequence[MetricResult]:
+    """The results of a metric. Perplexities that cannot be computed are added to `failed`: they need different columns."""
     rows = predictions.rows
     if name == "bleu" or name == "chrf":
         return [corpus_metric(name, rows)]
@@ -184,20 +176,22 @@ def _compute(
     if name == "verifier":
         assert options.verifier is not None
         return [verified(rows, options.verifier)]
-    from posttrain.evaluation.model_metrics import Encoder, bert_scores
+    from posttrain.evaluation.model_metrics import (
+        Encoder,
+        LanguageModel,
+        bert_scores,
+        conditional,
+        describe,
+        unconditional,
+    )
 
-    assert options.encoder is not None
-    load = partial(Encoder, options.encoder, options.layer, options.models)
-    with ModelWorkers(load, options.models.processes) as encoder:
-        return bert_scores(rows, encoder)
-
-
-def _perplexities(results: Results, predictions: Predictions, options: TextOptions) -> None:
-    """Add each perplexity to `results`, or why it failed: they need different columns."""
-    from posttrain.evaluation.model_metrics import LanguageModel, conditional, describe, unconditional
-
+    if name == "bertscore":
+        assert options.encoder is not None
+        load = partial(Encoder, options.encoder, options.layer, options.models)
+        with ModelWorkers(load, options.models.processes) as encoder:
+            return bert_scores(rows, encoder)
     assert options.model is not None
-    rows = predictions.rows
+    results: list[MetricResult] = []
     with ModelWorkers(partial(LanguageModel, options.model, options.models), options.models.processes) as model:
         model.map(describe, [None])  # load the model first, so that a failure is reported once and not three times
         computations: dict[str, Callable[[], MetricResult]] = {
@@ -209,8 +203,9 @@ def _perplexities(results: Results, predictions: Predictions, options: TextOptio
                 **computations,
                 "perplexity_unconditional": lambda: unconditional(rows, model),
             }
-        for name, compute in computations.items():
+        for title, compute in computations.items():
             try:
-                results.metrics.append(compute())
+                results.append(compute())
             except InputError as error:
-                results.failed[name] = str(error)
+                failed[title] = str(error)
+    return results
