@@ -113,15 +113,8 @@ class Chart:
         panel = self.panel
         look = {"unit": panel.unit, "percent": panel.percent, "whole": panel.whole, "log": panel.logarithmic}
         title = f"{panel.title}, {self.subtitle.partition(' · ')[0]}" if " · " in self.subtitle else panel.title
-        curves, levels = [trace.values() for trace in self.traces], list(self.levels)
-        return {
-            "section": self.section,
-            "title": title,
-            **look,
-            "stacked": self.stacked,
-            "curves": curves,
-            "levels": levels,
-        }
+        about = {"section": self.section, "title": title, **look, "stacked": self.stacked}
+        return {**about, "curves": [trace.values() for trace in self.traces], "levels": list(self.levels)}
 
 
 @dataclass(frozen=True)
@@ -167,15 +160,15 @@ def charts_of(lines: Sequence[Line]) -> Iterator[Chart]:
 def _panels(log: Log) -> Iterator[tuple[str, str, Panel]]:
     """(figure, section, panel)."""
     keys = set(keys_of(log))
-    for number, key in enumerate([key for key in ("success", "return") if keys & {key, f"rollout/{key}"}]):
-        look = replace(metric_of(key).panel, from_zero=False, smoothed=True)
+    results = [key for key in ("success", "return") if keys & {key, f"rollout/{key}"}]
+    bases = {key.removeprefix("rollout/") for key in keys}
+    for key in [*results, *sorted(key for key in bases if key.startswith(SCORES))]:
+        look, figure = Panel(key.removeprefix(SCORES), "score", ()), ""
+        if key in results:
+            look = replace(metric_of(key).panel, from_zero=False, smoothed=True)
+            figure = "learning_curve" if key == results[0] else "reward"
         curves = [Curve(f"rollout/{key}", "training episodes", TRAINING), Curve(key, "held-out seeds", HELD_OUT)]
-        yield "reward" if number else "learning_curve", "Results", replace(look, curves=curves)
-    for key in sorted(
-        {key.removeprefix("rollout/") for key in keys if key.removeprefix("rollout/").startswith(SCORES)}
-    ):
-        curves = [Curve(f"rollout/{key}", "training episodes", TRAINING), Curve(key, "held-out seeds", HELD_OUT)]
-        yield "", "Results", Panel(key.removeprefix(SCORES), "score", curves)
+        yield figure, "Results", replace(look, curves=curves)
     for name in TITLES:
         for panel in panels_of(name, log):
             if name != "reward" or panel.title != "Return":
@@ -192,20 +185,16 @@ def _panels(log: Log) -> Iterator[tuple[str, str, Panel]]:
 def _chart(figure: str, section: str, panel: Panel, log: Log) -> Chart | None:
     """The chart of a panel; None without data, and for metrics that are 0 at every step, such as skipped updates. Results
     are shown also where they are 0."""
-    traces = [trace for curve in panel.curves if (trace := _trace(curve, log)) is not None]
+    traces = []
+    for curve in panel.curves:
+        if (series := series_of(log, curve.key)) is not None:
+            trace = _of_series(curve.key, curve.label, curve.color, series, log)
+            traces.append(replace(trace, y=trace.y / _GIB) if curve.key.startswith("memory/") else trace)
     if not traces or (section != "Results" and not any(trace.y.any() or trace.nonfinite for trace in traces)):
         return None
     levels = levels_of(log, panel.curves[-1].key) if section == "Results" else []
     results = [result for curve in panel.curves for result in _results(log, curve.key)]
     return Chart(figure, section, panel, traces, [*_reference(panel), *levels], results, panel.title)
-
-
-def _trace(curve: Curve, log: Log) -> Trace | None:
-    series = series_of(log, curve.key)
-    if series is None:
-        return None
-    trace = _of_series(curve.key, curve.label, curve.color, series, log)
-    return replace(trace, y=trace.y / _GIB) if curve.key.startswith("memory/") else trace
 
 
 def _of_series(key: str, label: str, color: str, series: Series, log: Log, dash: int = 0) -> Trace:
@@ -308,8 +297,8 @@ def chart_of_runs(
             drawn.append((number, bundle, curves))
     trained = all(is_trained(source.lines, metric.key) for _, bundle, _ in drawn for source in bundle.sources)
     averaged = any(len(curves) > 1 for *_, curves in drawn)
-    positive = all(value > 0 for *_, curves in drawn for series in curves for value in series.values)
-    geometric = averaged and panel.logarithmic and positive
+    geometric = averaged and panel.logarithmic
+    geometric = geometric and all(min(series.values, default=1) > 0 for *_, curves in drawn for series in curves)
     traces = []
     for number, bundle, curves in drawn:
         color, dash = DOMAINS[number % len(DOMAINS)], number // len(DOMAINS) % len(DASHES)
@@ -322,7 +311,9 @@ def chart_of_runs(
             continue
         longest = max(len(series.steps) for series in curves)
         smoothing = smooth and trained and longest > 2 * SMOOTHED_STEPS
-        mean = mean_over_seeds([_smoothed(one) if smoothing else one for one in curves], geometric, panel.percent)
+        if smoothing:
+            curves = [Series(one.steps[2:-2], smoothed(one.values).tolist(), one.nonfinite) for one in curves]
+        mean = mean_over_seeds(curves, geometric, panel.percent)
         if not mean.steps:
             warnings.append(f"{metric.key}: {bundle.title} is left out because its runs have no step in common")
             continue
@@ -339,10 +330,6 @@ def chart_of_runs(
     subtitle = f"{metric.what} · {metric.key}" if metric.what else metric.key
     look, levels = replace(panel, smoothed=trained), [*levels, *_reference(panel)]
     return Chart(metric.file, "Curves", look, traces, levels, (), subtitle, " · ".join(notes)), warnings
-
-
-def _smoothed(series: Series) -> Series:
-    return Series(series.steps[2:-2], smoothed(series.values).tolist(), series.nonfinite)
 
 
 def smoothed(values: Sequence[float] | np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
 
 from posttrain.figures.charts import DASHES, SMOOTHED_STEPS, Chart, Trace, smoothed, thinned
-from posttrain.recipe.metrics import BLUE, GREEN, ORANGE, RED, Panel
+from posttrain.recipe.metrics import BLUE, GREEN, ORANGE, RED
 from posttrain.runs.directory import storage_errors, write_atomically
 from posttrain.runs.panels import MOST_POINTS
 from posttrain.runs.tables import plain_numbers
@@ -72,7 +72,9 @@ def draw_charts(charts: Sequence[Chart], title: str, below: bool = False) -> Fig
         for axes, chart in zip(panels, charts, strict=True):
             (_stack if chart.stacked else _draw)(axes, chart)
             if not below and (chart.stacked or chart.results or len(chart.levels) > 1):
-                _outside_legend(axes)
+                legend = axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2)  # beside the axes
+                for label in legend.get_texts():
+                    label.set_text(plain(label.get_text(), _LONGEST_OUTSIDE))
             elif not below:
                 axes.legend(loc="best")
         if below:
@@ -94,12 +96,7 @@ def _draw(axes: Axes, chart: Chart) -> None:
     ]
     notes += [f"moving mean of {SMOOTHED_STEPS} steps"] if smooths else []
     for number, trace in enumerate(chart.traces):
-        look: dict[str, Any] = {
-            "color": trace.color,
-            "linestyle": DASHES[trace.dash],
-            "label": trace.label,
-            "zorder": 3,
-        }
+        look: dict[str, Any] = {"color": trace.color, "linestyle": DASHES[trace.dash], "label": trace.label}
         look["marker"] = MARKERS[number % len(MARKERS)] if len(trace.x) <= _MOST_MARKED else ""
         steps, values = trace.x, trace.y
         shown += [float(values.min()), float(values.max())] if len(values) else []
@@ -109,7 +106,7 @@ def _draw(axes: Axes, chart: Chart) -> None:
                 axes.plot(steps[kept], values[kept], color=trace.color, alpha=0.25, linewidth=0.8, label="_each step")
             steps, values = steps[2:-2], smoothed(values)
         kept = thinned(values)
-        axes.plot(steps[kept], values[kept], **look)
+        axes.plot(steps[kept], values[kept], zorder=3, **look)
         if trace.low and not at_end:
             limits += _band(axes, trace)
     if at_end:
@@ -122,26 +119,29 @@ def _draw(axes: Axes, chart: Chart) -> None:
     for level in chart.levels:
         style = "--" if level["color"] in (GREEN, RED) else ":"
         form = f"{level['value']:.1%}" if panel.percent else f"{level['value']:.3f}"
-        axes.axhline(
-            level["value"],
-            color=level["color"],
-            label=f"{level['label']}, {form}",
-            linestyle=style,
-            linewidth=1.2,
-            zorder=2,
-        )
+        look = {"color": level["color"], "linestyle": style, "linewidth": 1.2, "zorder": 2}
+        axes.axhline(level["value"], label=f"{level['label']}, {form}", **look)
         shown.append(level["value"])
     for label, step, (value, low, high) in chart.results:
         look = {"color": "black", "markersize": 11, "capsize": 3, "elinewidth": 1.0, "zorder": 6}
-        axes.errorbar(
-            [step], [value], [[max(0.0, value - low)], [max(0.0, high - value)]], fmt="*", label=label, **look
-        )
+        lengths = [[max(0.0, value - low)], [max(0.0, high - value)]]
+        axes.errorbar([step], [value], lengths, fmt="*", label=label, **look)
         shown += [value, low, high]
     if limits and not chart.note:
         notes.append("95% interval at the end" if at_end else "95% interval shaded")
     axes.set_title(textwrap.fill(", ".join([chart.subtitle, *notes]), _TITLE_WIDTH))
-    _scale(axes, panel, [*shown, *limits])
-    _mark_nonfinite(axes, chart.traces)
+    values = [*shown, *limits]
+    if panel.whole:
+        axes.set_ylim(-0.03, 1.05)
+    elif not values:
+        axes.set_yticks([])
+    elif panel.logarithmic and min(values) > 0 and max(values) > 20 * min(values):
+        axes.set_yscale("log")
+    elif panel.from_zero and min(values) >= 0:
+        axes.set_ylim(0, 1.1 * max(values) or 1)
+    if nonfinite := sorted({step for trace in chart.traces for step in trace.nonfinite}):
+        look = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 5}  # at the bottom of the axes
+        axes.plot(nonfinite, [0.0] * len(nonfinite), "x", color=RED, markersize=7, label="NaN or infinite", **look)
     finish_axes(axes, panel.unit, panel.percent)
     if max(map(abs, shown), default=1.0) < 1e-3:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: plain_numbers(f"{value:g}")))
@@ -202,33 +202,6 @@ def _band(axes: Axes, trace: Trace) -> list[float]:
 def _bar(axes: Axes, step: float, low: float, value: float, high: float, color: str, fmt: str = "none") -> None:
     lengths = [[max(0.0, value - low)], [max(0.0, high - value)]]
     axes.errorbar([step], [value], lengths, fmt=fmt, color=color, ecolor=color, elinewidth=1.0, capsize=3, alpha=0.7)
-
-
-def _scale(axes: Axes, panel: Panel, values: list[float]) -> None:
-    """Choose scale and limits of the y axis so that `values` fit."""
-    if panel.whole:
-        axes.set_ylim(-0.03, 1.05)
-    elif not values:
-        axes.set_yticks([])
-    elif panel.logarithmic and min(values) > 0 and max(values) > 20 * min(values):
-        axes.set_yscale("log")
-    elif panel.from_zero and min(values) >= 0:
-        axes.set_ylim(0, 1.1 * max(values) or 1)
-
-
-def _mark_nonfinite(axes: Axes, traces: Sequence[Trace]) -> None:
-    """Draw crosses at the bottom, at the steps where a metric was NaN or infinite."""
-    steps = sorted({step for trace in traces for step in trace.nonfinite})
-    if steps:
-        look: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 5}
-        axes.plot(steps, [0.0] * len(steps), "x", color=RED, markersize=7, label="NaN or infinite", **look)
-
-
-def _outside_legend(axes: Axes) -> None:
-    """Put the legend to the right of the axes."""
-    legend = axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2)
-    for label in legend.get_texts():
-        label.set_text(plain(label.get_text(), _LONGEST_OUTSIDE))
 
 
 Format = Literal["png", "svg"]

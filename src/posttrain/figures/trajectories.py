@@ -7,13 +7,13 @@ state is shown too, and pictures do not depend on how states were shown to the p
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import cast, get_args
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.patches import Circle, Patch, Rectangle
+from matplotlib.patches import Circle, Rectangle
 
 from posttrain.environments.protocol import Cells, Environment, EnvironmentFactory
 from posttrain.environments.unknown import Unknown
@@ -120,18 +120,15 @@ def _draw_cells(axes: Axes, cells: Cells) -> None:
     for y, row in enumerate(cells):
         for x, name in enumerate(row):
             for shape, color, size in _SHAPES[name]:
-                axes.add_patch(_patch(shape, color, size, x + 0.5, y + 0.5))
-    lines: dict[str, Any] = {"colors": "#FFFFFF", "linewidth": 0.6}
-    axes.vlines(range(1, len(cells[0])), 0, len(cells), **lines)
-    axes.hlines(range(1, len(cells)), 0, len(cells[0]), **lines)
-
-
-def _patch(shape: str, color: str, size: float, x: float, y: float) -> Patch:
-    if shape == "square":
-        return Rectangle((x - size / 2, y - size / 2), size, size, facecolor=color, linewidth=0)
-    if shape == "disc":
-        return Circle((x, y), size, facecolor=color, linewidth=0)
-    return Circle((x, y), size, facecolor="none", edgecolor=color, linewidth=1.6)
+                if shape == "square":
+                    corner = (x + 0.5 - size / 2, y + 0.5 - size / 2)
+                    axes.add_patch(Rectangle(corner, size, size, facecolor=color, linewidth=0))
+                else:
+                    look = {"facecolor": color, "linewidth": 0.0}
+                    look = {"facecolor": "none", "edgecolor": color, "linewidth": 1.6} if shape == "ring" else look
+                    axes.add_patch(Circle((x + 0.5, y + 0.5), size, **look))
+    axes.vlines(range(1, len(cells[0])), 0, len(cells), colors="#FFFFFF", linewidth=0.6)
+    axes.hlines(range(1, len(cells)), 0, len(cells[0]), colors="#FFFFFF", linewidth=0.6)
 
 
 def maker_of(environment: EnvironmentRecipe | None) -> Callable[[], Environment] | None:

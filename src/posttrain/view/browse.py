@@ -148,21 +148,19 @@ class Store:
 
     def find(self, steps: Sequence[StoredStep], wanted: Filter) -> Found:
         """The page of episodes for `wanted`, of the `steps` of its split."""
-        if wanted.text:
-            return self._search(steps, wanted)
-        entries = [entry for entry in self.entries(_at(steps, wanted)) if wanted.admits(entry)]
-        return _page(entries, wanted)
-
-    def _search(self, steps: Sequence[StoredStep], wanted: Filter) -> Found:
-        searched = (
-            [one for one in steps if one.step >= (wanted.step or 0)] if wanted.everywhere else [_at(steps, wanted)]
-        )
-        until, found, sought = time.monotonic() + _SEARCH_SECONDS, list[Entry](), wanted.text.lower()
+        if not steps:
+            raise InputError("the run has no stored episodes yet; wait for the first step")
+        searched = [step for step in steps if step.step >= (wanted.step or 0)]
+        if not (wanted.text and wanted.everywhere):
+            searched = [steps[-1] if wanted.step is None else at_step(steps, wanted.step)]
+        if not wanted.text:
+            return _page([entry for entry in self.entries(searched[0]) if wanted.admits(entry)], wanted)
+        until, entries, sought = time.monotonic() + _SEARCH_SECONDS, list[Entry](), wanted.text.lower()
         for step in searched:
-            if found and time.monotonic() > until:
-                return _page(found, wanted, step.step)
-            found += [entry for entry, text in _heads(step) if sought in text.lower() and wanted.admits(entry)]
-        return _page(found, wanted)
+            if entries and time.monotonic() > until:
+                return _page(entries, wanted, step.step)
+            entries += [entry for entry, text in _heads(step) if sought in text.lower() and wanted.admits(entry)]
+        return _page(entries, wanted)
 
 
 def steps_of(directory: Path, split: str) -> tuple[list[StoredStep], str]:
@@ -175,11 +173,11 @@ def steps_of(directory: Path, split: str) -> tuple[list[StoredStep], str]:
 
 def group_of(step: StoredStep, group: int) -> list[Sample]:
     """The episodes of a group with their credit, in order. Only these are unpacked."""
-    found, named = [], b'"group":%d,' % group
+    samples, named = [], b'"group":%d,' % group
     for record in stored_records(step.path):
         if named in record and read_head(step.path, record).get("group") == group:
-            found.append(Sample("", *read_record(step.path, record)))
-    return sorted(found, key=lambda sample: sample.episode.index)
+            samples.append(Sample("", *read_record(step.path, record)))
+    return sorted(samples, key=lambda sample: sample.episode.index)
 
 
 def at_step(steps: Sequence[StoredStep], step: int) -> StoredStep:
@@ -188,12 +186,6 @@ def at_step(steps: Sequence[StoredStep], step: int) -> StoredStep:
         if one.step == step:
             return one
     raise InputError(f"step {step} has no stored episodes; choose another step")
-
-
-def _at(steps: Sequence[StoredStep], wanted: Filter) -> StoredStep:
-    if not steps:
-        raise InputError("the run has no stored episodes yet; wait for the first step")
-    return steps[-1] if wanted.step is None else at_step(steps, wanted.step)
 
 
 def _page(entries: list[Entry], wanted: Filter, onward: int | None = None) -> Found:
@@ -208,7 +200,9 @@ def _heads(step: StoredStep) -> Iterator[tuple[Entry, str]]:
     for number, record in enumerate(stored_records(step.path)):
         head = read_head(step.path, record)
         try:
-            yield _entry(step, number, head), _text(head)
+            texts = [str(message.get("content", "")) for message in head["messages"]]
+            texts += [str(turn["answer"]) for turn in head["turns"]]
+            yield _entry(step, number, head), "\n".join([*texts, str(head["failure"] or "")])
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise RunError(f"episode {number} of {step.path} is damaged ({error!r}); delete the file") from error
 
@@ -231,8 +225,3 @@ def _entry(step: StoredStep, number: int, head: Mapping[str, Any]) -> Entry:
         sum(turn["stop"] - turn["start"] for turn in turns),
         " ".join(str(head["failure"] or last["answer"])[:_PREVIEW].split()),
     )
-
-
-def _text(head: Mapping[str, Any]) -> str:
-    said = [str(message.get("content", "")) for message in head["messages"]]
-    return "\n".join([*said, *(str(turn["answer"]) for turn in head["turns"]), str(head["failure"] or "")])

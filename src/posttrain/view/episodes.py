@@ -13,10 +13,11 @@ from posttrain.credit.units.offsets import AlignedText, Decode, align
 from posttrain.episode import Episode, Turn
 from posttrain.errors import PosttrainError
 from posttrain.recipe.units import UnitCreditRecipe
-from posttrain.rollout.store import StoredEpisodes, StoredStep, read_episodes, stored_steps
+from posttrain.rollout.store import read_episodes, stored_steps
 from posttrain.rollout.view import judge_verdict, unit_summary, unit_text, units_in_turn
 from posttrain.runs.directory import RunDirectory
 
+_KINDS = {"train": "training episodes", "evaluation": "held-out episodes", "final": "final held-out episodes"}
 _NAMES = {1: ("the only one",), 2: ("best", "worst"), 3: ("best", "median", "worst")}
 
 
@@ -55,10 +56,19 @@ def samples_of(run: RunDirectory) -> tuple[list[Samples], list[str]]:
     selected, missing = [], []
     for step, count in shown:
         try:
-            selected.append(_of_step(step, read_episodes(step.path), count))
+            stored = read_episodes(step.path)
+            advantages = None if stored.advantages is None else stored.advantages.values
+            samples = [
+                Sample(why, stored.episodes[i], None if advantages is None else advantages[i], stored.units[i])
+                for why, i in by_return(stored.episodes, count)
+            ]
+            mean = "" if step.mean_return is None else f", mean return {step.mean_return:.3f}"
+            failed = f", {step.failed} failed" if step.failed else ""
+            title = f"Step {step.step}: {step.episodes} {_KINDS[step.split]}{mean}{failed}"
+            selected += [Samples(title, samples)] if samples else []
         except PosttrainError as error:
             missing.append(str(error))
-    return [one for one in selected if one.samples], missing
+    return selected, missing
 
 
 def by_return(episodes: Sequence[Episode], count: int) -> list[tuple[str, int]]:
@@ -73,18 +83,6 @@ def by_return(episodes: Sequence[Episode], count: int) -> list[tuple[str, int]]:
     chosen = [order[0], order[len(order) // 2], order[-1]] if count == 3 else [order[0], order[-1]]
     chosen = list(dict.fromkeys(chosen))
     return list(zip(_NAMES[len(chosen)], chosen, strict=True))
-
-
-def _of_step(step: StoredStep, stored: StoredEpisodes, count: int) -> Samples:
-    advantages = stored.advantages
-    samples = [
-        Sample(why, stored.episodes[i], None if advantages is None else advantages.values[i], stored.units[i])
-        for why, i in by_return(stored.episodes, count)
-    ]
-    kinds = {"train": "training episodes", "evaluation": "held-out episodes", "final": "final held-out episodes"}
-    mean = "" if step.mean_return is None else f", mean return {step.mean_return:.3f}"
-    failed = f", {step.failed} failed" if step.failed else ""
-    return Samples(f"Step {step.step}: {step.episodes} {kinds[step.split]}{mean}{failed}", samples)
 
 
 LONGEST = 12_000
@@ -206,12 +204,6 @@ def episode_page(
     )
 
 
-def _bad_calls(turn: Turn) -> str:
-    """What was wrong with the tool calls of an answer."""
-    counts = [(turn.info.get(f"{kind}_calls"), kind) for kind in ("malformed", "failed")]
-    return ", ".join(_counted(count, f"{kind} tool call") for count, kind in counts if isinstance(count, int) and count)
-
-
 def prompt_text(episode: Episode, decode: Decode | None) -> tuple[int, str]:
     """The number of tokens before the first answer, and their text as the policy saw it, with the template and tools."""
     if not episode.turns or not episode.streams or decode is None:
@@ -237,10 +229,12 @@ def _answer(number: int, turn: Turn, sample: Sample, decode: Decode | None, look
         about += f" · advantage {float(advantages.mean()):+.3f}{spread}"
     if turn.info.get("tool_calls"):
         about += f" · {_counted(turn.info['tool_calls'], 'tool call')}"
+    counts = [(turn.info.get(f"{kind}_calls"), f"{kind} tool call") for kind in ("malformed", "failed")]
+    bad_calls = ", ".join(_counted(count, noun) for count, noun in counts if isinstance(count, int) and count)
     empty = Message(
         "assistant",
         about=about,
-        rejected=shortened(str(turn.info.get("rejected") or _bad_calls(turn))),
+        rejected=shortened(str(turn.info.get("rejected") or bad_calls)),
         verdict=shortened(judge_verdict(turn)),
         turn=number,
     )
@@ -274,7 +268,10 @@ def _tokens(number: int, turn: Turn, sample: Sample, look: Look) -> _Tokens | No
     if not look.each:
         return None if advantages is None else _Tokens(advantages, look, None, None)
     none, notes = np.zeros(len(logprobs), np.float32), []
-    credits = none if sample.units is None else unit_credits(sample.episode, turn, sample.units)
+    credits = none.copy()
+    if sample.units is not None:
+        for unit, start, stop, _ in units_in_turn(sample.episode, turn, sample.units):
+            credits[start - turn.start : stop - turn.start] = sample.units.credits[unit]
     for position, (token, logprob) in enumerate(zip(stream.ids[here].tolist(), logprobs.tolist(), strict=True)):
         credit = "" if advantages is None else f"advantage {advantages[position]:+.4f} · "
         credit += "" if sample.units is None else f"unit credit {credits[position]:+.4f} · "
@@ -290,14 +287,6 @@ def _tokens(number: int, turn: Turn, sample: Sample, look: Look) -> _Tokens | No
         "nothing": none,
     }
     return _Tokens(shown[look.tint], look, notes, parted)
-
-
-def unit_credits(episode: Episode, turn: Turn, units: CreditedUnits) -> np.ndarray:
-    """[n] float32: the credit of the unit that each of the n tokens of an answer belongs to."""
-    credits = np.zeros(turn.stop - turn.start, np.float32)
-    for unit, start, stop, _ in units_in_turn(episode, turn, units):
-        credits[start - turn.start : stop - turn.start] = units.credits[unit]
-    return credits
 
 
 def _aligned(episode: Episode, turn: Turn, decode: Decode) -> AlignedText:

@@ -103,8 +103,7 @@ class Listing:
 
 def listed(scanner: Scanner, query: Query, read: float) -> Listing:
     """The list for `query`; at most `read` seconds are spent on runs that have not been read yet, the newest first."""
-    found = scanner.find()
-    newest = sorted(found.items(), key=lambda item: -_changed(item[1]))
+    newest = sorted(scanner.find().items(), key=lambda item: -_changed(item[1]))
     until, summaries, unread = time.monotonic() + read, [], 0
     for name, path in newest:
         known = scanner.known(name)
@@ -113,7 +112,13 @@ def listed(scanner: Scanner, query: Query, read: float) -> Listing:
             summaries.append(Summary(name, path, "reading", changed=_changed(path)))
         else:
             summaries.append(scanner.summary(name, path))
-    matching = [one for one in summaries if _matches(one, query)]
+    words = query.text.lower().split()
+    matching = [
+        run
+        for run in summaries
+        if query.state in ("", run.state)
+        and all(word in f"{run.name} {run.stage} {run.model} {run.environment}".lower() for word in words)
+    ]
     lines = _lines(matching) if query.seeds else [Line((one,)) for one in matching]
     lines.sort(key=lambda line: _place(line, query.sort))
     return Listing(lines[: query.shown], len(summaries), len(matching), unread)
@@ -126,12 +131,6 @@ def _changed(path: Path) -> float:
         except OSError:
             continue
     return 0.0
-
-
-def _matches(run: Summary, query: Query) -> bool:
-    words = query.text.lower().split()
-    about = f"{run.name} {run.stage} {run.model} {run.environment}".lower()
-    return (not query.state or run.state == query.state) and all(word in about for word in words)
 
 
 def _lines(runs: Sequence[Summary]) -> list[Line]:

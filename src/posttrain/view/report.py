@@ -2,19 +2,17 @@
 
 import base64
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from posttrain.credit.units.offsets import Decode
-from posttrain.environments.protocol import Environment
 from posttrain.errors import InputError, PosttrainError
 from posttrain.figures.draw import encode
 from posttrain.figures.plots import Compared, compare, figures
 from posttrain.figures.trajectories import draw, maker_of, row_of
-from posttrain.recipe.units import UnitCreditRecipe
 from posttrain.rollout.view import token_decoder, unit_credit_recipe
 from posttrain.runs.directory import RunDirectory, storage_errors, write_atomically
 from posttrain.runs.report import Report, Rows
@@ -59,11 +57,17 @@ def section_of(source: Source) -> Section:
     section.warnings = [shortened(warning) for warning in section.warnings]
     section.tables = result_tables(run, section.missing)
     section.images = [image(name, figure) for name, figure in figures(source.name, source.lines)]
-    section.samples, missing = _samples(run)
+    section.samples = _samples(run, section.missing)
     pages = [page for _, pages in section.samples for page in pages]
     section.colored = any(message.pieces or message.units for page in pages for message in page.messages)
-    section.missing += missing
-    section.environment, section.packages = _environment(run, section)
+    try:
+        values = run.load_environment()
+        packages = values.pop("packages")
+        rows = [(key, value if isinstance(value, str) else json.dumps(value)) for key, value in values.items()]
+        section.environment = [(key, shortened(value)) for key, value in rows]
+        section.packages = [(name, version or "not installed") for name, version in packages.items()]
+    except PosttrainError as error:
+        section.missing.append(str(error))
     section.missing = list(dict.fromkeys(section.missing))  # several parts may need the same damaged file
     return section
 
@@ -87,51 +91,28 @@ def runs_table(sources: Sequence[Source]) -> Table:
     return Table("Runs", headings, rows, "", words=("run", "stage", "model", "environment"))
 
 
-def _samples(run: RunDirectory) -> tuple[list[tuple[str, list[EpisodePage]]], list[str]]:
-    steps, missing = samples_of(run)
+def _samples(run: RunDirectory, missing: list[str]) -> list[tuple[str, list[EpisodePage]]]:
+    """Pages of episodes, with pictures where the environment has a grid. What cannot be read is added to `missing`."""
+    steps, unread = samples_of(run)
+    missing += unread
     credit_known = any(one.advantages is not None or one.units is not None for step in steps for one in step.samples)
     decode = token_decoder(run) if credit_known else None
     if credit_known and decode is None:
         missing.append("The tokenizer of the run cannot be loaded, so the credit of tokens is not shown.")
     credited = unit_credit_recipe(run)
     scales = [largest_advantage(step.samples) for step in steps]
-    make = _maker(run)
+    make = None
+    with suppress(PosttrainError):
+        make = maker_of(getattr(run.load_recipe(), "environment", None))
+
+    def page_of(sample: Sample, scale: float) -> EpisodePage:
+        page = episode_page(sample, scale, decode, credited)
+        row = row_of(sample.episode, make, sample.why) if make is not None and not sample.episode.failure else None
+        return page if row is None else replace(page, picture=image("trajectory", draw([row])).uri)
+
     return [
-        (step.title, [_page(one, scale, decode, credited, make) for one in step.samples])
-        for step, scale in zip(steps, scales, strict=True)
-    ], missing
-
-
-def _maker(run: RunDirectory) -> Callable[[], Environment] | None:
-    """What replays the episodes of the run for pictures; None where there is nothing to draw."""
-    try:
-        return maker_of(getattr(run.load_recipe(), "environment", None))
-    except PosttrainError:
-        return None
-
-
-def _page(
-    sample: Sample,
-    scale: float,
-    decode: Decode | None,
-    credited: UnitCreditRecipe | None,
-    make: Callable[[], Environment] | None,
-) -> EpisodePage:
-    """The page of one episode, with its picture where the environment has a grid."""
-    page = episode_page(sample, scale, decode, credited)
-    row = row_of(sample.episode, make, sample.why) if make is not None and not sample.episode.failure else None
-    return page if row is None else replace(page, picture=image("trajectory", draw([row])).uri)
-
-
-def _environment(run: RunDirectory, section: Section) -> tuple[Rows, Rows]:
-    try:
-        values = run.load_environment()
-    except PosttrainError as error:
-        section.missing.append(str(error))
-        return [], []
-    packages = [(name, version or "not installed") for name, version in values.pop("packages", {}).items()]
-    rows = [(key, value if isinstance(value, str) else json.dumps(value)) for key, value in values.items()]
-    return [(key, shortened(value)) for key, value in rows], list(packages)
+        (step.title, [page_of(one, scale) for one in step.samples]) for step, scale in zip(steps, scales, strict=True)
+    ]
 
 
 def write_html(paths: Sequence[Path], out: Path | None = None) -> tuple[Path, list[str]]:

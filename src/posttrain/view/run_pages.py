@@ -85,8 +85,8 @@ def charts_of_runs(sources: Sequence[Source], apart: bool = False) -> list[dict[
     """A chart per metric that runs share, with a curve per run or per group of seeds."""
     bundles = bundled([source for source in sources if source.lines], apart)
     metrics = shared_metrics(bundles)[0] if bundles else []
-    found = (chart_of_runs(metric, bundles)[0] for metric in metrics)
-    return _numbered(chart for chart in found if chart is not None)
+    charts = (chart_of_runs(metric, bundles)[0] for metric in metrics)
+    return _numbered(chart for chart in charts if chart is not None)
 
 
 def paired(sources: Sequence[Source], apart: bool = False) -> dict[str, Any]:
@@ -98,9 +98,9 @@ def paired(sources: Sequence[Source], apart: bool = False) -> dict[str, Any]:
     if len(bundles) == 1 < len(sources):
         return {"alone": True}
     words = [f"{bundle.label}={','.join(str(one.path) for one in bundle.sources)}" for bundle in bundles]
-    found = compare(read_sides(words))
-    notes = [*found.details, *(f"warning: {line}" for line in found.warnings)]
-    return {"alone": False, "table": found.table(), "notes": notes, "sentence": found.sentence()}
+    compared = compare(read_sides(words))
+    notes = [*compared.details, *(f"warning: {line}" for line in compared.warnings)]
+    return {"alone": False, "table": compared.table(), "notes": notes, "sentence": compared.sentence()}
 
 
 def result_tables(run: RunDirectory, missing: list[str]) -> list[Table]:

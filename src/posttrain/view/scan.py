@@ -101,22 +101,22 @@ class Scanner:
 
     def find(self) -> dict[str, Path]:
         """Name -> directory of every run, without reading the runs."""
-        found: dict[str, Path] = {}
+        runs: dict[str, Path] = {}
         for path in _runs_below(self.folder, _DEEPEST):
             name = printable(path.relative_to(self.folder).as_posix()).replace("\n", "\\n")
-            while name in found:  # a folder may have the name that another is shown by
+            while name in runs:  # a folder may have the name that another is shown by
                 name += "′"
-            found[name] = path
-        for gone in self._cache.keys() - found.keys():
+            runs[name] = path
+        for gone in self._cache.keys() - runs.keys():
             self._cache.pop(gone, None)
-        return found
+        return runs
 
     def path(self, name: str) -> Path:
         """The directory of the run `name`; InputError if there is none. Names that lead out of the folder are refused."""
-        found = self.find().get(name)
-        if found is None:
+        path = self.find().get(name)
+        if path is None:
             raise InputError(f"there is no run {name} in {self.folder}; go back to the list of runs")
-        return found
+        return path
 
     def known(self, name: str) -> Summary | None:
         """The summary that was computed last; None if there is none yet."""
@@ -136,16 +136,13 @@ class Scanner:
         if cached is not None and cached[0] == stamp:
             return cached[1]
         summary = summarize(name, RunDirectory(path), running=stamp[-1])
-        summary = replace(summary, model=self._below(summary.model))
+        # A model in the folder is named after the run that exported it.
+        for start in (f"{self.folder}/", f"{self.folder.name}/"):
+            if summary.model.startswith(start) and summary.model.endswith("/model"):
+                summary = replace(summary, model=summary.model.removeprefix(start).removesuffix("/model"))
+                break
         self._cache[name] = stamp, summary
         return summary
-
-    def _below(self, model: str) -> str:
-        """The name of the run that exported the model at the path `model`, if it is in the folder; else the path."""
-        for start in (f"{self.folder}/", f"{self.folder.name}/"):
-            if model.startswith(start) and model.endswith("/model"):
-                return model.removeprefix(start).removesuffix("/model")
-        return model
 
 
 def _runs_below(folder: Path, levels: int) -> Iterator[Path]:
@@ -175,7 +172,13 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 def summarize(name: str, run: RunDirectory, running: bool) -> Summary:
     """Read the files of a run once. What cannot be read is left out, and `reason` says so."""
-    recipe, reason = _recipe(run)
+    recipe: Mapping[str, Any] = {}
+    reason = ""
+    try:
+        read_json(run.environment_file)
+        recipe = run.recipe_values()
+    except InputError as error:
+        reason = str(error)
     lines = _Lines()
     try:
         with open_file(run.metrics) as file:
@@ -191,6 +194,7 @@ def summarize(name: str, run: RunDirectory, running: bool) -> Summary:
     state: State = "running" if running else "failed" if failure else "finished" if ended else "stopped"
     model, environment = (recipe.get(key) for key in ("model", "environment"))
     steps, seed = recipe.get("steps"), recipe.get("seed")
+    played = recipe.get("stage") in ("rl", "distill") or next(run.episodes.glob("step_*"), None) is not None
     shared = {key: value for key, value in recipe.items() if key not in PER_RUN_KEYS}
     return Summary(
         name,
@@ -205,15 +209,9 @@ def summarize(name: str, run: RunDirectory, running: bool) -> Summary:
         steps if isinstance(steps, int) else None,
         changed=max(_stamp(run.metrics)[0], _stamp(run.environment_file)[0]) / 1e9,
         group=hashlib.sha256(json.dumps(shared, sort_keys=True, default=str).encode()).hexdigest()[:12],
-        parts=_parts(run, str(recipe.get("stage"))),
+        parts=("run", "episodes") if played else ("run",),
         **measured,
     )
-
-
-def _parts(run: RunDirectory, stage: str) -> tuple[str, ...]:
-    """The pages of a run: with episodes if its stage or its evaluations play some."""
-    played = stage in ("rl", "distill") or next(run.episodes.glob("step_*"), None) is not None
-    return ("run", "episodes") if played else ("run",)
 
 
 class _Lines:
@@ -264,14 +262,16 @@ class _Lines:
                 best = (max if larger else min)(known, key=lambda line: line[key])
             if best is not None:
                 counted = best.get("n") or best.get("test/rows") or best.get("validation/rows")
-                result |= {"best": _interval(best, key), "final": best is final, "n": counted}
+                low, high = (_number(best.get(f"{key}_{side}")) for side in ("low", "high"))
+                limits = (math.nan if limit is None else limit for limit in (low, high))
+                result |= {"best": (best[key], *limits), "final": best is final, "n": counted}
                 result["best_step"] = best.get("best_step") if isinstance(best.get("best_step"), int) else None
             for policy in ("random", "optimal"):
                 result[policy] = _number(self._policies.get(policy, {}).get(key))
             held_out = [line[key] for line in known]
-            if len(held_out) > 3 or not points:
-                return result | {"spark": _thinned(held_out), "curve": f"held-out {name}"}
-            return result | {"spark": _thinned(points), "curve": f"{name} in training"}
+            trains = len(held_out) < 4 and points
+            curve, drawn = (f"{name} in training", points) if trains else (f"held-out {name}", held_out)
+            return result | {"spark": tuple(drawn[:: max(1, math.ceil(len(drawn) / _MOST_POINTS))]), "curve": curve}
         return {}
 
     def _read(self, raw: bytes) -> dict[str, Any] | None:
@@ -282,24 +282,5 @@ class _Lines:
             return None
 
 
-def _interval(line: Mapping[str, Any], key: str) -> Interval:
-    limits = [_number(line.get(f"{key}_{side}")) for side in ("low", "high")]
-    low, high = (math.nan if limit is None else limit for limit in limits)
-    return line[key], low, high
-
-
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
-
-
-def _thinned(values: list[float]) -> tuple[float, ...]:
-    every = max(1, math.ceil(len(values) / _MOST_POINTS))
-    return tuple(values[::every])
-
-
-def _recipe(run: RunDirectory) -> tuple[Mapping[str, Any], str]:
-    try:
-        read_json(run.environment_file)
-        return run.recipe_values(), ""
-    except InputError as error:
-        return {}, str(error)

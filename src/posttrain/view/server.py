@@ -64,7 +64,17 @@ class PageGuard(Guard):
     """
 
     def __init__(self, app: App, port: int, token: str) -> None:
-        super().__init__(app, port, self._check_token)
+        def check_token(scope: Scope) -> Refusal | None:
+            try:
+                kept = SimpleCookie(b"; ".join(header(scope, b"cookie")).decode("latin-1")).get(self._cookie)
+            except CookieError:
+                kept = None
+            given = _token_of(scope) or (kept.value if kept is not None else "")
+            if not hmac.compare_digest(given.encode(), token.encode()):
+                return 403, "open the address that `posttrain view` printed; it holds the token"
+            return None
+
+        super().__init__(app, port, check_token)
         self.origins = tuple(b"http://" + host for host in self.hosts)
         self._token, self._cookie = token, f"posttrain-{port}"
 
@@ -81,24 +91,11 @@ class PageGuard(Guard):
         else:
             await super().__call__(scope, receive, send)
 
-    def _check_token(self, scope: Scope) -> Refusal | None:
-        token = _token_of(scope) or self._kept(scope)
-        if not hmac.compare_digest(token.encode(), self._token.encode()):
-            return 403, "open the address that `posttrain view` printed; it holds the token"
-        return None
-
-    def _kept(self, scope: Scope) -> str:
-        try:
-            kept = SimpleCookie(b"; ".join(header(scope, b"cookie")).decode("latin-1")).get(self._cookie)
-        except CookieError:
-            return ""
-        return kept.value if kept is not None else ""
-
 
 def _token_of(scope: Scope) -> str:
     """The token in the address of a request; empty without one."""
-    given = [value for key, value in parse_qsl(scope["query_string"].decode("latin-1")) if key == "token"]
-    return given[0] if given else ""
+    given = parse_qsl(scope["query_string"].decode("latin-1"))
+    return next((value for key, value in given if key == "token"), "")
 
 
 class Pages:
@@ -112,24 +109,23 @@ class Pages:
 
     def app(self) -> App:
         """The application, without the guard. Every answer has `HEADERS`."""
-        pages = Starlette(
-            routes=[
-                Route("/", self._page(self.runs)),
-                Route("/list", self._page(self.runs_list)),
-                Route("/run/{name:path}", self._page(self.run)),
-                Route("/state/{name:path}", self._page(self.state)),
-                Route("/charts/{name:path}", self._page(self.charts)),
-                Route("/episodes/{name:path}", self._page(self.episodes)),
-                Route("/group/{name:path}", self._page(self.group)),
-                Route("/compare", self._page(self.compare)),
-                Route("/compare-charts", self._page(self.compare_charts)),
-                Route("/compare-results", self._page(self.compare_results)),
-                Route("/differs/{name:path}", self._page(self.differs)),
-                Route("/events", self.events),
-                Route("/events/{name:path}", self.events),
-                Route("/static/{file}", self._page(self.static)),
-            ]
-        )
+        pages = {
+            "/": self.runs,
+            "/list": self.runs_list,
+            "/run/{name:path}": self.run,
+            "/state/{name:path}": self.state,
+            "/charts/{name:path}": self.charts,
+            "/episodes/{name:path}": self.episodes,
+            "/group/{name:path}": self.group,
+            "/compare": self.compare,
+            "/compare-charts": self.compare_charts,
+            "/compare-results": self.compare_results,
+            "/differs/{name:path}": self.differs,
+            "/static/{file}": self.static,
+        }
+        routes = [Route(path, self._page(answer)) for path, answer in pages.items()]
+        events = [Route(path, self.events) for path in ("/events", "/events/{name:path}")]
+        starlette = Starlette(routes=[*routes, *events])
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             async def with_headers(message: Any) -> None:
@@ -141,7 +137,7 @@ class Pages:
                     message = {**message, "headers": [*message["headers"], *added]}
                 await send(message)
 
-            await pages(scope, receive, with_headers)
+            await starlette(scope, receive, with_headers)
 
         return app
 
@@ -209,19 +205,20 @@ class Pages:
         name = request.path_params["name"]
         run, wanted = RunDirectory(self.scanner.path(name)), Filter.of(request.query_params)
         steps, split = steps_of(run.episodes, wanted.split)
-        found = self.store.find(steps, wanted)
-        step = steps[-1].step if wanted.step is None else wanted.step
-        choices: dict[str, Any] = {"splits": SPLITS, "endings": ENDINGS, "orders": ORDERS, "page_size": PAGE}
-        shown: dict[str, Any] = {
-            "name": name,
-            "run": self.scanner.summary(name, run.path),
-            "steps": steps,
-            "split": split,
-            "step": step,
-            "wanted": wanted,
-            "found": found,
-        }
-        return self.render("episodes.html.j2", **shown, **choices)
+        return self.render(
+            "episodes.html.j2",
+            name=name,
+            found=self.store.find(steps, wanted),
+            run=self.scanner.summary(name, run.path),
+            steps=steps,
+            split=split,
+            step=steps[-1].step if wanted.step is None else wanted.step,
+            wanted=wanted,
+            splits=SPLITS,
+            endings=ENDINGS,
+            orders=ORDERS,
+            page_size=PAGE,
+        )
 
     def group(self, request: Request) -> Response:
         """The episodes of a group side by side."""

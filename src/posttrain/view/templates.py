@@ -17,8 +17,9 @@ _CODE = re.compile(r"`([^`]*)`")
 def templates() -> Any:
     """The jinja environment of all pages; only `marked` makes markup from text."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup, escape
 
-    found = Environment(
+    environment = Environment(
         loader=PackageLoader("posttrain.view", "pages"),
         autoescape=True,
         finalize=_escaped,
@@ -26,32 +27,25 @@ def templates() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.filters["marked"] = _marked
-    found.filters["short"] = short_number
-    found.globals |= {"static": _static, "inf": math.inf}
-    return found
 
+    def short_number(value: float | None, percent: bool = False) -> str:
+        """A number for a table: `45.3%` for rates, else four significant digits; a dash for None."""
+        if value is None:
+            return "–"
+        return f"{100 * value:.1f}%" if percent else f"{value:.4g}"
 
-def short_number(value: float | None, percent: bool = False) -> str:
-    """A number for a table: `45.3%` for rates, else four significant digits; a dash for None."""
-    if value is None:
-        return "–"
-    return f"{100 * value:.1f}%" if percent else f"{value:.4g}"
+    def marked(text: str) -> Any:
+        """Markdown text as HTML: words in backticks become code, links become their text."""
+        return Markup(_CODE.sub(r"<code>\1</code>", str(escape(printable(_LINK.sub(r"\1", text))))))
 
+    def static(name: str) -> Any:
+        """The text of a style sheet of this package, for a page in one file."""
+        return Markup((files("posttrain.view") / "static" / name).read_text(encoding="utf-8"))
 
-def _static(name: str) -> Any:
-    """The text of a style sheet of this package, for a page in one file."""
-    from markupsafe import Markup
-
-    return Markup((files("posttrain.view") / "static" / name).read_text(encoding="utf-8"))
+    environment.filters |= {"marked": marked, "short": short_number}
+    environment.globals |= {"static": static, "inf": math.inf}
+    return environment
 
 
 def _escaped(value: Any) -> Any:
     return printable(str(value)) if isinstance(value, str | Path) and not hasattr(value, "__html__") else value
-
-
-def _marked(text: str) -> Any:
-    """Markdown text as HTML: words in backticks become code, links become their text."""
-    from markupsafe import Markup, escape
-
-    return Markup(_CODE.sub(r"<code>\1</code>", str(escape(printable(_LINK.sub(r"\1", text))))))
