@@ -251,7 +251,7 @@ def compare(
     if not any(entry.test for entry in entries):
         raise InputError(_nothing(first, sides, chosen))
     corrected = iter(holm([entry.test.p for entry in entries if entry.test]))
-    entries = [replace(one, test=one.test and replace(one.test, corrected=next(corrected))) for one in entries]
+    entries = [replace(one, test=one.test and one.test.with_correction(next(corrected))) for one in entries]
     warnings = [*_few_runs(sides), *dict.fromkeys(warnings)]
     return Comparison(first.name, names, chosen, entries, warnings, list(dict.fromkeys(details)))
 

@@ -130,15 +130,15 @@ def _draw(axes: Axes, chart: Chart) -> None:
     if limits and not chart.note:
         notes.append("95% interval at the end" if at_end else "95% interval shaded")
     axes.set_title(textwrap.fill(", ".join([chart.subtitle, *notes]), _TITLE_WIDTH))
-    values = [*shown, *limits]
+    heights = [*shown, *limits]
     if panel.whole:
         axes.set_ylim(-0.03, 1.05)
-    elif not values:
+    elif not heights:
         axes.set_yticks([])
-    elif panel.logarithmic and min(values) > 0 and max(values) > 20 * min(values):
+    elif panel.logarithmic and min(heights) > 0 and max(heights) > 20 * min(heights):
         axes.set_yscale("log")
-    elif panel.from_zero and min(values) >= 0:
-        axes.set_ylim(0, 1.1 * max(values) or 1)
+    elif panel.from_zero and min(heights) >= 0:
+        axes.set_ylim(0, 1.1 * max(heights) or 1)
     if nonfinite := sorted({step for trace in chart.traces for step in trace.nonfinite}):
         look = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 5}  # at the bottom of the axes
         axes.plot(nonfinite, [0.0] * len(nonfinite), "x", color=RED, markersize=7, label="NaN or infinite", **look)

@@ -54,6 +54,10 @@ def model_card(run: RunDirectory, licence: str | None = None, target: str = "hf"
     }
     metadata |= {"base_model": base} if "/" in base and not base.startswith((".", "/")) else {}
     licence = licence or known
+    rows = list(_sources(recipe.model_dump(mode="json")))
+    if (environment := getattr(recipe, "environment", None)) is not None:
+        rows.append(("environment", f"`{environment.type}`", "generated from seeds" if not rows else ""))
+    data = markdown_table(("use", "source", "SHA-256"), rows) if rows else "None."
     metadata |= {"license": licence} if licence else {}
     sections = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
@@ -66,7 +70,7 @@ def model_card(run: RunDirectory, licence: str | None = None, target: str = "hf"
         "## Use",
         _USES[target].format(name=run.path.name) if target in _USES else _use(recipe, adapter, address),
         "## Data",
-        _data(recipe),
+        data,
         "## Training",
         markdown_table(("", ""), [fact for fact in run_facts(run, lines) if fact[0] not in ("command", "recipe")]),
         f"Recipe (`posttrain {recipe.stage} recipe.yaml` runs it again):",
@@ -136,14 +140,6 @@ def _use(recipe: "Recipe", adapter: bool, address: str) -> str:
         f'tokenizer = AutoTokenizer.from_pretrained("{address}")',
     ]
     return "\n".join(["```python", *imports, "", *lines, "```"])
-
-
-def _data(recipe: "Recipe") -> str:
-    rows = list(_sources(recipe.model_dump(mode="json")))
-    environment = getattr(recipe, "environment", None)
-    if environment is not None:
-        rows.append(("environment", f"`{environment.type}`", "generated from seeds" if not rows else ""))
-    return markdown_table(("use", "source", "SHA-256"), rows) if rows else "None."
 
 
 def _sources(values: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, str, str]]:

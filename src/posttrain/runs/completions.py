@@ -136,19 +136,16 @@ class CompletionLog:
                 raise RunError(
                     f"{self.path}, line {number} is damaged; delete that line and continue with `--resume`"
                 ) from error
-            if number == 1:
-                self._check(value)
-            else:
+            if number > 1:
                 self._spans[value["id"], value["sample"]] = (end - len(line), end)
-
-    def _check(self, header: dict[str, Any]) -> None:
-        differs = [name for name, value in self._about.items() if header.get(name) != value]
-        if differs:
-            raise InputError(
-                f"{self.path} holds answers with another {' and another '.join(differs)}, so it cannot be continued; undo "
-                "the change, or generate under another `name`"
-            )
-        self._replaces = header.get("replaces")
+                continue
+            differs = [name for name, known in self._about.items() if value.get(name) != known]
+            if differs:
+                raise InputError(
+                    f"{self.path} holds answers with another {' and another '.join(differs)}, so it cannot be continued; "
+                    "undo the change, or generate under another `name`"
+                )
+            self._replaces = value.get("replaces")
 
 
 def line_of(value: Mapping[str, Any]) -> bytes:

@@ -151,15 +151,14 @@ def start_values(recipe: StageRecipe) -> StartValues | None:
         return None
     step = finals[-1]["best_step"]
     curve = [line for line in lines if line["kind"] == "evaluation" and line["step"] == step]
-    final, *at_step = (_without_run(line) for line in (finals[-1], *curve))
-    return StartValues(final, at_step[-1] if at_step else {}, RunDirectory.open(run), step)
-
-
-def _without_run(line: Line) -> dict[str, Any]:
-    """The values of a line of metrics as they were measured, without what it says about its run."""
+    # As they were measured, without what the lines say about their run.
     about_the_run = (*RESERVED, "policy", "best_step", "chosen")
-    values = {key: value for key, value in line.items() if key not in about_the_run}
-    return values | {key: math.nan for key in line.get("nonfinite", ()) if values.get(key) is None}
+    final, *at_step = (
+        {key: value for key, value in line.items() if key not in about_the_run}
+        | {key: math.nan for key in line.get("nonfinite", ()) if line.get(key) is None}
+        for line in (finals[-1], *curve)
+    )
+    return StartValues(final, at_step[-1] if at_step else {}, RunDirectory.open(run), step)
 
 
 def _final_settings(recipe: StageRecipe) -> dict[str, Any] | None:

@@ -104,7 +104,11 @@ class Log(list[Line]):
         known = {key for row in rows for key, value in row.items() if isinstance(value, (int, float))}
         known |= {key for row in rows for key in row.get("nonfinite", ())}
         keys = [key for key in dict.fromkeys(key for row in rows for key in row) if key in known and key != "step"]
-        columns = {key: np.array([_number(row.get(key)) for row in rows], dtype=np.float64) for key in keys}
+        cells = {key: [row.get(key) for row in rows] for key in keys}
+        columns = {
+            key: np.array([value if isinstance(value, (int, float)) else math.nan for value in values], np.float64)
+            for key, values in cells.items()
+        }
         return np.array([row["step"] for row in rows], dtype=np.int64), columns
 
     def _add(self, *parts: tuple[np.ndarray, Columns]) -> None:
@@ -147,10 +151,6 @@ def read_log(path: Path) -> Log:
         return Log()
     except ValueError:
         return Log(read_metrics(path))  # raises the error with the number of the line
-
-
-def _number(value: Any) -> float:
-    return value if isinstance(value, (int, float)) else math.nan
 
 
 def _parsed(raws: Sequence[bytes]) -> tuple[np.ndarray, Columns] | None:

@@ -291,7 +291,7 @@ def _listed(metrics: Sequence[MetricLook]) -> str:
 
 def differing_keys(sources: Sequence[Source]) -> Table | None:
     """Recipe keys in which the runs differ, limited to common keys if their stages differ; None if there are none."""
-    flat = [dict(_flat(source.recipe or {})) for source in sources]
+    flat = [_flat(source.recipe or {}) for source in sources]
     everywhere = set.intersection(*(set(keys) for keys in flat)) if flat else set()
     stages = {source.stage for source in sources}
     values = {key: [one.get(key, "–") for one in flat] for key in dict.fromkeys(key for one in flat for key in one)}
@@ -307,13 +307,14 @@ def differing_keys(sources: Sequence[Source]) -> Table | None:
     return Table("Recipe keys that differ", ("key", *names), rows, note, words=("key", *names))
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    flat = []
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Dotted key -> value as JSON."""
+    flat: dict[str, str] = {}
     for key, value in values.items():
         if isinstance(value, dict):
-            flat += _flat(value, f"{prefix}{key}.")
+            flat |= _flat(value, f"{prefix}{key}.")
         else:
-            flat.append((f"{prefix}{key}", json.dumps(value, ensure_ascii=False, default=str)))
+            flat[f"{prefix}{key}"] = json.dumps(value, ensure_ascii=False, default=str)
     return flat
 
 

@@ -106,8 +106,8 @@ def headline(lines: Sequence[Mapping[str, Any]]) -> str:
         if change == 0:
             return f"{where} stayed at {now}{interval}."
         verb = "improved" if (change > 0) == better else "got worse"
-        limits = [line.get(f"{key}_{side}") for side in ("low", "high") for line in (before, after)]
-        overlap = None not in limits and max(limits[:2]) <= min(limits[2:])
+        (_, low, high), (_, low_after, high_after) = interval_of(before, key), interval_of(after, key)
+        overlap = low <= high_after and low_after <= high  # False for unknown limits
         intervals = "; the 95% intervals overlap" if overlap else interval and f"{interval}s"
         return f"{where} {verb} from {_with_limits(before, key, form, scale)} to {now}{intervals}."
     return ""
@@ -123,10 +123,10 @@ _HEADLINES = (
 
 
 def _with_limits(line: Mapping[str, Any], key: str, form: str, scale: float) -> str:
-    low, high = (line.get(f"{key}_{side}") for side in ("low", "high"))
-    value = form.format(scale * line[key]) + "%" * (scale == 100)
-    known = low is not None and high is not None
-    return f"{value} [{form.format(scale * low)}, {form.format(scale * high)}]" if known else value
+    numbers = interval_of(line, key)
+    value, low, high = (form.format(scale * number) for number in numbers)
+    value += "%" if scale == 100 else ""
+    return value if any(map(math.isnan, numbers)) else f"{value} [{low}, {high}]"
 
 
 def plain_numbers(text: str) -> str:

@@ -148,12 +148,6 @@ class EpisodePage:
     """The states as the data URI of an image, if the environment has a grid."""
 
 
-def largest_advantage(samples: Sequence[Sample]) -> float:
-    """The largest absolute advantage of any token in `samples`, which gets the strongest color."""
-    streams = [stream for sample in samples for stream in sample.advantages or []]
-    return max((float(np.abs(stream).max(initial=0.0)) for stream in streams), default=0.0)
-
-
 Tint = Literal["advantage", "unit credit", "log-probability", "nothing"]
 TINTS: tuple[Tint, ...] = get_args(Tint)
 """What the color of a token shows."""
@@ -346,10 +340,10 @@ def _counted(number: int, noun: str) -> str:
 def scale_of(samples: Sequence[Sample], tint: Tint) -> float:
     """The value of a token in `samples` that gets the strongest color."""
     if tint == "advantage":
-        return largest_advantage(samples)
-    if tint == "unit credit":
-        return max((float(np.abs(one.units.credits).max(initial=0.0)) for one in samples if one.units), default=0.0)
-    return 0.0
+        values = [stream for sample in samples for stream in sample.advantages or []]
+    else:
+        values = [sample.units.credits for sample in samples if sample.units] if tint == "unit credit" else []
+    return max((float(np.abs(credit).max(initial=0.0)) for credit in values), default=0.0)
 
 
 @dataclass(frozen=True)

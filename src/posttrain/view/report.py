@@ -18,7 +18,7 @@ from posttrain.runs.directory import RunDirectory, storage_errors, write_atomica
 from posttrain.runs.report import Report, Rows
 from posttrain.runs.sources import Source, differing_keys, readable_sources
 from posttrain.runs.tables import Table
-from posttrain.view.episodes import EpisodePage, Sample, episode_page, largest_advantage, samples_of, shortened
+from posttrain.view.episodes import EpisodePage, Sample, episode_page, samples_of, scale_of, shortened
 from posttrain.view.run_pages import paired, result_tables
 from posttrain.view.templates import templates
 
@@ -100,7 +100,7 @@ def _samples(run: RunDirectory, missing: list[str]) -> list[tuple[str, list[Epis
     if credit_known and decode is None:
         missing.append("The tokenizer of the run cannot be loaded, so the credit of tokens is not shown.")
     credited = unit_credit_recipe(run)
-    scales = [largest_advantage(step.samples) for step in steps]
+    scales = [scale_of(step.samples, "advantage") for step in steps]
     make = None
     with suppress(PosttrainError):
         make = maker_of(getattr(run.load_recipe(), "environment", None))
