@@ -348,14 +348,14 @@ def smoothed(values: Sequence[float] | np.ndarray) -> np.ndarray:
     return np.concatenate([[one[0] for one in shorter], longest, [one[-1] for one in reversed(shorter)]])
 
 
-def thinned(values: np.ndarray) -> np.ndarray:
-    """Positions of at most about `MOST_POINTS` of `values` [n] whose curve looks like that of all.
+def thinned(values: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
+    """Positions of at most about `most` of `values` [n] whose curve looks like that of all.
 
     Of each of equal parts of the curve, it has the lowest and the highest point, and the first.
     """
-    if len(values) <= MOST_POINTS:
+    if len(values) <= most:
         return np.arange(len(values))
-    per_part = -(-3 * len(values) // MOST_POINTS)
+    per_part = -(-3 * len(values) // most)
     starts = np.arange(0, len(values), per_part)
     parts = [values[start : start + per_part] for start in starts]
     extremes = [starts + [choose(part) for part in parts] for choose in (np.argmin, np.argmax)]

@@ -29,6 +29,8 @@ _MOST_BANDS = 3
 """With more curves than this, intervals are bars at the last step, because many bands hide each other."""
 _MOST_MARKED = 40
 """Curves with more points than this have no markers."""
+_MOST_DRAWN = 1_000
+"""Points of a curve in a picture, about one per pixel. Curves that go up and down take as long as all else to draw."""
 _MOST_LIMITS = 12
 """Bands with more points than this have no bars at the points."""
 _TITLE_WIDTH = 92
@@ -102,10 +104,10 @@ def _draw(axes: Axes, chart: Chart) -> None:
         shown += [float(values.min()), float(values.max())] if len(values) else []
         if any(trace is one for one in smooths):
             if len(chart.traces) <= _MOST_BANDS:
-                kept = thinned(values)
+                kept = thinned(values, _MOST_DRAWN)
                 axes.plot(steps[kept], values[kept], color=trace.color, alpha=0.25, linewidth=0.8, label="_each step")
             steps, values = steps[2:-2], smoothed(values)
-        kept = thinned(values)
+        kept = thinned(values, _MOST_DRAWN)
         axes.plot(steps[kept], values[kept], zorder=3, **look)
         if trace.low and not at_end:
             limits += _band(axes, trace)
