@@ -143,24 +143,6 @@ def test_rows_have_the_requested_lengths(harness, tiny_model):
         assert 25 <= tokens(row["prompt"]) <= 165
 
 
-def test_tables_are_shown_and_written(harness, tmp_path, capsys):
-    rows = [{"side": "ours", "tokens/s": 1234.5, "x": float("nan")}, {"side": "theirs", "tokens/s": 0.12345, "x": 1.0}]
-    harness.table.show("Speed", rows, ["a note"], tmp_path / "table.json")
-    shown = capsys.readouterr().out
-    assert all(text in shown for text in ("1,234", "0.123", "–", "- a note"))
-    written = json.loads((tmp_path / "table.json").read_text())
-    assert written["rows"] == [{**rows[0], "x": None}, rows[1]]
-    assert written["machine"]["packages"]["torch"]
-
-
-@pytest.mark.slow
-def test_a_number_of_rows_that_does_not_divide_is_an_error():
-    command = [sys.executable, str(FOLDER / "sft.py"), "--rows", "12"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "multiple of 8" in done.stderr
-
-
 @pytest.mark.slow
 def test_the_learning_benchmark_runs_once_and_reports_again(tmp_path):
     """Two runs of the bandit, a table with both, and curves; the second call trains nothing."""
@@ -186,21 +168,6 @@ def test_the_learning_benchmark_runs_once_and_reports_again(tmp_path):
     assert "<svg" in (tmp_path / "learning.svg").read_text()
 
 
-@pytest.mark.slow
-def test_the_learning_benchmark_trains_on_the_score_of_a_reward_model(tmp_path):
-    """The reward model ranks all its pairs, and a run on its score is judged by the rule of the words."""
-    command = [sys.executable, str(FOLDER / "learning.py"), "--environments", "reward model", "--variants", "base"]
-    command += ["--seeds", "1", "--out", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    fitted = [json.loads(row) for row in (tmp_path / "reward_model" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["preference/accuracy"] for row in fitted if row["kind"] == "train"][-1] == 1
-    (line,) = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert (line["random"], line["optimal"]) == (0.25, 1.0)
-    assert line["final"] > line["start"]
-
-
 def test_a_side_over_its_limit_is_left_out_and_the_others_go_on(harness, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "sleeper.py").write_text("import time; time.sleep(60)")
@@ -211,14 +178,3 @@ def test_a_side_over_its_limit_is_left_out_and_the_others_go_on(harness, tmp_pat
     assert said[0] == "slow is left out: not done after 0.5 s; raise --limit to run it"
     with pytest.raises(SystemExit, match="every side is over the limit"):
         timing.in_turn({"slow": sides["slow"]}, rounds=1, say=said.append)
-
-
-def test_emulated_bfloat16_is_left_out_with_a_sentence(harness, monkeypatch):
-    from harness import models
-
-    monkeypatch.setattr("posttrain.models.load.has_bfloat16", lambda device: False)
-    assert models.computing_dtype("auto") == "float32"
-    assert "no instructions for it" in models.emulates_bfloat16()
-    monkeypatch.setattr("posttrain.models.load.has_bfloat16", lambda device: True)
-    assert models.computing_dtype("auto") == "bfloat16"
-    assert models.emulates_bfloat16() is None

@@ -25,13 +25,6 @@ def test_a_cycle_is_named(house, monkeypatch):
     assert house.import_circles() == [["a", "b", "c", "a"]]
 
 
-def test_a_package_from_another_folder_is_refused(house, monkeypatch, tmp_path):
-    house.check_source()
-    monkeypatch.setattr(house, "CORE", tmp_path)
-    with pytest.raises(SystemExit, match="PYTHONPATH"):
-        house.check_source()
-
-
 def test_the_source_is_counted(house):
     rows = {row["what"]: row for row in house.distribution_counts()}
     counts = house.source_counts()

@@ -14,18 +14,8 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 @pytest.mark.slow
 def test_the_table_of_turns(tmp_path):
     file = tmp_path / "table.json"
-    command = [
-        sys.executable,
-        str(FOLDER / "memory_turns.py"),
-        "--rounds",
-        "1",
-        "--turns",
-        "8",
-        "--players",
-        "2",
-        "--json",
-        str(file),
-    ]
+    options = f"--rounds 1 --turns 8 --players 2 --json {file}"
+    command = [sys.executable, str(FOLDER / "memory_turns.py"), *options.split()]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -195,3 +195,10 @@ def episodes(run: Path) -> dict[str, list]:
             [u and (u.spans.cuts.tolist(), u.credits.tobytes(), u.outcome, u.empty_value) for u in stored.units],
         ]
     return found
+
+
+def assert_same(run: Path, reference: Path, stored: bool = True) -> None:
+    """Two runs have the same weights and state, metrics and, if they are `stored`, episodes, to the bit."""
+    assert weights(run) == weights(reference)
+    assert metrics(run) == metrics(reference)
+    assert not stored or episodes(run) == episodes(reference)

@@ -157,17 +157,6 @@ def test_a_reward_model_learns_and_reports_its_accuracy(tiny_model, tmp_path):
     assert "AutoModelForSequenceClassification" in directory.report.read_text()
 
 
-def test_a_reward_model_without_margins_gives_a_warning(tiny_model, tmp_path):
-    values = recipe_values("reward", tiny_model, tmp_path, epochs=1)
-    rows = [{key: value for key, value in row.items() if key != "margin"} for row in pair_rows(8)]
-    values["data"]["train"] = write_jsonl(tmp_path / "bare.jsonl", rows)
-    directory, _ = run(values)
-    assert "step 0: loss.margin has no effect: no training row has a number above 0" in directory.report.read_text()
-    values["data"]["train"] = write_jsonl(tmp_path / "bare.jsonl", pair_rows(8))
-    directory, _ = run(values | {"name": "again"})
-    assert "loss.margin has no effect" not in directory.report.read_text()
-
-
 @pytest.mark.parametrize(
     "loss", [pytest.param(loss, marks=[] if loss in ("dpo", "simpo") else pytest.mark.slow) for loss in PAIRWISE]
 )
