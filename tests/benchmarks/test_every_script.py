@@ -33,9 +33,7 @@ HERE = {
     "learning_trl": ("--tasks bandit --seeds 1 --learning-rates 1e-3 --out {out}", "posttrain"),
     "long_logs": ("--steps 200 --metrics 6", "report a "),
     "prefixes": ("{run} --model {model} --rounds 1 --threads 1 --dtype float32", "times as fast"),
-    "processes": ("--width 64 --processes 1 2 --updates 2", "processes"),
     "tiny_families": ("llama mamba gemma3n", "| llama | "),
-    "view": ("--runs 6 --episodes 64", "group, in the middle"),
 }
 
 

@@ -105,8 +105,8 @@ def _copy(node: Any) -> Any:
 
 
 _NAMES = [
-    *"messages prompt completion chosen rejected label margin tools domain role content from value train".split(),
-    *"primer tool_calls function_call arguments type text".split(),
+    *("messages", "prompt", "completion", "chosen", "rejected", "label", "margin", "tools", "domain", "role"),
+    *("content", "from", "value", "train", "primer", "tool_calls", "function_call", "arguments", "type", "text"),
     *("", "\ud800", "context_messages"),
 ]
 

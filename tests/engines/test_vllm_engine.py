@@ -332,9 +332,7 @@ def test_buckets_are_bounded_and_keep_everything():
 
 def test_a_server_that_does_not_start_reports_the_reason(tiny_policy, tmp_path):
     recipe = VllmEngineRecipe(python=sys.executable)
-    with pytest.raises(
-        RunError, match=r"(?s)vLLM server 0 did not start: it exited with status 1.*No module named 'vllm'"
-    ):
+    with pytest.raises(RunError, match=r"(?s)vLLM server 0 did not start: it exited with status 1.*No module named"):
         open_vllm(tiny_policy, recipe, 64, logs=tmp_path)
     assert "No module named 'vllm'" in (tmp_path / "vllm-0.log").read_text()
 
