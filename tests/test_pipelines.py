@@ -96,10 +96,7 @@ def test_a_tampered_model_runs_again(stages):
     play(stages)
     Path("runs/p/warm/model/weights").write_text("something else")
     calls, said = play(stages)
-    assert (calls, said[0]) == (
-        [("warm", "overwrite")],
-        "stage warm: runs (its exported model was modified)",
-    )
+    assert (calls, said[0]) == ([("warm", "overwrite")], "stage warm: runs (its exported model was modified)")
 
 
 def test_an_interrupted_stage_is_resumed(stages):

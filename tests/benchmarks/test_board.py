@@ -3,23 +3,20 @@
 import json
 import os
 import signal
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import board
 import numpy as np
 import pytest
 
+from posttrain.environments.frozen_lake import FrozenLake
+from posttrain.environments.protocol import EnvironmentFactory
+from posttrain.recipe.pipeline import load_pipeline
+from posttrain.recipe.stages import RlRecipe
+
 FOLDER = Path(__file__).parents[2]
-sys.path.insert(0, str(FOLDER / "benchmarks"))
-
-import board  # noqa: E402
-
-from posttrain.environments.frozen_lake import FrozenLake  # noqa: E402
-from posttrain.environments.protocol import EnvironmentFactory  # noqa: E402
-from posttrain.recipe.pipeline import load_pipeline  # noqa: E402
-from posttrain.recipe.stages import RlRecipe  # noqa: E402
 
 
 def load(name, *words):

@@ -6,12 +6,9 @@ import sys
 from fractions import Fraction
 from pathlib import Path
 
+import credit_quality
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import credit_quality
 from quality import ranking
 from quality.arithmetic import NUMBER, calculations, literals, value_of, worth, written, wrong_calculations
 from quality.injection import Injected, NotExactError, inject

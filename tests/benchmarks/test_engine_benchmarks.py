@@ -13,14 +13,6 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def importable():
-    """The scripts' folder on the path, as when they are run."""
-    sys.path.insert(0, str(BENCHMARKS))
-    yield
-    sys.path.remove(str(BENCHMARKS))
-
-
-@pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     """Where the small model is kept."""
     return tmp_path_factory.mktemp("cache")
@@ -58,7 +50,7 @@ def sizes(**changes):
     return ModelSizes(**given | changes)
 
 
-def test_the_bound_of_a_step_is_the_slower_of_reading_and_products(importable):
+def test_the_bound_of_a_step_is_the_slower_of_reading_and_products():
     from limits import Limits, decoding_bound
 
     model = sizes()
@@ -75,7 +67,7 @@ def test_the_bound_of_a_step_is_the_slower_of_reading_and_products(importable):
     assert decoding_bound(model, 2, 3, 5, slow_products) == pytest.approx(flops / 10)
 
 
-def test_a_shared_prompt_enters_the_bound_once(importable):
+def test_a_shared_prompt_enters_the_bound_once():
     from harness.flops import Tokens, forward_flops
     from limits import Limits, job_bound
 
@@ -86,7 +78,7 @@ def test_a_shared_prompt_enters_the_bound_once(importable):
     assert apart == pytest.approx(4 * shared)
 
 
-def test_useful_work_counts_prompts_for_each_answer_and_a_reference(importable):
+def test_useful_work_counts_prompts_for_each_answer_and_a_reference():
     from learners.utilisation import useful_flops
 
     model = sizes()
@@ -100,7 +92,7 @@ def test_useful_work_counts_prompts_for_each_answer_and_a_reference(importable):
 
 
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0])
-def test_a_power_law_is_recovered(importable, power):
+def test_a_power_law_is_recovered(power):
     from growing.series import TOLERANCE, Series
 
     series = Series("engine", "n", "seconds", expected=1.0)
@@ -110,7 +102,7 @@ def test_a_power_law_is_recovered(importable, power):
     assert series.verdict == ("as it must" if power <= 1 + TOLERANCE else "faster than it must")
 
 
-def test_jobs_share_prompts_in_groups_and_never_repeat_them(importable, cache, monkeypatch):
+def test_jobs_share_prompts_in_groups_and_never_repeat_them(cache, monkeypatch):
     monkeypatch.setenv("POSTTRAIN_CACHE", str(cache))
     from harness.models import model_directory
     from sides.workload import PROMPTS, first_token_job, make_job
@@ -152,7 +144,7 @@ def test_generation_compares_the_engines_and_reports_which_are_missing(cache):
     assert all(1 < row["per processor s"] < 1e6 for row in rows.values())
 
 
-def test_vllm_never_has_more_in_flight_than_the_others(importable):
+def test_vllm_never_has_more_in_flight_than_the_others():
     from types import SimpleNamespace
 
     from sides.vllm_worker import answer_all
@@ -180,7 +172,7 @@ def test_vllm_never_has_more_in_flight_than_the_others(importable):
     assert engine.most == 3
 
 
-def test_llama_cpp_never_has_more_in_flight_than_the_others(importable):
+def test_llama_cpp_never_has_more_in_flight_than_the_others():
     import threading
 
     from sides.llama_worker import answer_all
@@ -206,7 +198,7 @@ def test_llama_cpp_never_has_more_in_flight_than_the_others(importable):
     assert 0 < outcome["first"] <= outcome["seconds"]
 
 
-def test_a_worker_that_is_not_waited_for_is_ended(importable, tmp_path, monkeypatch):
+def test_a_worker_that_is_not_waited_for_is_ended(tmp_path, monkeypatch):
     from sides.process import Worker
 
     sleeper = tmp_path / "python"
@@ -240,7 +232,7 @@ def test_turns_are_not_read_twice_by_ours_and_are_by_the_loop(cache):
     assert ours["x lock-step"] == pytest.approx(ours["tokens/s"] / theirs["tokens/s"])
 
 
-def test_a_measured_product_follows_the_options_and_its_limit(importable):
+def test_a_measured_product_follows_the_options_and_its_limit():
     import torch
     from harness.timing import OverLimit
     from limits import layers_speed

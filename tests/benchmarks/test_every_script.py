@@ -1,14 +1,14 @@
 """Every script of `benchmarks/` runs at its smallest size: here, or in the test named beside it."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.benchmarks.conftest import output_of
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
+
 ELSEWHERE = {
     "test_benchmarks": "dpo learning reward rl sft",
     "test_engine_benchmarks": "generation growth limits turns",
@@ -84,8 +84,4 @@ def run(places):
 def test_a_script_runs_at_its_smallest_size(name, places, run, tmp_path):
     words, printed = HERE[name]
     options = [word.format(**places, run=run, out=tmp_path) for word in words.split()]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, str(FOLDER / f"{name}.py"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert printed in done.stdout
+    assert printed in output_of(name, *options)

@@ -10,12 +10,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import gpu
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import gpu
 from accelerator import runs
 from accelerator.measuring import Limits
 from accelerator.processes import is_alive

@@ -245,8 +245,7 @@ def test_tools_that_are_no_objects_are_named(tools):
 
 
 @pytest.mark.parametrize(
-    "calls",
-    [json.dumps([CALL]), [json.dumps(CALL)], [{**CALL, "function": json.dumps(CALL["function"])}]],
+    "calls", [json.dumps([CALL]), [json.dumps(CALL)], [{**CALL, "function": json.dumps(CALL["function"])}]]
 )
 def test_calls_and_messages_are_read_from_json_text(calls):
     messages = [USER, {"role": "assistant", "content": "", "tool_calls": calls}]

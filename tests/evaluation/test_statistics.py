@@ -4,13 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from posttrain.evaluation.statistics import (
-    calibration,
-    estimate,
-    item_sums,
-    probability_above,
-    ratio,
-)
+from posttrain.evaluation.statistics import calibration, estimate, item_sums, probability_above, ratio
 from posttrain.runs.intervals import mean_difference
 
 

@@ -94,7 +94,8 @@ def test_plan_describes_a_critic_and_supervised_rows(backbone, says):
     assert any(line.startswith(says) for line in batch_arithmetic(recipe_of(*plain)))
     lines = batch_arithmetic(recipe_of(*plain, *PTX, "critic.updates_before_policy=3"))
     assert any(line.startswith(says) and "the first 3 without the policy, which makes 17" in line for line in lines)
-    assert "each optimizer step of the policy also uses 5 rows from a.jsonl, b.jsonl, at most 3 additional" in lines
+    says = "each optimizer step of the policy also uses 5 rows from a.jsonl, b.jsonl, at most 3 additional"
+    assert any(line.startswith(says) for line in lines)
     without = batch_arithmetic(recipe_of("credit.type=rloo", "steps=10", f"critic.backbone={backbone}"))
     assert not any("critic" in line or "head" in line or "rows" in line for line in without)
 

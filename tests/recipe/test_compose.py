@@ -160,7 +160,7 @@ def test_a_new_type_drops_keys_of_the_old_type_from_earlier_files(recipe_file):
     assert load_recipe([file], ["loss.type=cispo", "loss.clip_high=0.4"], "rl").loss.clip_high == 0.4
     units = recipe_file(
         "reward: {path: rm}\ncredit: {type: gae}\n"
-        "unit_credit: {type: prefix, probe: separate, beta: 0.5, segmenter: {type: steps, max_units: 4}}\n",
+        "unit_credit: {type: prefix, probe: separate, beta: 0.5, segmenter: {type: steps, max_units: 4}}\n"
     )
     found = load_recipe([units], ["unit_credit.type=loo"], "rl").unit_credit
     assert (found.beta, found.segmenter.max_units) == (0.5, 4)

@@ -152,11 +152,7 @@ def saving(tiny_model, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("rules", "kept"),
-    [
-        ({"keep": "all"}, [1, 2, 3, 4, 5, 6]),
-        ({"keep": 2, "keep_every": 3}, [1, 3, 5, 6]),
-    ],
+    ("rules", "kept"), [({"keep": "all"}, [1, 2, 3, 4, 5, 6]), ({"keep": 2, "keep_every": 3}, [1, 3, 5, 6])]
 )
 def test_rules_keep_policies_and_the_newest_whole(saving, rules, kept):
     checkpoints = saving(**rules)

@@ -54,10 +54,7 @@ def test_rows_are_answered_in_order_each_with_its_seed(tmp_path, capsys):
     assert [(row["id"], row["sample"]) for row in found] == [(n, s) for n in range(ROWS) for s in range(2)]
     assert all(row["prediction"] == row["reference"] == str(row["id"] ** 2) for row in found)
     assert {row["tokens"] for row in found} == {5}
-    assert found[0]["prompt"] == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "question 0"},
-    ]
+    assert found[0]["prompt"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "question 0"}]
     assert sorted((number(request), request["seed"]) for request in asked) == sorted(
         (row["id"], row["seed"]) for row in found
     )

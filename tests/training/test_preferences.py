@@ -24,6 +24,7 @@ from posttrain.training.objectives import PairObjective, RewardObjective, logpro
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.rows import samples_of_row
 from posttrain.training.updater import Updater, pack
+from tests.training import small
 from tests.training.preferences import pair_rows, recipe_values, unpaired_rows, write_jsonl
 
 LOSSES = TypeAdapter(PreferenceLossRecipe)
@@ -50,13 +51,7 @@ def pair_samples(seed=0):
 def gradients(make_model, budget, objective, samples, monkeypatch):
     """Gradients as they stand just before the optimizer applies them."""
     model, forward = make_model()
-    found = {}
-
-    def keep(self):
-        found.update({n: p.grad.clone() for n, p in zip(self.names, self.masters, strict=True)})
-        return 1.0
-
-    monkeypatch.setattr(Optimizer, "step", keep)
+    found = small.kept_gradients(monkeypatch)
     recipe = LearnerRecipe(tokens_per_batch=budget)
     Updater(model, Optimizer(model.trainable(), OptimizerRecipe(), 10), recipe, forward).update(samples, objective)
     return found
@@ -227,8 +222,7 @@ def answers(*prompts):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "donors"),
-    [([7, 8, 9], [1, 2, 0]), ([7, 7, 8, 8], [2, 3, 0, 1]), ([7, 8, 7, 7], [1, 0, 1, 1])],
+    ("prompts", "donors"), [([7, 8, 9], [1, 2, 0]), ([7, 7, 8, 8], [2, 3, 0, 1]), ([7, 8, 7, 7], [1, 0, 1, 1])]
 )
 def test_mismatched_answers_are_to_other_prompts(prompts, donors):
     samples = answers(*prompts)

@@ -37,13 +37,7 @@ def gradients(model, samples, objective, monkeypatch, budget=4096, temperature=1
     policy = Policy(ModelRecipe(path=str(model)))
     batches = LearnerRecipe(tokens_per_batch=budget)
     optimizer = Optimizer(policy.trainable(), OptimizerRecipe(), 1)
-    found = {}
-
-    def keep(self):
-        found.update({n: m.grad.clone() for n, m in zip(self.names, self.masters, strict=True)})
-        return 1.0
-
-    monkeypatch.setattr(Optimizer, "step", keep)
+    found = small.kept_gradients(monkeypatch)
     forward = token_forward(policy, batches, temperature)
     totals = Updater(policy, optimizer, batches, forward).update(samples, objective)
     return found, means(totals)

@@ -12,14 +12,7 @@ from posttrain.data.tokens import TokenRow
 from posttrain.errors import InputError
 from posttrain.recipe.data import DataRecipe
 from posttrain.recipe.stages import DpoRecipe
-from posttrain.training.rows import (
-    EpochRows,
-    StreamedRows,
-    check_rows,
-    hold_out,
-    load_data,
-    samples_of_row,
-)
+from posttrain.training.rows import EpochRows, StreamedRows, check_rows, hold_out, load_data, samples_of_row
 from tests.conftest import make_tokenizer
 from tests.training.preferences import pair_rows, write_jsonl
 

@@ -64,8 +64,7 @@ def test_missing_measurements_are_reported(lines, said):
 
 
 @given(
-    st.lists(st.one_of(st.none(), st.floats(-5, 5)), min_size=1, max_size=12),
-    st.sampled_from(["minimize", "maximize"]),
+    st.lists(st.one_of(st.none(), st.floats(-5, 5)), min_size=1, max_size=12), st.sampled_from(["minimize", "maximize"])
 )
 def test_it_equals_a_plain_search(values, direction):
     lines = [line(step, **{"return": value}) for step, value in enumerate(values)]
