@@ -138,8 +138,7 @@ def test_an_infinite_taskset_is_read_up_to_a_number_of_tasks():
 
 
 @pytest.mark.parametrize(
-    ("taskset", "message"),
-    [("nosuch", "'nosuch' cannot be loaded"), ("textarena", "cannot be loaded")],
+    ("taskset", "message"), [("nosuch", "'nosuch' cannot be loaded"), ("textarena", "cannot be loaded")]
 )
 def test_a_taskset_that_cannot_be_loaded_is_one_sentence(taskset, message):
     with pytest.raises(InputError, match=message):
