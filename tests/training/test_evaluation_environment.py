@@ -11,16 +11,9 @@ from posttrain.rollout.store import read_episodes, stored_steps
 from posttrain.runs.metrics import read_metrics
 from tests.training import letters
 
-SHORT = [
-    "steps=1",
-    "rollout.groups_per_step=2",
-    "rollout.episodes_per_group=2",
-    "rollout.tokens_per_turn=4",
-    "rollout.tokens_per_episode=400",
-    "evaluation.every=1",
-    "evaluation.seeds.count=2",
-    "evaluation.final_seeds.count=2",
-]
+SHORT = ["steps=1", "rollout.groups_per_step=2", "rollout.episodes_per_group=2", "rollout.tokens_per_turn=4"]
+SHORT += ["rollout.tokens_per_episode=400", "evaluation.every=1", "evaluation.seeds.count=2"]
+SHORT += ["evaluation.final_seeds.count=2"]
 
 
 def turns_by_split(run):

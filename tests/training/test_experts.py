@@ -48,17 +48,9 @@ def test_rows_without_settings_give_no_warning(tmp_path, cell):
     assert settings_warnings(lake(), [SourceRecipe(path=str(file)), SourceRecipe(path="some/hub-id")]) == []
 
 
-HELD_OUT = [
-    "environment.type=frozen_lake",
-    "experts.seeds.count=10",
-    "rows_per_update=3",
-    "steps=3",
-    "rollout.tokens_per_episode=1500",
-    "rollout.tokens_per_turn=4",
-    "evaluation.every=2",
-    "evaluation.seeds.count=1",
-    "evaluation.final_seeds.count=1",
-]
+HELD_OUT = ["environment.type=frozen_lake", "experts.seeds.count=10", "rows_per_update=3", "steps=3"]
+HELD_OUT += ["rollout.tokens_per_episode=1500", "rollout.tokens_per_turn=4", "evaluation.every=2"]
+HELD_OUT += ["evaluation.seeds.count=1", "evaluation.final_seeds.count=1"]
 
 
 def test_the_loss_of_traces_that_are_not_trained_on_is_measured(tiny_model, tmp_path):
