@@ -43,7 +43,7 @@ def objective(metric, **more):
         ({"search": {"a": [1, 1]}}, "`a` contains a value twice"),
         ({"search": None}, "exactly one of `search` and `groups`"),
         ({"search": None, "groups": [{"name": "g", "grid": {"a": [1, 2]}}]}, "`trials` has no effect: groups is"),
-        ({"search": None, "trials": None, "groups": [{"name": "g", "grid": {"a": {"low": 1}}}]}, "a grid needs"),
+        ({"search": None, "trials": None, "groups": [{"name": "g", "grid": {"a": {"low": 1, "high": 2}}}]}, "a grid"),
         ({"keys": {"stage": "evaluate"}}, "for stage evaluate; a study searches one of sft, reward, dpo, rl"),
         ({"keys": {}}, "the recipe has no stage; a study searches one of"),
         ({"keys": {"stage": "rl", "name": "x"}}, "name of a trial has no effect"),
