@@ -189,6 +189,13 @@ def test_the_weights_of_another_source_are_sent_for_one_load():
     assert {one.ids[0] for one in ask_all(engine, range(2))} == {5}
 
 
+@pytest.mark.parametrize(
+    ("visible", "devices", "given"),
+    [
+        *(("4,5,6", [1, 2], "5,6"), ("GPU-a", [0], "GPU-a"), ("", [0], ""), (None, [], None), ("4", [], "4")),
+        ("4,5", [2], "refused"),
+    ],
+)
 def test_a_server_gets_its_share_of_the_visible_gpus(visible, devices, given, monkeypatch, tmp_path):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
