@@ -140,13 +140,9 @@ def run_under_slurm(tmp_path: Path, *words: str, torchrun: str = START) -> subpr
 @pytest.mark.slow
 def test_the_slurm_script_starts_a_run_and_then_continues_it(tiny_model, tmp_path):
     run = tmp_path / "runs" / "mine"
-    short = [
-        "environment.type=bandit",
-        f"model.path={tiny_model}",
-        "rollout.groups_per_step=2",
-        "rollout.tokens_per_turn=8",
-    ]
-    short += ["evaluation.seeds.count=2", "evaluation.final_seeds.count=2", "checkpoint.keep_state=always"]
+    short = ["environment.type=bandit", f"model.path={tiny_model}", "rollout.groups_per_step=2"]
+    short += ["rollout.tokens_per_turn=8", "evaluation.seeds.count=2", "evaluation.final_seeds.count=2"]
+    short += ["checkpoint.keep_state=always"]
     first = run_under_slurm(tmp_path, str(run), "rl", *short, "steps=1")
     assert first.returncode == 0, first.stderr[-2000:]
     assert (run / "checkpoints" / "step_000001").is_dir()

@@ -313,10 +313,7 @@ def test_recipes_are_as_strict_with_registered_kinds(registered):
         ({"loss": {"type": "plain", "scale": "2"}}, r"loss.scale is \"2\"; it must be a number"),
         ({"loss": {"type": "plan"}}, r"loss.type is \"plan\" \(did you mean plain\?\); it must be ppo, .* or plain"),
         ({"credit": {"type": "shifted"}}, "credit.by is missing; it must be a number"),
-        (
-            {"loss": {"clip_low": 0.1, "type": "plain"}},
-            "it belongs to loss.type ppo, .*, not plain",
-        ),
+        ({"loss": {"clip_low": 0.1, "type": "plain"}}, "it belongs to loss.type ppo, .*, not plain"),
     ]:
         with pytest.raises(InputError, match=message):
             read_recipe("rl", **arguments)

@@ -67,8 +67,7 @@ CHECKS = {
     "decode-4B": Check("at least 60% of the bound at 32 in flight", _decodes),
     "run-vllm": Check(f"{MATCHES.criterion}, memory flat from the second on", _runs_evenly),
     "server-killed-4B": Check(
-        "as run-vllm, and every killed server was restarted",
-        lambda rows: _runs_evenly(rows) and rows[-1].value >= 1,
+        "as run-vllm, and every killed server was restarted", lambda rows: _runs_evenly(rows) and rows[-1].value >= 1
     ),
     "offload-4B": NUMBERS,
     "offload-8B": Check("three updates with everything in CPU memory", lambda rows: bool(rows)),

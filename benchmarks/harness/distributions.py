@@ -24,9 +24,7 @@ class Values:
 
 def levels(values: Sequence[float], chances: Sequence[float]) -> Values:
     return Values(
-        lambda draws, n: draws.choice(values, n, p=chances),
-        float(np.dot(values, chances)),
-        (min(values), max(values)),
+        lambda draws, n: draws.choice(values, n, p=chances), float(np.dot(values, chances)), (min(values), max(values))
     )
 
 

@@ -8,10 +8,7 @@ from typing import Any
 
 
 def show(
-    title: str,
-    rows: Sequence[Mapping[str, Any]],
-    notes: Sequence[str] = (),
-    json_file: str | Path | None = None,
+    title: str, rows: Sequence[Mapping[str, Any]], notes: Sequence[str] = (), json_file: str | Path | None = None
 ) -> None:
     """Print `rows` as a table and, where `json_file` is given, write `{"title", "machine", "rows", "notes"}` to it.
 

@@ -133,11 +133,7 @@ def _best(
 
 
 def _table(
-    stage: Stage,
-    sides: Sequence[Side],
-    found: dict[str, list[dict[str, Any]]],
-    unit: str,
-    used: Utilisation | None,
+    stage: Stage, sides: Sequence[Side], found: dict[str, list[dict[str, Any]]], unit: str, used: Utilisation | None
 ) -> list[dict[str, Any]]:
     default = next((side for side in sides if side.default), None)
     best = _best(stage, sides, found)

@@ -121,11 +121,7 @@ def _changed(question: str, solution: str, steps: list[Calculation], number: int
 
 
 def _follow(
-    question: str,
-    solution: str,
-    step: Calculation,
-    changed: dict[Fraction, Fraction],
-    new: dict[tuple[int, int], str],
+    question: str, solution: str, step: Calculation, changed: dict[Fraction, Fraction], new: dict[tuple[int, int], str]
 ) -> None:
     """Calculate a later step again, and update `changed` and `new`."""
     shift, expression = step.expression[0], solution[slice(*step.expression)]

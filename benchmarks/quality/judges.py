@@ -72,10 +72,7 @@ class OutcomeJudge:
         return np.array([self._known[stream.ids.tobytes()] for stream in streams])
 
     def credits(
-        self,
-        streams: Sequence[Stream],
-        units: Sequence[Spans],
-        wanted: Callable[[str], bool] = lambda name: True,
+        self, streams: Sequence[Stream], units: Sequence[Spans], wanted: Callable[[str], bool] = lambda name: True
     ) -> dict[str, Credits]:
         """The credit by every estimator that is `wanted`, by its name in recipes."""
         answers = [

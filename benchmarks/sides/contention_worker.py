@@ -10,12 +10,7 @@ from typing import Any
 
 import posttrain
 
-COMMON = {
-    "name": "run",
-    "seed": 0,
-    "steps": 100_000,
-    "checkpoint": {"every": 1_000_000},
-}
+COMMON = {"name": "run", "seed": 0, "steps": 100_000, "checkpoint": {"every": 1_000_000}}
 
 
 class Stopwatch(posttrain.Callback):

@@ -7,24 +7,8 @@ from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.seeds import random_stream
 
 LETTERS = "abcdefgh"
-WORDS = [
-    "arm",
-    "dragon",
-    "goal",
-    "hole",
-    "lake",
-    "left",
-    "phoenix",
-    "reward",
-    "right",
-    "row",
-    "round",
-    "table",
-    "turn",
-    "up",
-    "walk",
-    "wall",
-]
+WORDS = ["arm", "dragon", "goal", "hole", "lake", "left", "phoenix", "reward", "right", "row", "round", "table", "turn"]
+WORDS += ["up", "walk", "wall"]
 
 
 class NamedLetter(Environment):

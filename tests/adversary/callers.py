@@ -36,16 +36,8 @@ def tool_calls(seed: int, folder: Path) -> None:
     draw = random.Random(seed)
     tags = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "</function>"]
     tags += ["<function=look>", "<parameter=a>", "</parameter>", "<parameter=", ";", "look", " ", "\n", "NaN", "1e999"]
-    tags += [
-        '{"name": "look", "arguments": ',
-        '{"name": "look", "parameters": {}}',
-        '"\\ud800"',
-        '{"a": ',
-        "[",
-        "]",
-        "}",
-    ]
-    tags += ["{}", '"', "9" * 5_000, "\x00", "</s>", '"\\u0000"', '{"name": "\\ud800"}', "null", ",", "é"]
+    tags += ['{"name": "look", "arguments": ', '{"name": "look", "parameters": {}}', '"\\ud800"', '{"a": ', "[", "]"]
+    tags += ["}", "{}", '"', "9" * 5_000, "\x00", "</s>", '"\\u0000"', '{"name": "\\ud800"}', "null", ",", "é"]
     text = ""
     for _ in range(draw.randrange(1, 12)):
         text += draw.choice(tags)[:40] * (draw.choice([150, 900, 5_000]) if draw.random() < 0.2 else 1)
@@ -282,34 +274,9 @@ def answers(seed: int, folder: Path) -> None:
     from posttrain_environments.openenv import _action
 
     draw = random.Random(seed)
-    pieces = [
-        "<answer>",
-        "</answer>",
-        "<think>",
-        "</think>",
-        "Up",
-        "Left || Right",
-        "Pull",
-        "[5]",
-        "0",
-        "-1",
-        "9" * 5_000,
-    ]
-    pieces += [
-        "NaN",
-        "1e999",
-        "true",
-        "\x00",
-        "\x1b[2J",
-        "é",
-        "\u202e",
-        "[" * 3_000,
-        '{"number": ',
-        "1",
-        "}",
-        "take key",
-    ]
-    pieces += ['{"a": "\\ud800"}', "look\nlook", " ", "|| " * 5_000, "<answer>" * 5_000]
+    pieces = ["<answer>", "</answer>", "<think>", "</think>", "Up", "Left || Right", "Pull", "[5]", "0", "-1"]
+    pieces += ["9" * 5_000, "NaN", "1e999", "true", "\x00", "\x1b[2J", "é", "\u202e", "[" * 3_000, '{"number": ', "1"]
+    pieces += ["}", "take key", '{"a": "\\ud800"}', "look\nlook", " ", "|| " * 5_000, "<answer>" * 5_000]
     said = ["".join(draw.choice(pieces) for _ in range(draw.randrange(6))) for _ in range(4)]
     kinds: list[tuple[str, dict[str, Any]]] = [("bandit", {}), ("frozen_lake", {}), ("sokoban", {})]
     for name, path, keys in (
@@ -351,48 +318,12 @@ def commands(seed: int, folder: Path) -> None:
     texts = [part for name in documents.NUMBERS for part in documents.text_of(name).split("\n\n") if part.strip()]
     text = draw.choice(texts)
     marker = folder / "ran"
-    pieces = [
-        f"$(touch {marker})",
-        f"`touch {marker}`",
-        f"; touch {marker}",
-        "'",
-        '"',
-        "\\",
-        "$",
-        "${",
-        "${X:-",
-        "}",
-        "\n",
-    ]
-    pieces += [
-        "$'\\n'",
-        "'\nstage: evil\n'",
-        "--",
-        "=",
-        "9" * 5_000,
-        "nan",
-        "-1",
-        "1e999",
-        "\0",
-        "<<EOF",
-        "\ud800",
-        "{a,b}",
-    ]
-    pieces += [
-        "../../etc/passwd",
-        "/dev/zero",
-        "[" * 3_000,
-        "&a [*a]",
-        "!!python/object/apply:os.system [id]",
-        "# x",
-        "é",
-        "A=x\n" + "A=$A$A\n" * 60,
-        '"' + "x" * 200_000 + '"',
-        '"' + '\\"' * 50_000 + '"',
-        "read A <<EOF\n" * 5_000,
-        "export A=1\ntrue\n" * 3_000,
-        f"\nbash {folder / 'train.sh'}\n" * 3,
-    ]
+    pieces = [f"$(touch {marker})", f"`touch {marker}`", f"; touch {marker}", "'", '"', "\\", "$", "${", "${X:-", "}"]
+    pieces += ["\n", "$'\\n'", "'\nstage: evil\n'", "--", "=", "9" * 5_000, "nan", "-1", "1e999", "\0", "<<EOF"]
+    pieces += ["\ud800", "{a,b}", "../../etc/passwd", "/dev/zero", "[" * 3_000, "&a [*a]"]
+    pieces += ["!!python/object/apply:os.system [id]", "# x", "é", "A=x\n" + "A=$A$A\n" * 60, '"' + "x" * 200_000 + '"']
+    pieces += ['"' + '\\"' * 50_000 + '"', "read A <<EOF\n" * 5_000, "export A=1\ntrue\n" * 3_000]
+    pieces += [f"\nbash {folder / 'train.sh'}\n" * 3]
     for _ in range(draw.randrange(1, 5)):
         place = draw.randrange(len(text) + 1)
         text = text[:place] + draw.choice(pieces) + text[place + draw.randrange(9) :]

@@ -151,12 +151,7 @@ def _prepare_folder(place: Path) -> None:
         stage |= common | {"data": {"train": "stage:rows/pairs", "held_out": 4, "max_tokens": 200}}
     trial = {"stage": "rl", "model": {"path": str(hosts.tiny_model()), "threads": 1}, "steps": 2}
     trial |= {"environment": values["environment"], "checkpoint": {"every": 1}, "seeds": {"start": 0, "count": 8}}
-    trial["rollout"] = {
-        "groups_per_step": 2,
-        "episodes_per_group": 2,
-        "tokens_per_turn": 3,
-        "tokens_per_episode": 200,
-    }
+    trial["rollout"] = {"groups_per_step": 2, "episodes_per_group": 2, "tokens_per_turn": 3, "tokens_per_episode": 200}
     held_out = {"seeds": {"start": 1000, "count": 2}, "final_seeds": {"start": 2000, "count": 2}}
     trial["evaluation"] = {"every": 1} | held_out
     study = {"stage": "tune", "name": "s", "keys": trial, "trials": 3, "sampler": {"seed": 1, "startup_trials": 2}}

@@ -116,14 +116,7 @@ def _completion(text: str) -> dict[str, Any]:
     message = {"role": "assistant", "content": text}
     choice = {"index": 0, "finish_reason": "stop", "message": message}
     usage = {"completion_tokens": 3, "prompt_tokens": 1}
-    return {
-        "id": "1",
-        "object": "chat.completion",
-        "created": 0,
-        "model": "m-1",
-        "choices": [choice],
-        "usage": usage,
-    }
+    return {"id": "1", "object": "chat.completion", "created": 0, "model": "m-1", "choices": [choice], "usage": usage}
 
 
 def _judge(path: str, body: dict[str, Any] | None) -> dict[str, Any]:

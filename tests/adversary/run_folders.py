@@ -234,11 +234,7 @@ PAGES = (
 )
 COMMANDS = (
     *(["runs", "list", "{runs}"], ["episodes", "{}"], ["episodes", "{}", "--step", "1", "--tokens"]),
-    *(
-        ["compare", "{}", "{good}"],
-        ["plot", "{}", "--out", "{out}", "--format", "svg"],
-        ["report", "{}"],
-    ),
+    *(["compare", "{}", "{good}"], ["plot", "{}", "--out", "{out}", "--format", "svg"], ["report", "{}"]),
     *(
         ["report", "{}", "{good}", "--out", "{out}/report.html"],
         ["rl", "--resume", "{}"],

@@ -51,13 +51,8 @@ def interpreter(seed: int, folder: Path) -> None:
     (folder / "secret.md").write_text(SECRET)
     (root / "link.md").symlink_to(folder / "secret.md")
     paths = ["user.md", "link.md", "../secret.md", str(folder / "secret.md"), "a/../../secret.md", "a\0.md", "", "x.md"]
-    calls = [
-        "read_file({})",
-        "append_file({}, 'x')",
-        "move_file('user.md', {})",
-        "create_file({}, 'x')",
-        "delete_file({})",
-    ]
+    calls = ["read_file({})", "append_file({}, 'x')", "move_file('user.md', {})", "create_file({}, 'x')"]
+    calls += ["delete_file({})"]
     pieces = [
         lambda: f"v{draw.randrange(9)} = {draw.choice(calls).format(repr(draw.choice(paths)))}",
         lambda: f"w{draw.randrange(10_000)} = 'x' * {10 ** draw.randrange(9)}",
@@ -251,14 +246,8 @@ def server(seed: int, folder: Path) -> None:
         )
         text = text[:place] + piece + text[place + draw.randrange(20) :]
     status = draw.choice(["200 OK", "200 OK", "200 OK", "500 Error", "401 Unauthorized", "302 Found", "204 No Content"])
-    lines = [
-        "",
-        "",
-        "Location: http://127.0.0.1:1/",
-        "Location: http:",
-        "Location: http://[::1",
-        "Content-Encoding: gzip",
-    ]
+    lines = ["", "", "Location: http://127.0.0.1:1/", "Location: http:", "Location: http://[::1"]
+    lines += ["Content-Encoding: gzip"]
     more = draw.choice([*lines, "X: " + "y" * 70_000])
     sent = client.body(text, status, f"{more}\r\n" if more else "")
     sent = sent[: draw.choice([None, None, draw.randrange(len(sent))])]
@@ -366,22 +355,8 @@ def live_page(seed: int, folder: Path) -> None:
         "all steps",
         "success",
     ]
-    keys = [
-        "step",
-        "split",
-        "group",
-        "text",
-        "in",
-        "page",
-        "least",
-        "most",
-        "order",
-        "tint",
-        "score",
-        "run",
-        "from",
-        "sort",
-    ]
+    keys = ["step", "split", "group", "text", "in", "page", "least", "most", "order", "tint", "score", "run", "from"]
+    keys += ["sort"]
     name = draw.choice([run.name, run.name, run.name, "link", "../secret", "..", "", attack])
     page = draw.choice(["run", "charts", "state", "episodes", "group", "differs", "list", "compare"])
     query = {draw.choice(keys): draw.choice(words) for _ in range(draw.randrange(4))}

@@ -81,10 +81,8 @@ ENDLESS = [
 def random_template(draw: random.Random) -> str:
     """Parts of endless and harmless templates in each other, at random."""
     loops = ["{{% for {1} in range(99999) %}}{0}{{% endfor %}}", "{{% if messages|length > 1 %}}{0}{{% endif %}}"]
-    loops += [
-        "{{% set {1} %}}{0}{{% endset %}}{{{{ {1} }}}}",
-        "{{% macro {1}() %}}{0}{{% endmacro %}}{{{{ {1}() }}}}{{{{ {1}() }}}}",
-    ]
+    loops += ["{{% set {1} %}}{0}{{% endset %}}{{{{ {1} }}}}"]
+    loops += ["{{% macro {1}() %}}{0}{{% endmacro %}}{{{{ {1}() }}}}{{{{ {1}() }}}}"]
     inner = draw.choice([*ENDLESS, "{{ messages|tojson }}", "{{ messages[0].content }}", "{{ 'a' * 999 }}"])
     for depth in range(draw.randrange(6)):
         inner = draw.choice(loops).format(inner, f"v{depth}")

@@ -2,42 +2,30 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
 
+import harness.data
+import harness.models
+import harness.table
+import harness.timing
 import numpy as np
 import pytest
 
+from tests.benchmarks.conftest import output_of
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
+
 ONE_OF_EACH = "posttrain float32,TRL defaults"
-
-
-@pytest.fixture(scope="module")
-def harness():
-    """The modules of `benchmarks/harness`, imported as the scripts import them."""
-    sys.path.insert(0, str(FOLDER))
-    import harness.data
-    import harness.models
-    import harness.table
-    import harness.timing
-
-    yield harness
-    sys.path.remove(str(FOLDER))
 
 
 def run(script: str, tmp_path: Path, *options: str) -> dict:
     """The table of a script at its smallest, as it writes it."""
     pytest.importorskip("trl")
     file = tmp_path / "table.json"
-    command = [sys.executable, str(FOLDER / f"{script}.py"), "--steps", "2", "--rounds", "1", "--threads", "1"]
-    command += ["--warmup", "1"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [*command, "--json", str(file), *options], capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    smallest = "--steps 2 --rounds 1 --threads 1 --warmup 1 --json"
+    output_of(script, *smallest.split(), str(file), *options)
     return json.loads(file.read_text())
 
 
@@ -78,7 +66,7 @@ def test_supervised_fine_tuning_against_trl(tmp_path):
     ],
 )
 @pytest.mark.timeout(3600)
-def test_every_side_of_every_script(script, unit, stages, tmp_path, harness):
+def test_every_side_of_every_script(script, unit, stages, tmp_path):
     table = run(script, tmp_path, "--rows", "8")
     emulated = harness.models.emulates_bfloat16()  # TRL's defaults and its other sides in bfloat16 are then left out
     for stage in stages:
@@ -93,7 +81,7 @@ def test_every_side_of_every_script(script, unit, stages, tmp_path, harness):
             assert len({row["tokens/answer"] for row in rows}) == 1
 
 
-def test_sides_take_turns_and_warm_up(harness):
+def test_sides_take_turns_and_warm_up():
     calls: list[tuple[str, int]] = []
 
     def side(name):
@@ -115,7 +103,7 @@ def test_peak_memory_includes_allocated_memory():
     assert 190e6 < int(printed.stdout) < 300e6
 
 
-def test_lengths_are_lognormal_and_each_step_has_the_same_sum(harness):
+def test_lengths_are_lognormal_and_each_step_has_the_same_sum():
     drawn = harness.data.ROWS.draw(4000, np.random.default_rng(0))
     assert np.mean(drawn) == pytest.approx(140 * math.exp(0.635**2 / 2), rel=0.02)
     assert np.percentile(drawn, 95) == pytest.approx(398, rel=0.02)
@@ -125,7 +113,7 @@ def test_lengths_are_lognormal_and_each_step_has_the_same_sum(harness):
     assert steps[0] == harness.data.answer_lengths(0, 16)
 
 
-def test_rows_have_the_requested_lengths(harness, tiny_model):
+def test_rows_have_the_requested_lengths(tiny_model):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
@@ -143,34 +131,12 @@ def test_rows_have_the_requested_lengths(harness, tiny_model):
         assert 25 <= tokens(row["prompt"]) <= 165
 
 
-def test_tables_are_shown_and_written(harness, tmp_path, capsys):
-    rows = [{"side": "ours", "tokens/s": 1234.5, "x": float("nan")}, {"side": "theirs", "tokens/s": 0.12345, "x": 1.0}]
-    harness.table.show("Speed", rows, ["a note"], tmp_path / "table.json")
-    shown = capsys.readouterr().out
-    assert all(text in shown for text in ("1,234", "0.123", "–", "- a note"))
-    written = json.loads((tmp_path / "table.json").read_text())
-    assert written["rows"] == [{**rows[0], "x": None}, rows[1]]
-    assert written["machine"]["packages"]["torch"]
-
-
-@pytest.mark.slow
-def test_a_number_of_rows_that_does_not_divide_is_an_error():
-    command = [sys.executable, str(FOLDER / "sft.py"), "--rows", "12"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "multiple of 8" in done.stderr
-
-
 @pytest.mark.slow
 def test_the_learning_benchmark_runs_once_and_reports_again(tmp_path):
     """Two runs of the bandit, a table with both, and curves; the second call trains nothing."""
-    command = [sys.executable, str(FOLDER / "learning.py"), "--environments", "bandit", "--variants", "base,no warm-up"]
-    command += ["--seeds", "1", "--jobs", "2", "--out", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    words = ["--environments", "bandit", "--variants", "base,no warm-up", "--seeds", "1", "--jobs", "2"]
     for trained in (2, 0):
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert done.stdout.count(" -> ") == trained
+        assert output_of("learning", *words, "--out", str(tmp_path)).count(" -> ") == trained
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [line["variant"] for line in sorted(lines, key=lambda line: line["variant"])] == ["base", "no warm-up"]
     for line in lines:
@@ -186,22 +152,7 @@ def test_the_learning_benchmark_runs_once_and_reports_again(tmp_path):
     assert "<svg" in (tmp_path / "learning.svg").read_text()
 
 
-@pytest.mark.slow
-def test_the_learning_benchmark_trains_on_the_score_of_a_reward_model(tmp_path):
-    """The reward model ranks all its pairs, and a run on its score is judged by the rule of the words."""
-    command = [sys.executable, str(FOLDER / "learning.py"), "--environments", "reward model", "--variants", "base"]
-    command += ["--seeds", "1", "--out", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    fitted = [json.loads(row) for row in (tmp_path / "reward_model" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["preference/accuracy"] for row in fitted if row["kind"] == "train"][-1] == 1
-    (line,) = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert (line["random"], line["optimal"]) == (0.25, 1.0)
-    assert line["final"] > line["start"]
-
-
-def test_a_side_over_its_limit_is_left_out_and_the_others_go_on(harness, tmp_path, monkeypatch):
+def test_a_side_over_its_limit_is_left_out_and_the_others_go_on(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "sleeper.py").write_text("import time; time.sleep(60)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -211,14 +162,3 @@ def test_a_side_over_its_limit_is_left_out_and_the_others_go_on(harness, tmp_pat
     assert said[0] == "slow is left out: not done after 0.5 s; raise --limit to run it"
     with pytest.raises(SystemExit, match="every side is over the limit"):
         timing.in_turn({"slow": sides["slow"]}, rounds=1, say=said.append)
-
-
-def test_emulated_bfloat16_is_left_out_with_a_sentence(harness, monkeypatch):
-    from harness import models
-
-    monkeypatch.setattr("posttrain.models.load.has_bfloat16", lambda device: False)
-    assert models.computing_dtype("auto") == "float32"
-    assert "no instructions for it" in models.emulates_bfloat16()
-    monkeypatch.setattr("posttrain.models.load.has_bfloat16", lambda device: True)
-    assert models.computing_dtype("auto") == "bfloat16"
-    assert models.emulates_bfloat16() is None

@@ -14,6 +14,7 @@ import yaml
 from posttrain.cli.main import main
 
 ROOT = Path(__file__).parents[2]
+
 ROWS = yaml.safe_load((ROOT / "benchmarks/coverage.yaml").read_text(encoding="utf-8"))
 WORKS = {"document": "rlhf-rationales", "expected": "works"}
 

@@ -1,11 +1,10 @@
 """Losses and credits agree with independent implementations of the papers' formulas (`benchmarks/crosscheck.py`)."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import crosschecks.cases
+import crosschecks.compare
 import numpy as np
 import pytest
 import torch
@@ -13,29 +12,18 @@ import torch
 import posttrain
 from posttrain.recipe.credit import CREDITS
 from posttrain.recipe.loss import LOSSES
+from tests.benchmarks.conftest import output_of
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def crosschecks():
-    """The modules of the benchmark, imported as the script imports them."""
-    sys.path.insert(0, str(FOLDER))
-    import crosschecks.cases
-    import crosschecks.compare
-
-    yield crosschecks
-    sys.path.remove(str(FOLDER))
-
-
-@pytest.fixture(scope="module")
-def sides(crosschecks, tmp_path_factory):
+def sides(tmp_path_factory):
     return crosschecks.compare.Sides(tmp_path_factory.mktemp("crosscheck"))
 
 
 @pytest.fixture(scope="module")
-def rows(crosschecks):
+def rows():
     return {f"{case.part}: {case.name}": case for case in crosschecks.cases.cases()}
 
 
@@ -44,21 +32,18 @@ def rows(crosschecks):
 def test_every_algorithm_agrees_with_its_reference(tmp_path):
     """The script as users run it: 10 random batches a row, and no registered loss or credit without a reference."""
     file = tmp_path / "table.json"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, str(FOLDER / "crosscheck.py"), "--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    output_of("crosscheck", "--json", str(file))
     rows = json.loads(file.read_text())["rows"]
-    assert {row["algorithm"]: row["agrees"] for row in rows if row["agrees"] != "yes"} == {}, done.stdout[-5000:]
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert {row["algorithm"]: row["agrees"] for row in rows if row["agrees"] != "yes"} == {}
     page = (ROOT / "docs" / "results" / "crosscheck.md").read_text()
     assert [row["algorithm"] for row in rows if f"| {row['algorithm']} |" not in page] == []
 
 
-def test_every_registered_loss_and_credit_has_a_reference(crosschecks):
+def test_every_registered_loss_and_credit_has_a_reference():
     assert crosschecks.cases.without_reference() == []
 
 
-def test_a_loss_or_credit_without_a_reference_is_reported(crosschecks, monkeypatch):
+def test_a_loss_or_credit_without_a_reference_is_reported(monkeypatch):
     for registry in (LOSSES, CREDITS):
         monkeypatch.setattr(registry, "_kinds", {name: registry.find(name) for name in registry.names()})
     posttrain.register_loss("new_loss")(lambda logprobs, batch: logprobs)
@@ -66,7 +51,7 @@ def test_a_loss_or_credit_without_a_reference_is_reported(crosschecks, monkeypat
     assert crosschecks.cases.without_reference() == [("policy loss", "new_loss"), ("credit", "new_credit")]
 
 
-def test_a_wrong_gradient_is_detected(crosschecks, sides, rows, monkeypatch):
+def test_a_wrong_gradient_is_detected(sides, rows, monkeypatch):
     """The comparison itself: a reference whose clip range is wider no longer agrees."""
     reference = crosschecks.compare.LOSSES["ppo"]
     wider = crosschecks.compare.chosen(LOSSES, {"type": "ppo", "clip_low": 0.25, "clip_high": 0.25})
@@ -76,7 +61,7 @@ def test_a_wrong_gradient_is_detected(crosschecks, sides, rows, monkeypatch):
     assert sides.compare(case, 4)["agrees"] == "no"
 
 
-def test_a_batch_clips_on_both_sides_and_has_groups_without_signal(crosschecks, sides):
+def test_a_batch_clips_on_both_sides_and_has_groups_without_signal(sides):
     """The random batches contain both clips, equal rewards, several streams and groups of one."""
     compare = crosschecks.compare
     ratios, streams, sizes, spreads = [], set(), set(), []

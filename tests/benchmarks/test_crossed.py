@@ -1,14 +1,9 @@
 """The mean over training seeds and tasks."""
 
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 from harness.crossed import crossed_mean
 
 from posttrain.runs.intervals import mean_difference, seed_mean, success_rate

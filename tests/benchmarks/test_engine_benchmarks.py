@@ -1,10 +1,7 @@
 """The engine's benchmarks: their arithmetic in closed form, and each script from end to end at tiny size."""
 
-import importlib
 import json
-import math
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -13,14 +10,6 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def importable():
-    """The scripts' folder on the path, as when they are run."""
-    sys.path.insert(0, str(BENCHMARKS))
-    yield
-    sys.path.remove(str(BENCHMARKS))
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +50,7 @@ def sizes(**changes):
     return ModelSizes(**given | changes)
 
 
-def test_the_bound_of_a_step_is_the_slower_of_reading_and_products(importable):
+def test_the_bound_of_a_step_is_the_slower_of_reading_and_products():
     from limits import Limits, decoding_bound
 
     model = sizes()
@@ -78,7 +67,7 @@ def test_the_bound_of_a_step_is_the_slower_of_reading_and_products(importable):
     assert decoding_bound(model, 2, 3, 5, slow_products) == pytest.approx(flops / 10)
 
 
-def test_a_shared_prompt_enters_the_bound_once(importable):
+def test_a_shared_prompt_enters_the_bound_once():
     from harness.flops import Tokens, forward_flops
     from limits import Limits, job_bound
 
@@ -89,97 +78,7 @@ def test_a_shared_prompt_enters_the_bound_once(importable):
     assert apart == pytest.approx(4 * shared)
 
 
-def test_weights_that_are_multiplied_in_float32_share_its_limit(importable, monkeypatch):
-    import limits
-
-    measured, readings = [], []
-
-    def products(dtype, side):
-        measured.append(str(dtype))
-        return float(len(measured))
-
-    def reading(size):
-        readings.append(size)
-        return float(len(readings))
-
-    monkeypatch.setattr(limits, "measure_products", products)
-    monkeypatch.setattr(limits, "reading_speed", reading)
-    monkeypatch.setattr("posttrain.models.load.has_bfloat16", lambda device: False)
-    found = limits.measure_limits(["float32", "bfloat16"])
-    assert measured == ["torch.float32"]
-    assert found["float32"] == found["bfloat16"] == limits.Limits(1.0, 1.0)
-    assert limits.measure_limits(["bfloat16"]) == {"bfloat16": limits.Limits(2.0, 2.0)}
-    assert measured == ["torch.float32"] * 2
-    monkeypatch.setattr("posttrain.models.load.has_bfloat16", lambda device: True)
-    assert limits.measure_limits(["float32", "bfloat16"])["bfloat16"] == limits.Limits(4.0, 3.0)
-    assert measured[2:] == ["torch.float32", "torch.bfloat16"]
-    assert limits.measure_limits([]) == {}
-
-
-def test_the_notes_give_the_limits_that_the_bounds_are_computed_with(importable, monkeypatch):
-    import generation
-    from limits import Limits
-
-    monkeypatch.setattr("posttrain.models.load.has_bfloat16", lambda device: False)
-    found = generation.notes_of_limits({"float32": Limits(80e9, 30e9), "bfloat16": Limits(80e9, 30e9)})
-    assert found[0].startswith(
-        "limits: reading 30.0 GB/s; products of float32 80 GFLOP/s, of bfloat16 80 GFLOP/s (products"
-    )
-    assert generation.notes_of_limits({}) == []
-
-
-WRONG = {
-    "generation --in-flight x": "--in-flight: 'x' is not a whole number of 1 or more",
-    "generation --in-flight 2,0": "--in-flight: '0' is not a whole number of 1 or more",
-    "generation --in-flight 2 --groups 8": "--groups: a group of 8 or more is larger than the 2 requests in flight",
-    "generation --rounds 0": "--rounds: '0' is not a whole number of 1 or more",
-    "generation --limit 0": "--limit: '0' is not a number of seconds above 0",
-    "limits --in-flight x": "--in-flight: 'x' is not a whole number of 1 or more",
-    "limits --in-flight 0": "--in-flight: '0' is not a whole number of 1 or more",
-    "turns --turns 4,,8": "--turns: '' is not a whole number of 1 or more",
-    "async_rollouts --async-rollouts -1": "--async-rollouts",
-    "memory_turns --workers one": "--workers: 'one' is not a whole number of 1 or more",
-}
-
-
-@pytest.mark.parametrize("command", WRONG)
-def test_a_wrong_value_ends_with_a_sentence_before_anything_starts(command, importable, monkeypatch, capsys):
-    name, *words = command.split()
-    script = importlib.import_module(name)
-    monkeypatch.setattr(sys, "argv", [name, *words])
-    with pytest.raises(SystemExit) as ended:
-        script.options()
-    assert ended.value.code == 2
-    assert WRONG[command] in capsys.readouterr().err
-
-
-def test_every_word_of_sides_must_name_one(importable):
-    from harness.options import named_sides
-
-    sides = ("posttrain float32", "posttrain bfloat16", "vLLM float32")
-    assert named_sides(None, sides) == list(sides)
-    assert named_sides("vLLM, bfloat16", sides) == ["posttrain bfloat16", "vLLM float32"]
-    with pytest.raises(SystemExit, match=r"no side has 'nonsense' in its name; the sides are posttrain float32 \|"):
-        named_sides("posttrain,nonsense", sides)
-    with pytest.raises(SystemExit, match="no side has '' in its name"):
-        named_sides("posttrain,", sides)
-
-
-def test_an_engine_that_is_not_installed_says_how_to_get_it(importable):
-    import generation
-
-    nowhere = generation.Peers(None, None)
-    with pytest.raises(
-        SystemExit, match=r"none of these sides can run here: vLLM is left out: .* POSTTRAIN_VLLM_PYTHON"
-    ):
-        generation.sides_to_run("vLLM", nowhere)
-    names, notes = generation.sides_to_run("posttrain float32,vLLM", nowhere)
-    assert names == ["posttrain float32"]
-    assert len(notes) == 1
-    assert notes[0].startswith("vLLM is left out")
-
-
-def test_useful_work_counts_prompts_for_each_answer_and_a_reference(importable):
+def test_useful_work_counts_prompts_for_each_answer_and_a_reference():
     from learners.utilisation import useful_flops
 
     model = sizes()
@@ -193,7 +92,7 @@ def test_useful_work_counts_prompts_for_each_answer_and_a_reference(importable):
 
 
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0])
-def test_a_power_law_is_recovered(importable, power):
+def test_a_power_law_is_recovered(power):
     from growing.series import TOLERANCE, Series
 
     series = Series("engine", "n", "seconds", expected=1.0)
@@ -203,15 +102,7 @@ def test_a_power_law_is_recovered(importable, power):
     assert series.verdict == ("as it must" if power <= 1 + TOLERANCE else "faster than it must")
 
 
-def test_one_point_has_no_exponent(importable):
-    from growing.series import Series
-
-    series = Series("engine", "n", "seconds", 1.0, x=[2], y=[1.0])
-    assert math.isnan(series.exponent)
-    assert series.verdict == "too few points"
-
-
-def test_jobs_share_prompts_in_groups_and_never_repeat_them(importable, cache, monkeypatch):
+def test_jobs_share_prompts_in_groups_and_never_repeat_them(cache, monkeypatch):
     monkeypatch.setenv("POSTTRAIN_CACHE", str(cache))
     from harness.models import model_directory
     from sides.workload import PROMPTS, first_token_job, make_job
@@ -253,7 +144,7 @@ def test_generation_compares_the_engines_and_reports_which_are_missing(cache):
     assert all(1 < row["per processor s"] < 1e6 for row in rows.values())
 
 
-def test_vllm_never_has_more_in_flight_than_the_others(importable):
+def test_vllm_never_has_more_in_flight_than_the_others():
     from types import SimpleNamespace
 
     from sides.vllm_worker import answer_all
@@ -281,7 +172,7 @@ def test_vllm_never_has_more_in_flight_than_the_others(importable):
     assert engine.most == 3
 
 
-def test_llama_cpp_never_has_more_in_flight_than_the_others(importable):
+def test_llama_cpp_never_has_more_in_flight_than_the_others():
     import threading
 
     from sides.llama_worker import answer_all
@@ -307,23 +198,7 @@ def test_llama_cpp_never_has_more_in_flight_than_the_others(importable):
     assert 0 < outcome["first"] <= outcome["seconds"]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    shutil.which(os.environ.get("POSTTRAIN_LLAMA_SERVER", "llama-server")) is None, reason="no llama-server"
-)
-def test_generation_compares_with_llama_cpp(cache):
-    table, _ = run(
-        cache, "generation", "--model=qwen3", "--in-flight=2", "--groups=1", "--requests=4", "--rounds=1",
-        "--sides=posttrain float32,llama.cpp float16,llama.cpp q8_0",
-    )  # fmt: skip
-    rows = {row["side"]: row for row in table["rows"]}
-    assert set(rows) == {"posttrain float32", "llama.cpp float16", "llama.cpp q8_0"}
-    assert rows["llama.cpp float16"]["x llama.cpp"] == pytest.approx(1.0)
-    assert all(row["tokens/s"] > 0 and row["peak GB"] > 0.01 for row in rows.values())
-    assert rows["llama.cpp q8_0"]["of the bound"] is None
-
-
-def test_a_worker_that_is_not_waited_for_is_ended(importable, tmp_path, monkeypatch):
+def test_a_worker_that_is_not_waited_for_is_ended(tmp_path, monkeypatch):
     from sides.process import Worker
 
     sleeper = tmp_path / "python"
@@ -357,19 +232,7 @@ def test_turns_are_not_read_twice_by_ours_and_are_by_the_loop(cache):
     assert ours["x lock-step"] == pytest.approx(ours["tokens/s"] / theirs["tokens/s"])
 
 
-@pytest.mark.parametrize("has_bfloat16", [False, True])
-def test_emulated_products_of_torch_are_measured_only_by_name(importable, monkeypatch, has_bfloat16):
-    import limits
-
-    monkeypatch.setattr("posttrain.models.load.has_bfloat16", lambda device: has_bfloat16)
-    names, notes = limits._sides(None)
-    assert {"torch float32", "engine float32", "engine bfloat16"} <= set(names)
-    assert ("torch bfloat16" in names) is has_bfloat16
-    assert any("this processor has no instructions for it" in note for note in notes) is not has_bfloat16
-    assert limits._sides("torch bfloat16")[0] == ["torch bfloat16"]
-
-
-def test_a_measured_product_follows_the_options_and_its_limit(importable):
+def test_a_measured_product_follows_the_options_and_its_limit():
     import torch
     from harness.timing import OverLimit
     from limits import layers_speed

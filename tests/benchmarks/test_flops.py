@@ -1,10 +1,9 @@
 """Operations and weights read: by hand for tiny shapes."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from harness import flops
 
 from posttrain.planning.memory import ModelSizes
 
@@ -16,17 +15,7 @@ SHARED = 3 * 4 + 3 * 2 + 3 * 2 + 4 * 3 + 3 * 4
 EXPERT = 3 * 3 * 5
 
 
-@pytest.fixture(scope="module", autouse=True)
-def flops():
-    """The module, imported as the scripts import it."""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-    import harness.flops
-
-    yield harness.flops
-    sys.path.pop(0)
-
-
-def test_a_mixture_computes_with_active_experts(flops):
+def test_a_mixture_computes_with_active_experts():
     ten = flops.Tokens(10, 0)
     assert flops.forward_flops(MIXTURE, ten) == 2 * 10 * 2 * (SHARED + 2 * EXPERT)
     more = replace(MIXTURE, experts=8)
@@ -35,7 +24,7 @@ def test_a_mixture_computes_with_active_experts(flops):
     )  # a wider router alone
 
 
-def test_operations_by_hand(flops):
+def test_operations_by_hand():
     rows = flops.rows_of(2, 3, 1)
     assert rows == flops.Tokens(6, 12, 2)  # 1 + 2 + 3 pairs a row
     products = 2 * 6 * 2 * LAYER + 2 * 2 * 21
@@ -44,7 +33,7 @@ def test_operations_by_hand(flops):
     assert flops.training_flops(DENSE, rows, whole=False) == 2 * flops.forward_flops(DENSE, rows)
 
 
-def test_weights_that_a_pass_reads(flops):
+def test_weights_that_a_pass_reads():
     assert flops.read_weights(DENSE, 2, 1) == flops.read_weights(DENSE, 2, 99) == 2 * (2 * LAYER + 21)
     assert flops.touched_experts(MIXTURE, 1) == 2
     assert flops.touched_experts(MIXTURE, 2) == 3  # 2 of 4, and half of the other two

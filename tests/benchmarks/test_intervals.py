@@ -1,17 +1,14 @@
 """The simulation of intervals: exact rows, and that what is drawn has the claimed coverage within its noise."""
 
 import math
-import sys
 from pathlib import Path
 
+import intervals
 import pytest
 
+from posttrain.runs.intervals import Estimate
+
 FOLDER = Path(__file__).parents[2]
-sys.path.insert(0, str(FOLDER / "benchmarks"))
-
-import intervals  # noqa: E402
-
-from posttrain.runs.intervals import Estimate  # noqa: E402
 
 
 def test_counted_rows_are_exact():

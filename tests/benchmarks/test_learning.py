@@ -1,15 +1,12 @@
 """The table of what learns: its numbers, and that the page has those of the stored runs."""
 
 import math
-import sys
 from pathlib import Path
 
+import learning
 import pytest
 
 FOLDER = Path(__file__).parents[2]
-sys.path.insert(0, str(FOLDER / "benchmarks"))
-
-import learning  # noqa: E402
 
 
 def line(variant, seed, curve, final):
@@ -41,11 +38,7 @@ def test_the_area_is_compared_by_training_seed():
 
 @pytest.mark.parametrize(
     ("times", "shown"),
-    [
-        ([3.0, 1.0, 2.0], "2"),
-        ([math.inf, 1.0, 2.0], "2 (2 of 3)"),
-        ([math.inf, 1.0, math.inf], "– (1 of 3)"),
-    ],
+    [([3.0, 1.0, 2.0], "2"), ([math.inf, 1.0, 2.0], "2 (2 of 3)"), ([math.inf, 1.0, math.inf], "– (1 of 3)")],
 )
 def test_a_run_that_never_gets_there_takes_longest(times, shown):
     assert learning._times(times) == shown

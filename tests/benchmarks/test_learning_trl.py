@@ -1,12 +1,10 @@
 """The page has the numbers of the stored runs beside TRL."""
 
-import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).parents[2]
-sys.path.insert(0, str(FOLDER / "benchmarks"))
+import learning_trl
 
-import learning_trl  # noqa: E402
+FOLDER = Path(__file__).parents[2]
 
 
 def test_the_page_has_the_numbers_of_the_stored_runs():

@@ -1,10 +1,5 @@
 """The small model of benchmarks writes well-formed answers with random skill, and RL improves it."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -38,19 +33,6 @@ def test_a_seed_decides_the_weights_and_the_random_state_is_kept(tmp_path, monke
     assert made_in("one", 0) == [weights, tokenizer], "the model of another seed was returned"
     assert other_weights != weights
     assert other_tokenizer == tokenizer
-
-
-def test_making_it_prints_one_line(tmp_path):
-    code = (
-        "from benchmarks.harness import made_model\n"
-        "made_model.PHASES, made_model.EPISODES = ((1, 2), (1, 2)), 60\n"
-        "made_model.small()\n"
-    )
-    environment = os.environ | {"POSTTRAIN_CACHE": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert "training" in line
 
 
 @pytest.mark.parametrize("settings", made_model.GAMES, ids=lambda settings: settings["type"])

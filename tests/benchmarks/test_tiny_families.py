@@ -1,23 +1,11 @@
 """Tiny models of every family: they run, mistakes in them would show, and each kind of layer is there."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
+import tiny_families as families
 import torch
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
-
-@pytest.fixture(scope="module")
-def families():
-    sys.path.insert(0, str(BENCHMARKS))
-    yield importlib.import_module("tiny_families")
-    sys.path.remove(str(BENCHMARKS))
-
-
-def test_every_type_of_transformers_is_there(families):
+def test_every_type_of_transformers_is_there():
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     assert set(families.model_types()) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -32,7 +20,7 @@ def test_every_type_of_transformers_is_there(families):
 @pytest.mark.parametrize(
     "model_type", ["gemma3_text", "qwen3_5_text", "deepseek_v3", "falcon", "gemma", "bert", "bart", "qwen3_5"]
 )
-def test_a_model_is_causal_equal_in_its_cache_and_far_from_even(families, model_type):
+def test_a_model_is_causal_equal_in_its_cache_and_far_from_even(model_type):
     row = families.checked(model_type)
     assert not row["problem"]
     assert row["finite"] == "True"
@@ -42,7 +30,7 @@ def test_a_model_is_causal_equal_in_its_cache_and_far_from_even(families, model_
     assert float(row["cache"]) < 1e-3
 
 
-def test_a_seed_repeats_a_model_and_leaves_the_generator_alone(families):
+def test_a_seed_repeats_a_model_and_leaves_the_generator_alone():
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
@@ -63,14 +51,14 @@ def test_a_seed_repeats_a_model_and_leaves_the_generator_alone(families):
         ("nemotron_h", {"linear_attention", "moe", "full_attention", "mlp"}),
     ],
 )
-def test_a_model_has_every_kind_of_layer_of_its_family(families, model_type, kinds):
+def test_a_model_has_every_kind_of_layer_of_its_family(model_type, kinds):
     model = families.tiny_model(model_type, vocabulary=100)
     assert set(model.config.layer_types) == kinds
     assert model.get_output_embeddings().weight.shape[0] == 100
 
 
 @pytest.mark.parametrize("model_type", ["emu3", "qwen3_5", "dory", "gemma3n_text"])
-def test_a_saved_model_is_the_same_when_loaded(families, model_type, tmp_path):
+def test_a_saved_model_is_the_same_when_loaded(model_type, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = families.save_tiny(model_type, tmp_path)

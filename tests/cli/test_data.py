@@ -62,9 +62,7 @@ def test_files_without_rows_are_reported_by_reason(tiny_model, tmp_path, capsys)
     cut.write_bytes(whole.read_bytes()[:-50])
     empty.write_text("\n")
     said = refused(capsys, tiny_model, cut)
-    assert said.startswith(
-        "no usable row; 1 problem, most often broken file (cut.parquet): not a complete parquet file ("
-    )
+    assert said.startswith("no usable row; 1 problem, most often broken file (cut.parquet): not a complete parquet")
     assert said.endswith("replace the file, or remove it from the recipe")
     assert refused(capsys, tiny_model, empty) == "no rows; name a file that has rows"
     (tmp_path / "broken.jsonl").write_text('{"messages": [')
@@ -108,32 +106,19 @@ def test_experts_write_rows_that_sft_trains_on_and_plays(history, tiny_model, tm
     rows = [json.loads(line) for line in (tmp_path / "lake.jsonl").read_text().splitlines()]
     assert json.loads(rows[0]["environment"])["format"]["thinking"] is False
     assert len({row["seed"] for row in rows}) == 5
-    words = [
-        "data.train=lake.jsonl",
-        "data.held_out=1",
-        f"model.path={tiny_model}",
-        "environment.type=frozen_lake",
-        "environment.slippery=false",
-        "evaluation.seeds.count=2",
-        "evaluation.final_seeds.count=3",
-        "rollout.tokens_per_turn=4",
-        "rollout.tokens_per_episode=1200",
-        "data.cache=cache",
-    ]
+    words = ["data.train=lake.jsonl", "data.held_out=1", f"model.path={tiny_model}", "data.cache=cache"]
+    words += ["environment.type=frozen_lake", "environment.slippery=false", "evaluation.seeds.count=2"]
+    words += ["evaluation.final_seeds.count=3", "rollout.tokens_per_turn=4", "rollout.tokens_per_episode=1200"]
     assert main(["sft", *words]) == 0
     results = json.loads((tmp_path / "runs" / "run" / "results.json").read_text())
-    assert [row["policy"] for row in results["policies"]] == [
-        "random policy",
-        "start of this run",
-        "trained model",
-        "optimal policy",
-    ]
+    policies = ["random policy", "start of this run", "trained model", "optimal policy"]
+    assert [row["policy"] for row in results["policies"]] == policies
     assert results["tables"][0]["headings"][2] == "loss"
     assert "were generated with" not in (tmp_path / "runs" / "run" / "report.md").read_text()
     if history == "episode":
         assert main(["sft", *words, "name=thinks", "environment.format.thinking=true", "steps=1"]) == 0
-        said = "step 0: the rows of lake.jsonl were generated with environment.format.thinking false (here true), so training"
-        assert said in (tmp_path / "runs" / "thinks" / "report.md").read_text()
+        report = (tmp_path / "runs" / "thinks" / "report.md").read_text()
+        assert "environment.format.thinking false (here true)" in report
 
 
 def test_experts_do_not_play_held_out_seeds(capsys):
@@ -158,10 +143,3 @@ def test_experts_of_an_environment_without_tasks_are_an_error(capsys):
     assert (
         main(["data", "experts", "text_task", "reasoning_gym.dataset=chain_sum", "--count", "1", "--out", "x.csv"]) == 2
     )
-
-
-@pytest.mark.parametrize("verb", ["experts", "convert", "rationales"])
-def test_help_of_out_names_parquet(verb, capsys):
-    assert main(["data", verb, "--help"]) == 0
-    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "parquet" in said.rpartition("--out ")[2].partition(" --")[0]

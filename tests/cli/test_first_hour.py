@@ -1,13 +1,10 @@
 """The output that a new user reads before and after a run: the plan on one screen, the reference of keys, the rows."""
 
 import json
-import re
 
 import pytest
 
 from posttrain.cli.main import main
-from posttrain.recipe.reference import keys_of
-from posttrain.recipe.stages import STAGES
 from tests.terminal import in_terminal
 
 
@@ -40,26 +37,6 @@ def test_a_dry_run_is_one_screen_and_the_rest_is_optional(tiny_model, tmp_path):
     assert set(" ".join(short).split()) == set(" ".join(wide).split())
 
 
-def test_full_needs_a_dry_run(capsys):
-    assert main(["rl", "--full"]) == 2
-    assert "--full has an effect only with --dry-run" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("width", [60, 80])
-def test_the_reference_of_keys_never_breaks_a_word(width, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", str(width))
-    assert main(["recipe", "rollout"]) == 0
-    printed = capsys.readouterr().out
-    described = [key for key in keys_of(STAGES["rl"]) if key.path.startswith("rollout.")]
-    known = {
-        word for key in described for word in f"{key.path} {key.default} {key.description} {key.variant} For".split()
-    }
-    known |= {word for key in described for word in f"Must be {key.allowed}. = {key.variant}.".split()}
-    assert len(described) > 20
-    assert set(printed.split()) <= known
-    assert max(len(line) for line in printed.splitlines() if line.startswith(" ")) <= width
-
-
 @pytest.fixture
 def supervised(tiny_model, rows):
     """A folder with the run `runs/s`, which has trained on the rows for a step."""
@@ -86,14 +63,3 @@ def test_a_resume_from_another_folder_names_the_first_one(supervised, capsys, mo
     assert capsys.readouterr().err.strip().endswith(f"; the run was started in {rows}, so resume it there")
     monkeypatch.chdir(rows)
     assert main(["sft", "--resume", "runs/s", "steps=2"]) == 0
-
-
-def test_one_step_is_one_step(tiny_model, tmp_path, capsys):
-    assert (
-        main(["rl", "environment.type=bandit", f"model.path={tiny_model}", "steps=1", "--dry-run", f"runs={tmp_path}"])
-        == 0
-    )
-    printed = capsys.readouterr().out
-    assert "evaluation.every has no effect: the run ends after 1 step\n" in printed
-    assert "  1 step: 64 episodes and 1 optimizer step\n" in printed
-    assert not re.search(r"\b1 (steps|updates|episodes|rows)\b", printed)

@@ -54,14 +54,7 @@ def strangers(tiny_model, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ["report"],
-        ["plot"],
-        ["episodes"],
-        ["episodes", "--step", "1"],
-        ["compare", "OTHER"],
-        ["export", "--out", "out"],
-    ],
+    [["report"], ["plot"], ["episodes"], ["episodes", "--step", "1"], ["compare", "OTHER"], ["export", "--out", "out"]],
     ids=lambda words: words[0],
 )
 def test_viewing_imports_nothing(strangers, words, tmp_path, monkeypatch, capsys):

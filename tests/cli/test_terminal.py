@@ -22,20 +22,3 @@ def test_the_end_of_a_run_stays_on_the_screen(tiny_model, tmp_path, width):
     assert f"model:{tmp_path}/b/model" in ending
     assert not any("time left" in line for line in lines)
     assert not any(line.startswith(("[", "tokens/s")) for line in lines)  # Nothing wraps inside a line of numbers.
-
-
-def test_the_plan_of_a_study_wraps_between_words(tmp_path):
-    (tmp_path / "recipe.yaml").write_text(
-        "stage: sft\ndata: {train: conversations-of-a-year.jsonl, held_out: 9}\nmodel: {path: tiny}\n"
-    )
-    (tmp_path / "study.yaml").write_text(
-        "stage: tune\nname: study\nrecipe: recipe.yaml\nsearch:\n  optimizer.learning_rate: {low: 1.0e-8, high: 1.0e-4, log: true}\n"
-        "objective: {metric: validation/loss, direction: minimize}\n"
-    )
-    words = ["tune", "study.yaml", "--dry-run", "retest.seeds=[1,2,3,4,5,6,7,8,9,10,11]"]
-    code, lines = in_terminal(*words, width=50, folder=tmp_path)
-    assert code == 0
-    assert "1e-8" in " ".join(lines)
-    wide = " ".join(in_terminal(*words, width=200, folder=tmp_path)[1]).split()
-    cut = {word for word in " ".join(lines).split() if word not in wide and not word.startswith("─")}
-    assert cut == set()

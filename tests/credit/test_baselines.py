@@ -7,19 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.credit.baselines import (
-    arpo,
-    brpo,
-    dr_grpo,
-    gdpo,
-    grpo,
-    maxrl,
-    opo,
-    pass_at_k,
-    remax,
-    rloo,
-    standardize,
-)
+from posttrain.credit.baselines import arpo, brpo, dr_grpo, gdpo, grpo, maxrl, opo, pass_at_k, remax, rloo, standardize
 from posttrain.credit.returns import optimal_token_baseline, reinforce, reinforce_pp, reinforce_pp_baseline
 from posttrain.errors import RunError
 from posttrain.recipe.credit import CREDITS

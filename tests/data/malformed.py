@@ -105,29 +105,9 @@ def _copy(node: Any) -> Any:
 
 
 _NAMES = [
-    "messages",
-    "prompt",
-    "completion",
-    "chosen",
-    "rejected",
-    "label",
-    "margin",
-    "tools",
-    "domain",
-    "role",
-    "content",
-    "from",
-    "value",
-    "train",
-    "primer",
-    "tool_calls",
-    "function_call",
-    "arguments",
-    "type",
-    "text",
-    "",
-    "\ud800",
-    "context_messages",
+    *("messages", "prompt", "completion", "chosen", "rejected", "label", "margin", "tools", "domain", "role"),
+    *("content", "from", "value", "train", "primer", "tool_calls", "function_call", "arguments", "type", "text"),
+    *("", "\ud800", "context_messages"),
 ]
 
 
@@ -137,36 +117,9 @@ def _name(draws: np.random.Generator) -> str:
 
 def text(draws: np.random.Generator) -> str:
     """A text that is difficult to handle."""
-    texts = [
-        "",
-        " \n\t",
-        "\u00a0\u3000",
-        "\ud800",
-        "a\udfffb",
-        "\x00",
-        "<|im_end|>",
-        "assistant",
-        "user",
-        "Assistant",
-        "[]",
-        "[{}]",
-        "[1",
-        "{}",
-        "null",
-        "nan",
-        "inf",
-        "-1",
-        "1e999",
-        "true",
-        "4",
-        "5",
-        '{"a": NaN}',
-        '{"a": "\\ud800"}',
-        '"{}"',
-        '{"a": 1, "a": 2}',
-        "é" * 50,
-        "\U0001f600",
-    ]
+    texts = ["", " \n\t", "\u00a0\u3000", "\ud800", "a\udfffb", "\x00", "<|im_end|>", "assistant", "user", "Assistant"]
+    texts += ["[]", "[{}]", "[1", "{}", "null", "nan", "inf", "-1", "1e999", "true", "4", "5", '{"a": NaN}']
+    texts += ['{"a": "\\ud800"}', '"{}"', '{"a": 1, "a": 2}', "é" * 50, "\U0001f600"]
     return texts[draws.integers(len(texts))]
 
 
@@ -177,18 +130,8 @@ def value(draws: np.random.Generator, depth: int) -> Any:
         plain = [None, True, False, 0, 1, -1, 10**400, 0.5, float("nan"), float("inf"), -0.0, 2, 3.0, 10**5000]
         return text(draws) if kind < 4 else plain[draws.integers(len(plain))]
     if kind == 9:
-        odd = [
-            b"bytes",
-            (1, 2),
-            {1, 2},
-            object(),
-            np.array([1, 2]),
-            np.float32(1),
-            {1: 2},
-            {None: "x"},
-            deep(40),
-            deep(5000),
-        ]
+        odd: list[Any] = [b"bytes", (1, 2), {1, 2}, object(), np.array([1, 2]), np.float32(1), {1: 2}, {None: "x"}]
+        odd += [deep(40), deep(5000)]
         return odd[draws.integers(len(odd))]
     if kind < 12:
         return {_name(draws): value(draws, depth - 1) for _ in range(draws.integers(5))}

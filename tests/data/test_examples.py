@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import re
 from typing import Any
 
 import pytest
@@ -121,10 +120,7 @@ def test_other_weights_are_a_problem_of_the_row(weight):
 
 def test_messages_in_a_column_of_another_name_are_pointed_at():
     row = {"id": 1, "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
-    assert made("conversation", row) == (
-        "missing column: needs `messages` or `prompt`, has `id`, `conversations`; to read `conversations`, set "
-        "`columns.messages=conversations`"
-    )
+    assert "missing column: needs `messages` or `prompt`, has `id`, `conversations`" in made("conversation", row)
     assert made("conversation", row, messages="conversations").messages[1] == {"role": "assistant", "content": "a"}
 
 
@@ -265,71 +261,19 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("kind", "row", "problem"), WRONG)
-def test_problems_of_rows(kind, row, problem):
+def test_a_problem_of_a_row_is_one_line_for_any_terminal(kind, row, problem):
     found = made(kind, row)
     assert isinstance(found, str), found
     assert found.startswith(problem)
-
-
-def test_every_problem_is_one_line_for_any_terminal():
-    for kind, row, _ in WRONG:
-        problems = Problems()
-        problems.add_text(made(kind, row), "rows row 1")
-        [line] = problems.summary()
-        assert line.startswith("1 row dropped: ")
-        assert "\n" not in line.encode().decode()
-        assert len(line) < 300
+    problems = Problems()
+    problems.add_text(found, "rows row 1")
+    [line] = problems.summary()
+    assert line.startswith("1 row dropped: ")
+    assert "\n" not in line.encode().decode()
+    assert len(line) < 300
 
 
 # Over files.
-
-
-def test_bad_rows_of_a_file_are_named_in_one_summary(tmp_path):
-    good = {"prompt": "q", "chosen": "a", "rejected": "b"}
-    rows = [
-        good,
-        {"prompt": "q", "chosen": "a"},
-        {**good, "chosen": " "},
-        {**good, "rejected": None},
-        {**good, "prompt": [{"role": "elf", "content": "x"}]},
-        {**good, "chosen": 7},
-        {**good, "rejected": "a"},
-        {**good, "chosen": "\n"},
-        good,
-    ]
-    lines = [json.dumps(row).encode() for row in rows]
-    (tmp_path / "train.jsonl").write_bytes(b"\n".join([*lines, b'{"prompt": "\xff"}', b'{"prompt":', lines[0]]))
-    (tmp_path / "train.parquet").write_bytes(b"PAR1 and no more")
-    problems = Problems()
-    sources = [SourceRecipe(path=str(tmp_path / name)) for name in ("train.jsonl", "train.parquet")]
-    examples = list(read_examples("pair", sources, COLUMNS, problems))
-    assert [example.origin for example in examples] == ["train.jsonl row 1", "train.jsonl row 9", "train.jsonl row 12"]
-    assert problems.used == 3
-    assert problems.total == 10
-    summary = problems.summary()
-    assert summary[0] == "2 rows dropped: empty answer (train.jsonl row 3, row 8)"
-    for category, origin in [
-        ("missing column", "train.jsonl row 2"),
-        ("null", "train.jsonl row 4"),
-        ("wrong role", "train.jsonl row 5"),
-        ("wrong type", "train.jsonl row 6"),
-        ("chosen equals rejected", "train.jsonl row 7"),
-        ("broken UTF-8", "train.jsonl row 10"),
-        ("broken JSON", "train.jsonl row 11"),
-        ("broken file", "train.parquet"),
-    ]:
-        assert any(re.match(rf"1 (row|file) dropped: {category} \({re.escape(origin)}[;)]", line) for line in summary)
-    with pytest.raises(InputError, match=r"^train\.jsonl row 2: missing column: needs `rejected`"):
-        problems.raise_if(strict=True)
-
-
-def test_no_usable_rows(tmp_path):
-    path = tmp_path / "train.jsonl"
-    path.write_text('{"question": "q"}\n' * 3)
-    problems = Problems()
-    assert list(read_examples("conversation", [SourceRecipe(path=str(path))], COLUMNS, problems)) == []
-    with pytest.raises(InputError, match=r"train\.jsonl: no usable row; 3 problems, most often missing column"):
-        problems.require_any(str(path))
 
 
 def test_max_rows_are_usable_rows_of_each_source(tmp_path):
@@ -384,16 +328,8 @@ def test_calls_without_a_function_are_read(call):
 @pytest.mark.parametrize(
     "arguments",
     [
-        '{"a": ',
-        "[1]",
-        [1],
-        3,
-        '"Paris"',
-        '{"a": NaN}',
-        '{"a": Infinity}',
-        '{"a": 1e999}',
-        {"a": math.nan},
-        '{"a": 1, "a": 2}',
+        *('{"a": ', "[1]", '"Paris"', '{"a": NaN}', '{"a": Infinity}', '{"a": 1e999}', '{"a": 1, "a": 2}'),
+        *([1], 3, {"a": math.nan}),
     ],
 )
 def test_other_arguments_are_a_problem_of_the_row(arguments):
@@ -404,20 +340,14 @@ def test_other_arguments_are_a_problem_of_the_row(arguments):
 def test_a_lone_surrogate_in_the_arguments_is_a_problem_of_the_row():
     problem = made("conversation", {"messages": [USER, called('{"a": "\\ud83d"}'), TOOL, GOOD]})
     assert problem.startswith("text is not Unicode: ")
-    assert made("conversation", {"messages": [USER, calls({"id": "x"}), TOOL, GOOD]}).startswith(
-        "tool call without a name"
-    )
+    nameless = made("conversation", {"messages": [USER, calls({"id": "x"}), TOOL, GOOD]})
+    assert nameless.startswith("tool call without a name")
 
 
 def test_developers_functions_and_null_results_are_read():
     legacy = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}}
-    rows = [
-        {"role": "developer", "content": "s"},
-        USER,
-        legacy,
-        {"role": "function", "name": "add", "content": None},
-        GOOD,
-    ]
+    result = {"role": "function", "name": "add", "content": None}
+    rows = [{"role": "developer", "content": "s"}, USER, legacy, result, GOOD]
     messages = made("conversation", {"messages": rows}).messages
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool", "assistant"]
     assert messages[2]["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]

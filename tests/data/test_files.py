@@ -53,15 +53,12 @@ def test_json_list_and_json_lines_in_json(tmp_path):
     assert read(path) == []
 
 
-def test_csv_with_quotes_and_newlines(tmp_path):
+def test_csv_with_quotes_newlines_and_long_cells(tmp_path):
     path = tmp_path / "train.csv"
     path.write_text('prompt,completion\n"a, ""b""\nc",d\n\né,\n')
     rows = [{"prompt": 'a, "b"\nc', "completion": "d"}, {"prompt": "é", "completion": ""}]
     assert read(path) == numbered("train.csv", rows)
 
-
-def test_long_cells_of_csv(tmp_path):
-    path = tmp_path / "train.csv"
     path.write_text(f"prompt\n{'x' * 200_000}\n")
     assert len(read(path)[0][1]["prompt"]) == 200_000
 
@@ -119,9 +116,7 @@ def test_the_files_of_a_split_are_found_by_their_names(tmp_path):
     # Without such a subdirectory, the whole directory counts.
     assert split_of(tmp_path, "train", "other") == ["edit/train.jsonl.gz", "preference/train.jsonl.gz"]
     assert split_of(tmp_path / "edit", "train", "preference") == ["train.jsonl.gz"]
-    with pytest.raises(
-        InputError, match=r"edit: no file of the split test, and its files are train\.jsonl\.gz; name one"
-    ):
+    with pytest.raises(InputError, match=r"edit: no file of the split test, .* train\.jsonl\.gz; name one"):
         split_of(tmp_path / "edit", "test")
 
 
@@ -136,13 +131,6 @@ def test_names_of_splits_and_directories_without_them(tmp_path):
     assert split_of(tmp_path, "train") == ["evaluate_trains.jsonl"]
     with pytest.raises(InputError, match="no file of the split validation"):
         split_of(tmp_path, "validation")
-
-
-def test_many_files_are_in_order(tmp_path):
-    names = [f"train-{n:05}.jsonl" for n in range(20)]
-    for name in [*names[10:], *names[:10]]:
-        write_lines(tmp_path / name, ROWS[:1])
-    assert [origin for origin, _ in read(tmp_path)] == [f"{name} row 1" for name in names]
 
 
 def test_reading_is_lazy(tmp_path):
@@ -160,24 +148,14 @@ def test_reading_is_lazy(tmp_path):
 def test_broken_lines_are_problems_of_their_row_only(tmp_path):
     path = tmp_path / "train.jsonl"
     lines = [b'{"a": 1}', b'{"a": "\xff"}', b'{"a": ', b"[1, 2]", b"", b"null", b'{"a": ' + b"[" * 100_000, b'{"a": 2}']
-    path.write_bytes(b"\n".join(lines))
-    origins, rows = zip(*read(path), strict=True)
-    assert origins == tuple(f"train.jsonl row {n}" for n in (1, 2, 3, 4, 6, 7, 8))
-    assert rows[0] == {"a": 1}
-    assert rows[6] == {"a": 2}
-    assert rows[1] == "broken UTF-8: byte 0xff at position 8 of the line"
-    assert rows[2] == "broken JSON: Expecting value at character 7 of the line"
-    assert rows[3] == "row is not an object: its type is list"
-    assert rows[4] == "row is not an object: its type is NoneType"
-    assert rows[5] == "broken JSON: nested too deeply"
-
-
-def test_a_number_too_long_to_read_is_a_problem(tmp_path):
-    path = tmp_path / "train.jsonl"
-    path.write_text('{"a": ' + "1" * 10_000 + '}\n{"a": 1}')
-    rows = read(path)
-    assert rows[0][1].startswith("broken JSON: ")
-    assert rows[1] == ("train.jsonl row 2", {"a": 1})
+    path.write_bytes(b"\n".join([*lines, b'{"a": ' + b"1" * 10_000 + b"}"]))
+    origins, (first, *broken, last, long) = zip(*read(path), strict=True)
+    assert origins == tuple(f"train.jsonl row {n}" for n in (1, 2, 3, 4, 6, 7, 8, 9))
+    assert (first, last) == ({"a": 1}, {"a": 2})
+    starts = ["broken UTF-8: byte 0xff at position 8", "broken JSON: Expecting value at character 7"]
+    starts += ["row is not an object: its type is list", "row is not an object: its type is NoneType"]
+    for problem, start in zip([*broken, long], [*starts, "broken JSON: nested", "broken JSON: "], strict=True):
+        assert problem.startswith(start)
 
 
 def test_a_truncated_json_list_is_read_up_to_the_damage(tmp_path):
@@ -402,10 +380,7 @@ def test_a_gzip_bomb_is_read_up_to_its_limit(tmp_path, monkeypatch, line):
     with gzip.open(path, "wb") as file:
         file.write(b'{"prompt": "a"}\n' + line * 50_000)
     *_, last = read(path, max_expansion=20, max_row_mib=0.1)
-    assert last == (
-        "train.jsonl.gz",
-        "broken file: it unpacks to more than 20 times its size (`max_expansion`)",
-    )
+    assert last == ("train.jsonl.gz", "broken file: it unpacks to more than 20 times its size (`max_expansion`)")
     assert len(read(path, max_expansion=5000, max_row_mib=0.1)) in (2, 50_001)
 
 
@@ -440,14 +415,9 @@ def test_a_text_that_a_parquet_file_repeats_counts_each_time(tmp_path, column):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(rows) == 32
-    assert (
-        rows[-1][1]
-        == "broken file: it unpacks to more than 200 times its size (`max_expansion`); it is read up to row 31"
-    )
+    assert "200 times its size (`max_expansion`); it is read up to row 31" in rows[-1][1]
     assert all(isinstance(row, dict) for _, row in rows[:-1])
-    assert {row for _, row in read(path, max_row_mib=1)[:-1]} == {
-        "row is too large: it has more than 1 MiB (`max_row_mib`)"
-    }
+    assert all("more than 1 MiB (`max_row_mib`)" in row for _, row in read(path, max_row_mib=1)[:-1])
     assert peak < 31 * (2 << 20) + (20 << 20), "more than the rows that the test keeps"
 
 
@@ -557,9 +527,7 @@ def test_nulls_that_arrow_adds_to_messages_and_tools_are_absent(tmp_path):
     parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "b.parquet")
     write_rows(tmp_path / "b.jsonl", rows)
     assert conversations(tmp_path / "b.parquet") == conversations(tmp_path / "b.jsonl")
-    assert [row["extra"] for _, row in read_rows(SourceRecipe(path=str(tmp_path / "b.parquet")))] == [
-        {"kept": None}
-    ] * 2
+    assert [row["extra"] for _, row in read(tmp_path / "b.parquet")] == [{"kept": None}] * 2
 
 
 def test_parquet_cells_of_the_type_json_are_parsed(tmp_path):

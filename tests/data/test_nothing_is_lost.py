@@ -122,6 +122,7 @@ def test_a_key_that_the_template_shows_is_not_counted():
 # -- texts that the template leaves out --------------------------------------------------------------------------------
 
 STRIPS = CHATML.replace("{{ m['content'] }}", "{{ m['content'].split('</think>')[-1].strip() }}")
+LAST_THREE = CHATML.replace("in messages", "in messages[-3:]")
 THOUGHT = {"role": "assistant", "content": "<think>long\nthought</think>\n\nUp"}
 
 
@@ -134,13 +135,8 @@ THOUGHT = {"role": "assistant", "content": "<think>long\nthought</think>\n\nUp"}
         (DROPS_THINKING, [user("a"), THOUGHT, user("b"), GOOD], "assistant", False),
         (DROPS_THINKING, [user("a"), THOUGHT, user("b"), GOOD], "all", True),
         (CHATML, [user("a"), THOUGHT, user("b"), THOUGHT], "all", False),
-        (CHATML.replace("in messages", "in messages[-3:]"), [user("Which?"), GOOD, user("b"), GOOD], "all", True),
-        (
-            CHATML.replace("in messages", "in messages[-3:]"),
-            [user("Which?"), GOOD, user("b"), GOOD],
-            "assistant",
-            False,
-        ),
+        (LAST_THREE, [user("Which?"), GOOD, user("b"), GOOD], "all", True),
+        (LAST_THREE, [user("Which?"), GOOD, user("b"), GOOD], "assistant", False),
         (CHATML.replace("m['content']", "m['content'][:20]"), [user("a"), THOUGHT], "assistant", True),
         (CHATML.replace("m['content']", "m['content'][:200]"), [user("a"), THOUGHT], "assistant", False),
     ],
@@ -216,11 +212,6 @@ def test_ids_of_calls_take_the_form_that_the_template_needs(ids):
         assert id in text[at - 60 : at + 60]
 
 
-def test_ids_are_kept_where_the_template_takes_them():
-    subject = renderer("qwen2_5")
-    assert subject._needs_ids is False
-
-
 # -- tools as JSON text -----------------------------------------------------------------------------------------------
 
 
@@ -254,8 +245,7 @@ def test_tools_that_are_no_objects_are_named(tools):
 
 
 @pytest.mark.parametrize(
-    "calls",
-    [json.dumps([CALL]), [json.dumps(CALL)], [{**CALL, "function": json.dumps(CALL["function"])}]],
+    "calls", [json.dumps([CALL]), [json.dumps(CALL)], [{**CALL, "function": json.dumps(CALL["function"])}]]
 )
 def test_calls_and_messages_are_read_from_json_text(calls):
     messages = [USER, {"role": "assistant", "content": "", "tool_calls": calls}]

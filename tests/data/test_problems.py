@@ -15,31 +15,31 @@ def counted(*rows: tuple[str, str, str]) -> Problems:
     return problems
 
 
-def test_a_summary_line_names_the_file_once_and_counts_the_rest():
-    problems = counted(*[("empty answer", f"train.jsonl row {n}", "") for n in range(1, SHOWN + 3)])
-    assert problems.summary() == [
-        "7 rows dropped: empty answer (train.jsonl row 1, row 2, row 3, row 4, row 5 and 2 more)"
-    ]
-
-
-def test_files_are_distinguished():
-    problems = counted(("null", "a.jsonl row 4", ""), ("null", "b.jsonl row 9", ""), ("null", "b.jsonl row 11", ""))
-    assert problems.summary() == ["3 rows dropped: null (a.jsonl row 4, b.jsonl row 9, row 11)"]
-
-
-def test_the_most_frequent_problem_comes_first_with_its_first_detail():
-    problems = counted(
-        ("null", "a row 1", "in `x`"), ("wrong role", "a row 2", "elf"), ("wrong role", "a row 3", "orc")
-    )
-    assert problems.summary() == [
-        "2 rows dropped: wrong role (a row 2, row 3; first: elf)",
-        "1 row dropped: null (a row 1; first: in `x`)",
-    ]
-    assert problems.total == 3
-
-
-def test_a_broken_file_gives_no_rows():
-    assert counted((BROKEN_FILE, "a.parquet", "")).summary() == ["1 file dropped: broken file (a.parquet)"]
+@pytest.mark.parametrize(
+    ("rows", "lines"),
+    [
+        (
+            [("empty answer", f"train.jsonl row {n}", "") for n in range(1, SHOWN + 3)],
+            ["7 rows dropped: empty answer (train.jsonl row 1, row 2, row 3, row 4, row 5 and 2 more)"],
+        ),
+        (
+            [("null", "a.jsonl row 4", ""), ("null", "b.jsonl row 9", ""), ("null", "b.jsonl row 11", "")],
+            ["3 rows dropped: null (a.jsonl row 4, b.jsonl row 9, row 11)"],
+        ),
+        (
+            [("null", "a row 1", "in `x`"), ("role", "a row 2", "elf"), ("role", "a row 3", "orc")],
+            ["2 rows dropped: role (a row 2, row 3; first: elf)", "1 row dropped: null (a row 1; first: in `x`)"],
+        ),
+        ([(BROKEN_FILE, "a.parquet", "")], ["1 file dropped: broken file (a.parquet)"]),
+        (
+            [("null", "caf\udce9.jsonl row 1", "a\nb \ud800")],
+            [r"1 row dropped: null (caf\udce9.jsonl row 1; first: a b \ud800)"],
+        ),
+    ],
+)
+def test_summary_lines_name_each_file_once_and_the_most_frequent_problem_first(rows, lines):
+    assert counted(*rows).summary() == lines
+    assert counted(*rows).total == len(rows)
 
 
 def test_warnings_are_printed_and_do_not_fail_the_run():
@@ -91,18 +91,9 @@ def test_strict_names_the_first_problem():
 
 def test_no_usable_row_names_the_files_and_the_most_frequent_problem():
     problems = counted(("null", "a row 1", ""), ("wrong role", "a row 2", "elf"), ("wrong role", "a row 3", ""))
-    with pytest.raises(
-        InputError, match=r"^a, b: no usable row; 3 problems, most often wrong role \(a row 2, row 3\): elf"
-    ):
+    with pytest.raises(InputError, match=r"^a, b: no usable row; 3 problems.*role \(a row 2, row 3\): elf"):
         problems.require_any("a, b")
-    with pytest.raises(
-        InputError, match=r"^a: no usable row; 1 problem, most often broken file \(a\): cut; replace the file"
-    ):
+    with pytest.raises(InputError, match=r"^a: no usable row; 1 problem, .* broken file \(a\): cut"):
         counted((BROKEN_FILE, "a", "cut")).require_any("a")
     with pytest.raises(InputError, match=r"^a, b: no rows"):
         Problems().require_any("a, b")
-
-
-def test_text_with_terminal_controls_is_escaped():
-    line = counted(("null", "caf\udce9.jsonl row 1", "a\nb \ud800")).summary()[0]
-    assert line == r"1 row dropped: null (caf\udce9.jsonl row 1; first: a b \ud800)"

@@ -49,9 +49,8 @@ def test_what_templates_use_is_rendered_as_by_jinja():
         "{% set t %}{{ 'x' * 3 }}{% endset %}{{ t }}{% for k in {'z': 1} %}{{ k }}{% endfor %}{{ 10**9|default(5) }}"
     )
     messages = [{"role": "user", "content": " abc "}, {"role": "assistant", "content": "bcc"}]
-    assert rendered(template, messages=messages) == ImmutableSandboxedEnvironment().from_string(template).render(
-        messages=messages
-    )
+    expected = ImmutableSandboxedEnvironment().from_string(template).render(messages=messages)
+    assert rendered(template, messages=messages) == expected
 
 
 def test_a_long_conversation_is_within_the_budget():

@@ -68,9 +68,8 @@ def test_one_token_more_is_dropped_and_counted():
     (whole,) = length(CHAT)
     rows, problems = made([CHAT], whole - 1, "drop")
     assert rows == []
-    assert problems.summary() == [
-        f"1 row dropped: longer than data.max_tokens (a.jsonl row 1; first: {whole} tokens, more than {whole - 1})"
-    ]
+    (line,) = problems.summary()
+    assert f"data.max_tokens (a.jsonl row 1; first: {whole} tokens, more than {whole - 1})" in line
 
 
 def test_a_cut_answer_has_no_end_token():
@@ -256,17 +255,11 @@ def loader(tmp_path, monkeypatch):
 
 def plain(rows):
     """Rows as values that can be compared, types of the arrays included."""
-    return [
-        (
-            row.origin,
-            row.domain,
-            row.margin,
-            row.chosen,
-            row.prompt_digest,
-            [(s.ids.dtype, s.trained.dtype, s.ids.tolist(), s.trained.tolist()) for s in row.streams],
-        )
-        for row in rows
-    ]
+
+    def streams(row):
+        return [(s.ids.dtype, s.trained.dtype, s.ids.tolist(), s.trained.tolist()) for s in row.streams]
+
+    return [(row.origin, row.domain, row.margin, row.chosen, row.prompt_digest, streams(row)) for row in rows]
 
 
 LONG = {"messages": [user("Say Goal."), said("Goal " * 40)]}

@@ -148,6 +148,7 @@ def test_a_conversation_with_tools_has_the_tokens_of_the_template(family, data):
 
 CALL = ("price", {"item": "lamp"})
 HERMES = '<tool_call>{"name": "price", "arguments": {"item": "lamp"}}</tool_call>'
+XML = "<tool_call>\n<function=price>\n<parameter=item>\nlamp\n</parameter>\n</function>\n</tool_call>"
 LLAMA = '{"name": "price", "parameters": {"item": "lamp"}}'
 MISTRAL = '{"name": "price", "arguments": {"item": "lamp"}, "id": "Ab3Ab3Ab3"}'
 
@@ -157,12 +158,7 @@ MISTRAL = '{"name": "price", "arguments": {"item": "lamp"}, "id": "Ab3Ab3Ab3"}'
     [
         ("hermes", f"Let me see.\n{HERMES}\n{HERMES}", "Let me see.", 2),
         ("hermes", '<tool_call>[{"name": "price", "arguments": {"item": "lamp"}}]</tool_call>', "", 1),
-        (
-            "hermes",
-            "<tool_call>\n<function=price>\n<parameter=item>\nlamp\n</parameter>\n</function>\n</tool_call>",
-            "",
-            1,
-        ),
+        ("hermes", XML, "", 1),
         ("hermes", "no call", "no call", 0),
         ("llama", f"{LLAMA}; {LLAMA}", "", 2),
         ("llama", f"<|python_tag|>{LLAMA}", "", 1),
@@ -185,11 +181,7 @@ def test_calls_of_each_syntax(syntax, answer, text, calls):
         ("hermes", '<tool_call>{"name": "price"', "has no </tool_call>"),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "not an object with a `name`"),
         ("hermes", "<tool_call>null</tool_call>", "not an object with a `name`"),
-        (
-            "hermes",
-            '<tool_call>{"name": "price", "arguments": [1]}</tool_call>',
-            "arguments of price are not an object",
-        ),
+        ("hermes", '<tool_call>{"name": "price", "arguments": [1]}</tool_call>', "arguments of price are not"),
         ("hermes", '<tool_call>{"name": "price", "arguments": "x"}</tool_call>', "not valid JSON"),
         ("hermes", f"{HERMES[:-12]} and more</tool_call>", "text after its JSON"),
         ("llama", '{"name": "price", "parameters": {', "not valid JSON"),
@@ -215,14 +207,10 @@ def test_no_text_breaks_a_parser(syntax, text):
 
 
 def test_the_syntax_is_that_of_the_template():
-    found = {family: (renderer(family).tool_syntax, renderer(family).several_calls) for family in SPECIAL}
-    assert found == {
-        "smollm2": ("hermes", True),
-        "qwen2_5": ("hermes", True),
-        "qwen3": ("hermes", True),
-        "llama3": ("llama", False),
-        "mistral": ("mistral", True),
-    }
+    others = {"llama3": ("llama", False), "mistral": ("mistral", True)}
+    for family in SPECIAL:
+        expected = others.get(family, ("hermes", True))
+        assert (renderer(family).tool_syntax, renderer(family).several_calls) == expected
 
 
 NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}

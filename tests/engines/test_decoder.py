@@ -19,13 +19,7 @@ from transformers import (
 
 from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Segment
 from posttrain.engines.local.cpu.kernel import TYPES, compiled, decoding_kernel
-from posttrain.engines.local.cpu.layers import (
-    SOURCE,
-    CompiledProduct,
-    OneDnnProduct,
-    SamplingLinear,
-    product_library,
-)
+from posttrain.engines.local.cpu.layers import SOURCE, CompiledProduct, OneDnnProduct, SamplingLinear, product_library
 from posttrain.engines.local.decoder import ModuleDecoder, StreamlinedDecoder, decoder_of
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Request
@@ -271,10 +265,7 @@ def test_adapters_count(tmp_path):
                 parameter.normal_(std=0.1)
     adapted.eval()
     for before, mine, theirs in zip(
-        plain,
-        passes(decoder_of(adapted), torch.float32),
-        passes(ModuleDecoder(adapted), torch.float32),
-        strict=True,
+        plain, passes(decoder_of(adapted), torch.float32), passes(ModuleDecoder(adapted), torch.float32), strict=True
     ):
         assert (mine - theirs).abs().max() < 2e-5
         assert (mine - before).abs().max() > 1e-3

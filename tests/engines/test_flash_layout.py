@@ -112,13 +112,6 @@ def test_a_cache_that_does_not_fit_names_what_to_lower(monkeypatch):
         rows.layer(0, like)
 
 
-@pytest.mark.parametrize(
-    ("count", "size"), [(1, 1), (2, 2), (3, 3), (5, 6), (8, 8), (9, 12), (17, 24), (128, 128), (129, 192)]
-)
-def test_sizes_of_recorded_passes(count, size):
-    assert cuda.recorded_size(count) == size
-
-
 def test_recorded_passes_sample_what_passes_of_the_paged_cache_do(tiny_model, monkeypatch):
     """Requests of many lengths, so that the number of sequences falls and the cache grows while passes are recorded; then new
     weights, a cache that was freed and made again, and new weights while it is awake.

@@ -92,12 +92,6 @@ def test_earlier_turns_are_not_computed_again(tiny_policy):
     np.testing.assert_allclose(again.logprobs, cold.logprobs, atol=1e-5)
 
 
-def test_a_full_cache_makes_requests_wait(tiny_policy):
-    engine = LocalEngine(tiny_policy, LocalEngineRecipe(slots=2, tokens_per_forward=16))
-    answers = generate(engine, [Request(p, SamplingRecipe(), i, 8) for i, p in enumerate(prompts(11))])
-    assert all(1 <= len(a.ids) <= 8 for a in answers)
-
-
 def test_cached_states_are_dropped_when_weights_change(tiny_policy):
     engine = LocalEngine(tiny_policy, LocalEngineRecipe(slots=2))
     prompt = prompts(1, length=20)[0]

@@ -125,18 +125,6 @@ def test_a_redirect_without_a_port_is_one_to_another_origin(location):
         ask(port)
 
 
-def test_redirects_do_not_extend_the_time_out():
-    def slow(send):
-        time.sleep(0.3)
-        send(body("", "307 Temporary Redirect", "Location: /v1/chat/completions\r\n"))
-
-    with server(slow) as port:
-        started = time.monotonic()
-        with pytest.raises(ChatRequestError, match="did not respond within 1 s"):
-            ask(port, seconds=1.0)
-        assert time.monotonic() - started < 4
-
-
 def test_a_response_has_a_size_limit(monkeypatch):
     def endless(send):
         send(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n")
@@ -159,13 +147,23 @@ def test_compressed_responses_are_neither_requested_nor_read():
             complete("the model", client, "m", [{"role": "user", "content": "hello"}])
 
 
-def test_a_redirect_on_the_same_origin_is_followed():
+def test_redirects_within_the_origin_are_followed_and_do_not_extend_the_time_out():
     completion = {"choices": [{"message": {"role": "assistant", "content": "here"}, "finish_reason": "stop"}]}
     answers = iter(
         [body("", "307 Temporary Redirect", "Location: /v2/chat/completions\r\n"), body(json.dumps(completion))]
     )
     with server(lambda send: send(next(answers))) as port:
         assert ask(port).text == "here"
+
+    def slow(send):
+        time.sleep(0.3)
+        send(body("", "307 Temporary Redirect", "Location: /v1/chat/completions\r\n"))
+
+    with server(slow) as port:
+        started = time.monotonic()
+        with pytest.raises(ChatRequestError, match="did not respond within 1 s"):
+            ask(port, seconds=1.0)
+        assert time.monotonic() - started < 4
 
 
 def test_a_key_that_the_server_repeats_is_in_no_message(monkeypatch):
@@ -177,7 +175,7 @@ def test_a_key_that_the_server_repeats_is_in_no_message(monkeypatch):
         assert "[API key]" in str(failure.value)
 
 
-def test_what_looks_like_a_key_is_replaced_and_words_are_not():
+def test_keys_and_the_values_of_named_secrets_are_replaced_and_words_are_not():
     assert without_secrets("Incorrect key sk-abcdefghijklmnopqrst given") == "Incorrect key [API key] given"
     assert without_secrets("Authorization: Bearer abcdefghijk") == "Authorization: [API key]"
     token = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dozjgNryP4J3jVmN"
@@ -186,6 +184,14 @@ def test_what_looks_like_a_key_is_replaced_and_words_are_not():
     assert without_secrets("no answer from http://me:pass@host/v1") == "no answer from http://[API key]@host/v1"
     assert without_secrets(f"the key is-{token}") == "the key [API key]"
     plain = "the task-oriented model of the disk-based bearer was risky; skip-gram"
+    assert without_secrets(plain) == plain
+
+    assert without_secrets("http://h/v1?api_key=abcd1234efgh&x=1") == "http://h/v1?api_key=[API key]&x=1"
+    assert without_secrets("x-api-key: 9f8e7d6c5b4a3928") == "x-api-key: [API key]"
+    assert without_secrets('{"access_token": "9f8e7d6c5b4a3928"}') == '{"access_token": "[API key]"}'
+    assert without_secrets("WANDB_API_KEY=0123456789abcdef failed") == "WANDB_API_KEY=[API key] failed"
+    assert without_secrets("Basic dXNlcjpwYXNzd29yZA==") == "[API key]"
+    plain = "Basic authentication failed: the password is wrong, set api_key_variable, api_key=short"
     assert without_secrets(plain) == plain
 
 
@@ -198,16 +204,6 @@ def test_a_key_that_is_sent_is_replaced_in_every_form(key, monkeypatch):
         said = without_secrets(f"the key {form} was sent")
         assert "[API key]" in said
         assert form.strip('"') not in said
-
-
-def test_the_value_of_a_named_secret_is_replaced():
-    assert without_secrets("http://h/v1?api_key=abcd1234efgh&x=1") == "http://h/v1?api_key=[API key]&x=1"
-    assert without_secrets("x-api-key: 9f8e7d6c5b4a3928") == "x-api-key: [API key]"
-    assert without_secrets('{"access_token": "9f8e7d6c5b4a3928"}') == '{"access_token": "[API key]"}'
-    assert without_secrets("WANDB_API_KEY=0123456789abcdef failed") == "WANDB_API_KEY=[API key] failed"
-    assert without_secrets("Basic dXNlcjpwYXNzd29yZA==") == "[API key]"
-    plain = "Basic authentication failed: the password is wrong, set api_key_variable, api_key=short"
-    assert without_secrets(plain) == plain
 
 
 def test_the_search_for_keys_is_linear():

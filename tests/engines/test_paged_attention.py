@@ -160,7 +160,3 @@ def test_a_failing_compiler_gives_a_warning_and_a_missing_one_does_not(tmp_path,
     finally:
         decoding_kernel.cache_clear()
     assert not list(os.scandir(tmp_path / "cache")) or not list((tmp_path / "cache" / "kernels").glob("*.so"))
-
-
-def test_head_sizes_that_the_kernel_does_not_support_use_torch():
-    assert decoding_kernel(torch.float32, 80, 1) is None

@@ -90,9 +90,8 @@ def test_case_and_white_space_are_ignored_and_spelling_is_restored():
 
 
 def test_an_empty_action_between_separators_is_unknown():
-    assert FormatRecipe(actions_per_turn=3).parse("<answer>Up || || Up</answer>", NAMES) == Rejected(
-        "unknown action ''"
-    )
+    found = FormatRecipe(actions_per_turn=3).parse("<answer>Up || || Up</answer>", NAMES)
+    assert found == Rejected("unknown action ''")
 
 
 def test_primers():

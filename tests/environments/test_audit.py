@@ -33,11 +33,7 @@ class Sum(Environment):
 """
 FAULTS = {
     "a seed that is no seed": ("random.Random(seed)", "random.Random()", "seeding: .* in the same process"),
-    "hashes of text": (
-        "random.Random(seed)",
-        "random.Random(hash(str(seed)))",
-        "seeding: .* another PYTHONHASHSEED",
-    ),
+    "hashes of text": ("random.Random(seed)", "random.Random(hash(str(seed)))", "seeding: .* another PYTHONHASHSEED"),
     "a reward for any answer": (
         "float(right)",
         "0.3 + 0.7 * right",

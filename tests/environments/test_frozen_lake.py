@@ -190,15 +190,10 @@ def test_edges_without_a_local_observation_are_refused():
         FrozenLakeRecipe(observation="grid", edges=True)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"size": 1},
-        {"frozen_probability": 0},
-        {"format": {"actions_per_turn": 6}},
-        {"observation": "picture"},
-    ],
-)
+IMPOSSIBLE = [{"size": 1}, {"frozen_probability": 0}, {"format": {"actions_per_turn": 6}}, {"observation": "picture"}]
+
+
+@pytest.mark.parametrize("values", IMPOSSIBLE)
 def test_impossible_recipes_are_refused(values):
     with pytest.raises(ValidationError):
         FrozenLakeRecipe.model_validate(values)
@@ -207,9 +202,5 @@ def test_impossible_recipes_are_refused(values):
 def test_directions_are_gymnasiums():
     lake = lake_of(0, 4, 1.0, False)
     centre = 5
-    assert [lake.next_cell(centre, DIRECTIONS.index(name), 0.0) for name in ("Left", "Down", "Right", "Up")] == [
-        4,
-        9,
-        6,
-        1,
-    ] or lake.goal == 5
+    cells = [lake.next_cell(centre, DIRECTIONS.index(name), 0.0) for name in ("Left", "Down", "Right", "Up")]
+    assert cells == [4, 9, 6, 1] or lake.goal == 5

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -88,24 +87,6 @@ def test_a_rejected_answer_costs_the_penalty_of_the_recipe_and_returns_the_reaso
     assert not first.truncated
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_prompts_are_short(name):
-    for seed in range(20):
-        messages = _make({"type": name}).reset(seed).messages
-        assert [message["role"] for message in messages] == ["system", "user"]
-        assert sum(len(message["content"].split()) for message in messages) < 110
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_an_episode_takes_little_time(name):
-    environment = _make({"type": name})
-    play(environment, 0)
-    start = time.process_time()
-    for seed in range(100):
-        play(environment, seed, [environment.random_answer(0.1)] * environment.recipe.max_turns)
-    assert (time.process_time() - start) / 100 < 0.02
-
-
 def test_seeds_differ():
     for name in WHOLE:
         environment = _make({"type": name})
@@ -133,11 +114,6 @@ def test_random_numbers_and_maps_do_not_depend_on_the_hash_seed(capsys):
     )
     exec(code, {})
     other = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONHASHSEED": other},
-    )
+    environment = {**os.environ, "PYTHONHASHSEED": other}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout == capsys.readouterr().out

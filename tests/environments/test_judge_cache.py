@@ -39,11 +39,8 @@ def _writer(path, name, count):
 def test_cached_requests_are_not_repeated(tmp_path):
     path = tmp_path / "deep" / "cache.jsonl"
     first = JudgeCache(path)
-    assert [first.reply("a", lambda: "1\n{}"), first.reply("a", _never), first.reply("b", lambda: "2")] == [
-        "1\n{}",
-        "1\n{}",
-        "2",
-    ]
+    assert first.reply("a", lambda: "1\n{}") == first.reply("a", _never) == "1\n{}"
+    assert first.reply("b", lambda: "2") == "2"
     assert (first.hits, first.misses, len(first)) == (1, 2, 2)
     again = JudgeCache(path)
     assert [again.reply(key, _never) for key in "ab"] == ["1\n{}", "2"]

@@ -2,8 +2,6 @@
 
 import json
 import random
-import subprocess
-import sys
 from contextlib import nullcontext
 
 import numpy as np
@@ -107,12 +105,8 @@ def test_the_system_message_comes_first_and_replaces_that_of_a_row(tmp_path):
 def test_a_reward_function_sets_the_reward_and_success_is_its_threshold(tmp_path):
     task = TextTask(_recipe(tmp_path, reward=EXACT))
     (right,), (wrong,) = play(task, 0, [" 4\n"]), play(task, 0, ["5"])
-    assert (right.reward, right.terminated, right.truncated, right.info) == (
-        1.0,
-        True,
-        False,
-        {"success": True, **SCORED},
-    )
+    assert (right.reward, right.terminated, right.truncated) == (1.0, True, False)
+    assert right.info == {"success": True, **SCORED}
     assert (wrong.reward, wrong.terminated, wrong.info) == (0.0, True, {"success": False, "scores": {"score": 0.0}})
     with pytest.raises(RuntimeError, match="over"):
         task.step("4")
@@ -209,11 +203,9 @@ def test_a_row_without_a_reference_has_no_expert(tmp_path):
 
 
 def test_validate_names_the_seed_of_an_unsound_row(tmp_path):
+    rows = [ROWS[0], {"prompt": "3 + 3?", "completion": "six", "label": "6"}]
     with pytest.raises(AssertionError, match=r"seed 1: the reference answer 'six' earned 0"):
-        TextTask.validate(
-            _recipe(tmp_path, [ROWS[0], {"prompt": "3 + 3?", "completion": "six", "label": "6"}], reward=EXACT),
-            range(9),
-        )
+        TextTask.validate(_recipe(tmp_path, rows, reward=EXACT), range(9))
     with pytest.raises(AssertionError, match=r"seed 0: the wrong answer .* earned 1"):
         TextTask.validate(_recipe(tmp_path, reward=_reward(tmp_path, "return 1")), range(3))
 
@@ -356,16 +348,6 @@ def test_wrong_names_and_configurations_of_reasoning_gym_are_input_errors(gym, c
     with pytest.raises(InputError, match=r"environment\.reasoning_gym") as caught:
         TextTask(TextTaskRecipe.model_validate({"reasoning_gym": gym}))
     assert complaint in str(caught.value)
-
-
-def test_importing_is_light():
-    code = (
-        "import sys, posttrain.environments.text_task\n"
-        "heavy = ('torch', 'transformers', 'datasets', 'pyarrow', 'openai', 'reasoning_gym')\n"
-        "print([name for name in heavy if name in sys.modules])"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed.strip() == "[]"
 
 
 class _SaysFour:

@@ -6,22 +6,8 @@ from pathlib import Path
 import numpy as np
 
 WORDS = [
-    "the",
-    "model",
-    "reads",
-    "a",
-    "long",
-    "text",
-    "and",
-    "gives",
-    "an",
-    "answer",
-    "that",
-    "nobody",
-    "expected",
-    "to",
-    "be",
-    "right",
+    *("the", "model", "reads", "a", "long", "text", "and", "gives"),
+    *("an", "answer", "that", "nobody", "expected", "to", "be", "right"),
 ]
 
 
@@ -34,15 +20,8 @@ def predictions(path: Path, wrong: float, items: int = 30, samples: int = 1, see
         reference = " ".join(texts.choice(WORDS, size=10))
         for sample in range(samples):
             words = [str(generator.choice(WORDS)) if generator.random() < wrong else word for word in reference.split()]
-            lines.append(
-                {
-                    "id": item,
-                    "prompt": f"Question {item}?",
-                    "prediction": " ".join(words),
-                    "reference": reference,
-                    "sample": sample,
-                }
-            )
+            row = {"id": item, "prompt": f"Question {item}?", "prediction": " ".join(words)}
+            lines.append(row | {"reference": reference, "sample": sample})
     return write(path, lines)
 
 

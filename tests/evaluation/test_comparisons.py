@@ -36,11 +36,8 @@ def test_ranking_is_the_area_under_the_curve():
 @pytest.mark.parametrize("few", [1, 2, 5])
 def test_a_ranking_of_few_answers_is_never_certain(few):
     good, bad = [2.0 + n for n in range(few)], [-1.0 * n for n in range(40)]
-    right, wrong, tied = (
-        ranking_accuracy(good, bad),
-        ranking_accuracy(bad, good),
-        ranking_accuracy([0.0] * few, [0] * 9),
-    )
+    right, wrong = ranking_accuracy(good, bad), ranking_accuracy(bad, good)
+    tied = ranking_accuracy([0.0] * few, [0] * 9)
     expected = success_rate(few, few)
     assert (right.value, right.low, right.high, right.n) == (1.0, expected.low, 1.0, few + 40)
     assert (wrong.value, wrong.low) == (0.0, 0.0)

@@ -24,14 +24,8 @@ COMMAND = "import sys; from posttrain.cli.main import main; sys.exit(main(sys.ar
 def file(tmp_path):
     """Twelve predictions for six prompts that contain their number of points."""
     made = [
-        {
-            "id": number // 2,
-            "prompt": f"p {number // 2}",
-            "prediction": str(1 + number % 5),
-            "reference": "r",
-            "sample": number % 2,
-        }
-        for number in range(12)
+        {"id": n // 2, "prompt": f"p {n // 2}", "prediction": str(1 + n % 5), "reference": "r", "sample": n % 2}
+        for n in range(12)
     ]
     path = tmp_path / "made.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in made))
@@ -166,14 +160,6 @@ def test_only_failed_requests_are_repeated(file, capsys):
         assert len(server.requests) == before + 2
 
 
-def test_a_judge_that_never_answers(file, capsys):
-    assert main(words(file, "http://127.0.0.1:9/v1", "--workers", "1")) == 1
-    said = capsys.readouterr()
-    assert "the judge did not answer for 12 of 12 rows" in said.err
-    assert not file.with_name("made.efficiency.json").exists()
-    assert {record["score"] for record in records(file.with_name("made.efficiency.jsonl"))} == {None}
-
-
 def test_a_judge_that_cannot_give_json(file, capsys):
     with serving(lambda frames, number: "It is very good, 5 of 5!") as server:
         assert main(words(file, server)) == 1
@@ -284,14 +270,3 @@ def test_refusals_before_the_first_request(file, capsys, monkeypatch, more, mess
         assert not server.requests
     assert message in capsys.readouterr().err
     assert file.read_text() == before
-
-
-def test_unusable_rows_are_reported(file, capsys):
-    file.write_text(file.read_text() + '{"id": 9, "prompt": "p", "prediction": null}\n{"id": 10, "promp')
-    with serving(points) as server:
-        assert main(words(file, server)) == 0
-    assert "no prediction" in capsys.readouterr().out
-    file.write_text("")
-    with serving(points) as server:
-        assert main(words(file, server)) == 2
-    assert "has no rows" in capsys.readouterr().err

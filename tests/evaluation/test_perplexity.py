@@ -16,13 +16,8 @@ from tests.evaluation.made import write
 ROWS = [
     {"id": 0, "prompt": "Reach the goal", "prediction": "go Up", "reference": "Up Up Down"},
     {"id": 0, "prompt": "Reach the goal", "prediction": "go", "reference": "Up Up Down"},
-    {
-        "id": 1,
-        "prompt": "Where are the holes?",
-        "prediction": "row 1 column 2",
-        "reference": "row 3",
-        "stop_reason": "length",
-    },
+    {"id": 1, "prompt": "Where are the holes?", "prediction": "row 1 column 2", "reference": "row 3"}
+    | {"stop_reason": "length"},
     {"id": 2, "prompt": "Anything", "prediction": "  "},
 ]
 

@@ -44,13 +44,8 @@ def test_metrics_are_those_of_an_evaluation_line() -> None:
     line = found.metrics()
     assert line["success"] == 0.5
     assert (line["success_low"], line["success_high"]) == (found.success.low, found.success.high)
-    assert (line["n"], line["return"], line["rejected_share"], line["tokens_per_answer"], line["turns"]) == (
-        2,
-        1,
-        0,
-        3,
-        1,
-    )
+    keys = ("n", "return", "rejected_share", "tokens_per_answer", "turns")
+    assert [line[key] for key in keys] == [2, 1, 0, 3, 1]
 
 
 def test_an_evaluation_without_episodes_is_an_error() -> None:

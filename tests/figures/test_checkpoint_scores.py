@@ -93,20 +93,6 @@ def test_curves_are_in_the_order_of_their_axis():
     assert list(retrieval.get_ydata()) == [0.5, 0.7, 0.6]
 
 
-def test_many_scores_can_be_distinguished():
-    many = {f"kind {i}": i / 10 for i in range(9)}
-    figure = draw_scores([line(0, 0.2, **many), line(1, 0.4, **many)], "step")
-    curves = [one for one in figure.axes[0].get_lines() if one.get_label().startswith("kind")]
-    assert len({(one.get_color(), one.get_marker()) for one in curves}) == 9
-
-
-def test_returns_outside_of_rates_have_a_separate_axis():
-    figure = draw_scores([*LINES, train(5, 3.0), line(5, 0.5, retrieval=0.6)], "step")
-    right = next(one for one in figure.axes if one.get_ylabel() == "mean training return")
-    figure.draw_without_rendering()
-    assert figure.legends[0].get_window_extent().x0 >= right.get_tightbbox().x1
-
-
 # -- checkpoints that were evaluated by runs of their own --------------------------------------------------------------
 
 

@@ -9,8 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from posttrain.figures import plots
-from posttrain.figures.charts import SMOOTHED_STEPS, smoothed, thinned
-from posttrain.figures.draw import MOST_BARS
+from posttrain.figures.charts import smoothed, thinned
 from posttrain.runs import panels
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog, read_metrics
@@ -95,13 +94,6 @@ def test_every_plot_is_a_png_of_something(run: RunDirectory) -> None:
     assert sorted(run.plots.iterdir()) == sorted(drawn)
 
 
-def test_a_run_that_never_succeeds_has_a_learning_curve(run: RunDirectory) -> None:
-    lines = logged(run, [(step, "evaluation", evaluation(0.0)) for step in (0, 3)])
-    figure = draw_figure("learning_curve", lines)
-    assert figure is not None
-    assert max(line.get_ydata().max() for line in lines_of(figure).values() if len(line.get_xdata()) == 2) == 0.0
-
-
 def test_held_out_rows_have_a_band_and_domains_a_separate_figure(run: RunDirectory) -> None:
     lines = logged(
         run,
@@ -121,70 +113,13 @@ def test_held_out_rows_have_a_band_and_domains_a_separate_figure(run: RunDirecto
     assert draw_figure("learning_curve", lines) is None
 
 
-def test_accuracy_is_plotted_beside_chance_and_the_final_rows(run: RunDirectory) -> None:
-    final = {"policy": "trained", "best_step": 3, "test/accuracy": 0.6, "test/loss": 0.61}
-    final |= {"test/accuracy_low": 0.5, "test/accuracy_high": 0.7}
-    lines = logged(
-        run,
-        [(step, "train", comparing(step)) for step in (1, 2, 3)]
-        + [(3, "evaluation", ranked(0.6, 0.65)), (3, "final", final)],
-    )
-    figure = draw_figure("rows", lines)
-    assert figure is not None
-    loss, accuracy = figure.axes
-    assert list(lines_of(figure, 1)["guessing, 50.0%"].get_ydata()) == [0.5, 0.5]
-    labels = [{container.get_label() for container in axes.containers} for axes in (loss, accuracy)]
-    assert "result on the final rows, 0.6100" in labels[0]
-    assert "result on the final rows, 60.0%" in labels[1]
-    assert accuracy.get_ylim() == pytest.approx((-0.03, 1.05))
-    assert loss.get_ylim()[0] > 0.4  # A loss is shown where it is, not from zero.
-
-
-def test_a_supervised_loss_and_a_preference_loss_do_not_share_axes(run: RunDirectory) -> None:
-    sft = [(step, "train", {"loss/nll": 2.0 - 0.1 * step}) for step in (1, 2)]
-    interval = {"validation/loss": 1.9, "validation/loss_low": 1.8, "validation/loss_high": 2.0}
-    figure = draw_figure("rows", logged(run, [*sft, (2, "evaluation", interval)]))
-    assert figure is not None
-    assert [(axes.get_title(loc="left"), axes.get_ylabel()) for axes in figure.axes] == [
-        ("Loss, 95% interval shaded", "nats per token")
-    ]
-    assert set(lines_of(figure)) >= {"training rows", "validation rows"}
-    both = [{"step": step, "kind": "train", **comparing(step), "loss/nll": 5.0} for step in (1, 2)]
-    figure = draw_figure("rows", both)
-    assert figure is not None
-    assert [axes.get_ylabel() for axes in figure.axes] == ["loss per row", "nats per token", "ranking accuracy"]
-
-
-def test_preferences_show_both_answers_and_the_reference_point(run: RunDirectory) -> None:
-    held_out = {"validation/chosen": 0.2, "validation/rejected": -0.1, "validation/margin": 0.3}
-    lines = logged(
-        run,
-        [(step, "train", comparing(step) | {"preference/kl": 0.1}) for step in (1, 2)] + [(2, "evaluation", held_out)],
-    )
-    figure = draw_figure("preference", lines)
-    assert figure is not None
-    rewards, margin, likelihood, reference = (lines_of(figure, place) for place in range(4))
-    assert list(rewards["chosen, training"].get_ydata()) == pytest.approx([0.1, 0.2])
-    assert list(rewards["rejected, validation"].get_ydata()) == [-0.1]
-    assert list(margin["validation rows"].get_ydata()) == [0.3]
-    assert list(likelihood["rejected"].get_ydata()) == [-1.2, -1.2]
-    assert list(reference["estimated KL divergence from the reference model"].get_ydata()) == [0.1, 0.1]
-
-
 def test_domains_have_their_interval_at_the_end(run: RunDirectory) -> None:
     for domain in ("law", "law/tax"):
-        assert limits_of(
-            [
-                {
-                    "step": 4,
-                    "kind": "evaluation",
-                    f"validation/loss/{domain}": 0.5,
-                    f"validation/loss_low/{domain}": 0.4,
-                    f"validation/loss_high/{domain}": 0.6,
-                }
-            ],
-            f"validation/loss/{domain}",
-        ) == [(4, 0.4, 0.5, 0.6)]
+        values = {
+            f"validation/loss{part}/{domain}": value for part, value in (("", 0.5), ("_low", 0.4), ("_high", 0.6))
+        }
+        line = {"step": 4, "kind": "evaluation", **values}
+        assert limits_of([line], f"validation/loss/{domain}") == [(4, 0.4, 0.5, 0.6)]
     figure = draw_figure("domains", logged(run, [(step, "evaluation", ranked(0.6, 0.7)) for step in (0, 5)]))
     assert figure is not None
     for axes, value, half in zip(figure.axes, (0.6, 0.7), (0.05, 0.1), strict=True):
@@ -194,14 +129,6 @@ def test_domains_have_their_interval_at_the_end(run: RunDirectory) -> None:
         for bar in bars:
             assert bar[0][0] > 5
             assert sorted(bar[:, 1]) == pytest.approx([value - half, value + half])
-
-
-def test_many_domains_are_cut_and_counted(run: RunDirectory) -> None:
-    values = {f"validation/loss/{letter}": 1.0 for letter in "abcdefghij"}
-    figure = draw_figure("domains", logged(run, [(1, "evaluation", values)]))
-    assert figure is not None
-    assert figure.axes[0].get_title(loc="left") == "Loss of the validation rows, the first 6 of 10 domains"
-    assert [label for label in lines_of(figure) if not label.startswith("_")] == list("abcdef")
 
 
 def test_an_environment_without_success_has_a_curve_of_returns(run: RunDirectory) -> None:
@@ -228,16 +155,6 @@ def test_an_environment_without_success_has_a_curve_of_returns(run: RunDirectory
     assert axes.get_ylim()[1] >= 0.5
 
 
-def test_the_moving_mean_has_no_lag(run: RunDirectory) -> None:
-    falling = [(step, "train", {"loss/nll": 10.0 - 0.1 * step}) for step in range(1, 41)]
-    figure = draw_figure("rows", logged(run, falling))
-    assert figure is not None
-    mean = lines_of(figure)["training rows"]
-    assert f"moving mean of {SMOOTHED_STEPS} steps" in figure.axes[0].get_title(loc="left")
-    assert list(mean.get_xdata()) == list(range(3, 39))
-    np.testing.assert_allclose(mean.get_ydata(), 10 - 0.1 * np.arange(3, 39))
-
-
 def test_plots_without_data_are_left_out(run: RunDirectory) -> None:
     assert plots.draw_plots(run) == []
     logged(run, [(1, "train", {"policy/entropy": 1.0}), (1, "warning", {"message": "x"})])
@@ -259,12 +176,8 @@ def test_the_learning_curve_shows_band_and_baseline_policies(run: RunDirectory) 
     ]
     points = [(step, "evaluation", evaluation(0.3 + step / 100)) for step in (0, 10, 20)]
     players.append((0, "baseline", {"policy": "start of this run", "success": 0.25, "n": 64}))
-    final = (
-        20,
-        "final",
-        {"policy": "trained", "best_step": 10, "success": 0.6, "success_low": 0.5, "success_high": 0.7},
-    )
-    figure = draw_figure("learning_curve", logged(run, [*players, *points, final]))
+    final = {"policy": "trained", "best_step": 10, "success": 0.6, "success_low": 0.5, "success_high": 0.7}
+    figure = draw_figure("learning_curve", logged(run, [*players, *points, (20, "final", final)]))
     assert figure is not None
     drawn = lines_of(figure)
     assert list(drawn["held-out seeds"].get_xdata()) == [0, 10, 20]
@@ -290,23 +203,6 @@ def test_steps_with_nan_are_marked(run: RunDirectory) -> None:
     drawn = lines_of(figure)
     assert list(drawn["Kullback-Leibler divergence"].get_xdata()) == [1, 3]
     assert list(drawn["NaN or infinite"].get_xdata()) == [2]
-
-
-def test_bars_are_as_tall_as_a_step_is_long(run: RunDirectory) -> None:
-    figure = draw_figure("time", logged(run, [(step, "train", train(step)) for step in range(1, 101)]))
-    assert figure is not None
-    bars = figure.axes[0].patches
-    tops = [bar.get_y() + bar.get_height() for bar in bars]  # type: ignore[attr-defined]
-    assert max(tops) == pytest.approx(4.0)
-    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]  # type: ignore[union-attr]
-    assert labels == ["rollout, 50%", "update, 25%", "other, 25%"]
-    assert len(bars) <= 3 * MOST_BARS
-
-
-def test_a_wide_range_of_norms_gets_a_logarithmic_axis(run: RunDirectory) -> None:
-    figure = draw_figure("optimization", logged(run, [(step, "train", train(step)) for step in (1, 2, 3)]))
-    assert figure is not None
-    assert [axes.get_yscale() for axes in figure.axes] == ["log"]
 
 
 def test_the_command_prints_the_files_it_drew(

@@ -16,7 +16,7 @@ from posttrain.figures.draw import draw_charts, encode
 from posttrain.figures.plots import compare, plot_files
 from posttrain.figures.results import draw_results
 from posttrain.runs.intervals import seed_mean
-from posttrain.runs.panels import DOMAINS, Series, known_metrics, metric_of
+from posttrain.runs.panels import Series, metric_of
 from posttrain.runs.sources import Source, bundles_of, mean_over_seeds, open_sources, result_table, shared_metrics
 from tests.runs.comparing import make_run
 
@@ -29,10 +29,6 @@ def draw_metric(metric, bundles):
 
 def line_of(axes, label):
     return next(line for line in axes.get_lines() if str(line.get_label()) == label)
-
-
-def labels_of(figure):
-    return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 def seeds(folder: Path, offsets: Sequence[float] = (0.0, 1.0, 2.0), name: str = "ppo", **keys) -> list[Path]:
@@ -106,39 +102,6 @@ def test_metrics_on_a_logarithmic_axis_have_geometric_means(tmp_path):
     assert list(axes.get_lines()[0].get_ydata()) == pytest.approx([math.exp(s) for s in (1, 2, 3, 4)])
     assert "geometric" in axes.get_title(loc="left")
     assert axes.get_yscale() == "log"
-
-
-def test_held_out_curves_of_single_runs_show_their_own_intervals(tmp_path):
-    rates = {"a": 1e-3, "b": 1e-4}
-    few = open_sources([make_run(tmp_path, name, optimizer={"learning_rate": rate}) for name, rate in rates.items()])
-    figure, _ = draw_metric(metric_of("success"), bundles_of(few)[0])
-    assert len([one for one in figure.axes[0].collections if "Fill" in type(one).__name__]) == 2
-    many = few + [
-        Source(f"c{i}", Path(f"c{i}"), few[0].lines, {"stage": "rl", "seed": 0, "optimizer": i}) for i in range(3)
-    ]
-    figure, _ = draw_metric(metric_of("success"), bundles_of(many)[0])
-    (axes,) = figure.axes
-    assert "at the end" in axes.get_title(loc="left")
-    bars = [container[2][0].get_segments()[0][0][0] for container in axes.containers]
-    assert len(set(bars)) == 5, "bars stand side by side"
-
-
-def test_every_curve_looks_different():
-    sources = [
-        Source(f"c{i}", Path(f"c{i}"), [{"step": 1, "kind": "train", "policy/kl": 1.0}], {"stage": "rl", "i": i})
-        for i in range(MOST_CURVES)
-    ]
-    traces = chart_of_runs(metric_of("policy/kl"), bundles_of(sources)[0])[0].traces
-    assert len({(trace.color, trace.dash) for trace in traces}) == MOST_CURVES
-    assert [trace.color for trace in traces[:6]] == list(DOMAINS)
-
-
-def test_legends_are_below_the_panel(tmp_path):
-    figure, _ = draw_metric(metric_of("success"), bundles_of(open_sources(seeds(tmp_path)))[0])
-    figure.canvas.draw()
-    legend, panel = figure.legends[0].get_window_extent(), figure.axes[0].get_tightbbox()
-    assert legend.y1 <= panel.y0 + 1
-    assert labels_of(figure) == ["ppo, mean of n = 3 seeds"]
 
 
 def test_metrics_of_only_one_run_are_omitted_and_reported(tmp_path):
@@ -241,13 +204,6 @@ def test_no_common_items_and_ambiguous_items_are_errors(tmp_path):
         open_sources([path, path / ".." / "a"])
     with pytest.raises(InputError, match="is a file"):
         plot_files([path], path / "metrics.jsonl")
-
-
-def test_known_metrics_are_in_the_order_of_a_report():
-    present = ["policy/kl", "loss/total", "rollout/return", "score/b", "success", "score/a", "speed/tokens_per_second"]
-    assert known_metrics(present) == ["success", "score/a", "score/b", "rollout/return", "policy/kl", "loss/total"]
-    assert metric_of("speed/tokens_per_second").panel.title == "speed/tokens_per_second"
-    assert metric_of("a b/../c").file == "a_b_.._c"
 
 
 def test_names_are_drawn_without_markup(tmp_path):

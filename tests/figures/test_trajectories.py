@@ -72,12 +72,6 @@ def test_a_rejected_answer_leaves_the_state_and_is_named():
     assert "rejected" in row.frames[1].caption
 
 
-def test_long_episodes_show_their_first_and_last_frames():
-    make = make_env("sokoban", max_turns=25)
-    row = row_of(episode_of(make, 1, ["no answer"] * 25), make, "long")
-    assert [frame.caption.split(":")[0] for frame in row.frames] == ["start", *"12345", *map(str, range(20, 26))]
-
-
 def test_only_grid_games_are_drawn():
     assert maker_of(None) is None
     assert maker_of(make_env("bandit").recipe) is None
@@ -124,10 +118,3 @@ def test_episodes_are_drawn_by_the_command_and_in_the_report(run, tmp_path, caps
     assert "the name must end in .png or .svg" in capsys.readouterr().err
     page = write_html([run.path])[0].read_text()
     assert len(re.findall(r'<img src="data:image/svg\+xml;base64,[^"]+" alt="States of the episode">', page)) == 1
-
-
-def test_a_run_without_a_grid_is_refused(tmp_path, capsys):
-    run = RunDirectory.create(load_recipe([], [f"runs={tmp_path}", "name=arms"], "rl"))
-    write_episodes(run.episodes, 1, "train", [episode_of(make_env("bandit"), 1)])
-    assert main(["episodes", str(run.path), "--step", "1", "--draw", "x.png"]) == 2
-    assert "has no grid" in capsys.readouterr().err

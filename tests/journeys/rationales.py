@@ -23,19 +23,9 @@ SIZES = {"train": 24, "val": 6, "test": 8}
 STAGES = ["sft", "dpo", "reward", "ppo", "drca", "unit_reward", "unit_ppo", "unit_ppo_outcome"]
 PLAYED = ["ppo", "drca", "unit_ppo", "unit_ppo_outcome"]
 MODELS = ["sft", "dpo", "ppo", "claude"]
-METRICS = [
-    "bleu",
-    "bertscore_precision",
-    "bertscore_recall",
-    "bertscore_f1",
-    "perplexity_reference",
-    "perplexity_prediction",
-    "perplexity_unconditional",
-    "efficiency",
-    "factual_accuracy",
-    "logical_soundness",
-    "reward",
-]
+METRICS = ["bleu", "bertscore_precision", "bertscore_recall", "bertscore_f1", "perplexity_reference"]
+METRICS += ["perplexity_prediction", "perplexity_unconditional", "efficiency", "factual_accuracy", "logical_soundness"]
+METRICS += ["reward"]
 SMALLER = {
     "name": "rlhf",
     **{f"stages.{stage}.steps": 1 for stage in PLAYED},

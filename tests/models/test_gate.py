@@ -24,6 +24,7 @@ from posttrain.recipe.rollout import SamplingRecipe
 from tests.adversary.architectures import enlarge, tiny_families
 from tests.conftest import make_tokenizer
 
+pytestmark = pytest.mark.filterwarnings("ignore")
 LIMIT = 1e-3
 LONGROPE = {
     "rope_type": "longrope",
@@ -134,10 +135,8 @@ PATHS = {
 @pytest.mark.parametrize("kind", PATHS)
 def test_packed_rows_engine_and_transformers_agree(kind, tmp_path):
     directory = saved(kind, tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        policy = Policy(directory)
-        engine, streams, masks, theirs = sampled(policy)
+    policy = Policy(directory)
+    engine, streams, masks, theirs = sampled(policy)
     assert (path_of(policy.model).packed, engine._parts.kind) == PATHS[kind]
     ours = logprobs(policy, streams, masks)
     assert np.abs(ours - theirs).max() < LIMIT
@@ -149,9 +148,7 @@ def test_packed_rows_engine_and_transformers_agree(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "stablelm", "gemma2"])
 def test_gradients_do_not_depend_on_neighbours(kind, tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        policy = Policy(saved(kind, tmp_path))
+    policy = Policy(saved(kind, tmp_path))
     streams, masks = rows(40, 25, 33)
     streams[1][:15] = streams[0][:15]
     masks[1][:20] = False
@@ -196,9 +193,11 @@ def test_reward_prefixes_have_the_frequencies_of_their_length(tmp_path):
         assert abs(float(whole) - value) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["doge", "cpmant", "reformer"])
-def test_models_that_are_not_causal_are_refused_by_name(kind, tmp_path):
-    with pytest.raises(InputError, match=kind):
+@pytest.mark.parametrize(
+    ("kind", "named"), [("doge",) * 2, ("cpmant",) * 2, ("reformer",) * 2, ("mllama", "mllama_text_model")]
+)
+def test_models_that_are_not_causal_are_refused_by_name(kind, named, tmp_path):
+    with pytest.raises(InputError, match=named):
         Policy(saved(kind, tmp_path))
 
 
@@ -212,11 +211,6 @@ def test_an_encoder_is_refused(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(InputError, match="bert"):
         Policy(str(tmp_path))
-
-
-def test_a_part_of_a_composite_model_is_refused(tmp_path):
-    with pytest.raises(InputError, match="mllama_text_model"):
-        Policy(saved("mllama", tmp_path))
 
 
 def test_a_fault_of_packed_attention_is_not_used(tiny_model, tmp_path, monkeypatch):
@@ -274,23 +268,19 @@ def test_weights_in_bfloat16_are_compared_in_float32(tiny_model, tmp_path, monke
 
 
 def test_the_cache_of_single_sequences_has_no_limit(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        policy = Policy(saved("stablelm", tmp_path))
+    policy = Policy(saved("stablelm", tmp_path))
     with pytest.raises(InputError, match=r"engine\.cache_bytes"):
         local_engine.LocalEngine(policy, cache_bytes=1 << 20)
 
 
 @pytest.mark.parametrize("kind", ["jamba", "falcon_h1"])
 def test_adapters_leave_out_weights_that_state_spaces_read(kind, tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        directory = saved(kind, tmp_path)
-        policy = Policy(directory, lora={"rank": 2})
-        policy.score(*rows(30), 1.0, 64).logprobs.sum().backward()
-        assert [name for name, parameter in policy.trainable() if parameter.grad is None] == []
-        with pytest.raises(InputError, match=r"out_proj|dt_proj"):
-            Policy(directory, lora={"rank": 2, "targets": ["out_proj" if kind == "falcon_h1" else "dt_proj"]})
+    directory = saved(kind, tmp_path)
+    policy = Policy(directory, lora={"rank": 2})
+    policy.score(*rows(30), 1.0, 64).logprobs.sum().backward()
+    assert [name for name, parameter in policy.trainable() if parameter.grad is None] == []
+    with pytest.raises(InputError, match=r"out_proj|dt_proj"):
+        Policy(directory, lora={"rank": 2, "targets": ["out_proj" if kind == "falcon_h1" else "dt_proj"]})
 
 
 @pytest.mark.parametrize("kind", ["nemotron_h", "mamba2"])
@@ -299,15 +289,11 @@ def test_limits_of_time_steps_that_no_short_row_reaches_are_compared(kind, tmp_p
     file = tmp_path / "config.json"
     limits = {"time_step_min": 1e-9, "time_step_limit": [1e-9, 1e9]}
     file.write_text(json.dumps(json.loads(file.read_text()) | limits))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert LocalEngine(Policy(directory))._parts.kind == "whole"
+    assert LocalEngine(Policy(directory))._parts.kind == "whole"
 
 
 def test_a_pass_leaves_no_graph_in_the_model(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        policy = Policy(saved("recurrent_gemma", tmp_path), gradient_checkpointing=True)
+    policy = Policy(saved("recurrent_gemma", tmp_path), gradient_checkpointing=True)
     streams, masks = rows(20)
     with policy.training_mode():
         scores = policy.score(streams, masks, 1.0, 64).logprobs
@@ -372,8 +358,7 @@ def test_reward_models_and_critics_read_the_text_of_composite_models(kind, save,
 
     directory = save(kind, tmp_path / "model")
     streams, masks = rows(20, 33)
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
+    with torch.no_grad():
         model = RewardModel(directory)
         ours = model.rewards(streams, masks)
         assert torch.isfinite(Critic(directory).values(streams, masks)).all()
@@ -426,18 +411,16 @@ SLOW += [
 def test_adapters_do_not_change_the_verdict(kind, tmp_path):
     """Adapters that move predictions by nats: packed, alone, the engine and the exported model agree."""
     directory = saved(kind, tmp_path / "model")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        policy = Policy(directory, lora={"rank": 4})
-        torch.manual_seed(1)
-        with torch.no_grad():
-            for name, factor in policy.trainable():
-                if "lora_B" in name:
-                    factor.normal_(0, 0.3)
-        _, streams, masks, theirs = sampled(policy, (9, 30), 8)
-        ours = logprobs(policy, streams, masks)
-        policy.export(tmp_path / "exported")
-        exported = logprobs(Policy(str(tmp_path / "exported")), streams, masks)
+    policy = Policy(directory, lora={"rank": 4})
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, factor in policy.trainable():
+            if "lora_B" in name:
+                factor.normal_(0, 0.3)
+    _, streams, masks, theirs = sampled(policy, (9, 30), 8)
+    ours = logprobs(policy, streams, masks)
+    policy.export(tmp_path / "exported")
+    exported = logprobs(Policy(str(tmp_path / "exported")), streams, masks)
     with policy.as_reference():
         assert np.abs(ours - logprobs(policy, streams, masks)).max() > 0.5
     assert np.abs(ours - each_alone(policy, streams, masks)).max() < LIMIT

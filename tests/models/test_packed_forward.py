@@ -5,12 +5,13 @@ import copy
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig
+from transformers import AutoModelForCausalLM
 
 from posttrain.models.forward import hidden_states, token_scores
 from posttrain.models.layers import use_packed_attention
 from tests.conftest import tiny_config
 from tests.models.bundles import bundle_layout
+from tests.models.test_layers_cpu import config_of
 
 LENGTHS = [5, 1, 17, 9]
 
@@ -40,17 +41,9 @@ def _compare(config):
         torch.testing.assert_close(part, row[:length], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
 def test_packed_equals_padded(architecture):
-    _compare(tiny_config(architecture, 100))
-
-
-def test_sliding_windows_are_kept():
-    config = MistralConfig(
-        vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, sliding_window=4,
-    )  # fmt: skip
-    _compare(config)
+    _compare(config_of(architecture))
 
 
 def test_gradients_of_packed_scores_equal_padded():

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from posttrain.cli.main import main
-from posttrain.data.problems import Problems
 from posttrain.data.rendering import Renderer, render_conversation
 from posttrain.errors import InputError
 from posttrain.models.load import load_tokenizer
@@ -150,9 +149,3 @@ def test_stages_of_a_pipeline_are_compared_before_any_runs(tmp_path, capsys):
     assert main(["pipeline", str(file), "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "stage rl: warning: environment.format.thinking is true, and stage sft" in said
-
-
-def test_notes_are_counted_by_row():
-    problems = Problems()
-    problems.note("with thinking although model.thinking is off", "rows.jsonl row 1")
-    assert problems.summary() == ["1 row with thinking although model.thinking is off (rows.jsonl row 1)"]

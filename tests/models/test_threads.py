@@ -17,8 +17,7 @@ SPIN = "import os, posttrain; print(os.environ.get('GOMP_SPINCOUNT'))"
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
-    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+    ("given", "expected"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")]
 )
 def test_threads_that_wait_soon_sleep_unless_the_user_chose_otherwise(given, expected):
     variables = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")} | given

@@ -8,13 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.planning.devices import DEVICES
-from posttrain.planning.memory import (
-    ModelSizes,
-    at_a_time,
-    engine_memory,
-    memory_estimate,
-    peak_memory,
-)
+from posttrain.planning.memory import ModelSizes, at_a_time, engine_memory, memory_estimate, peak_memory
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.plan import ALONE, Placement
 

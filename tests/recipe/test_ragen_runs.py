@@ -5,21 +5,10 @@ import pytest
 from posttrain.cli.main import main
 from posttrain.runs.metrics import read_metrics
 
-SMALL = [
-    "model.path=packaged:smollm2-135m",
-    "model.dtype=auto",
-    "model.gradient_checkpointing=false",
-    "steps=2",
-    "name=small",
-    "engine.slots=16",
-    "rollout.groups_per_step=2",
-    "rollout.tokens_per_turn=24",
-    "learner.tokens_per_batch=3200",
-    "rollout.tokens_per_episode=1200",
-    "evaluation.every=0",
-    "evaluation.seeds.count=2",
-    "evaluation.final_seeds.count=4",
-]
+SMALL = ["model.path=packaged:smollm2-135m", "model.dtype=auto", "model.gradient_checkpointing=false", "steps=2"]
+SMALL += ["name=small", "engine.slots=16", "rollout.groups_per_step=2", "rollout.tokens_per_turn=24"]
+SMALL += ["learner.tokens_per_batch=3200", "rollout.tokens_per_episode=1200", "evaluation.every=0"]
+SMALL += ["evaluation.seeds.count=2", "evaluation.final_seeds.count=4"]
 
 
 @pytest.mark.slow

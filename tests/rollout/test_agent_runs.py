@@ -73,11 +73,7 @@ def play(kind, seeds=(3,), engine=None, failures=None, **settings):
     [
         ("crash", "crashed", "the agent exited with code 1: ValueError: the agent lost its way"),
         ("hang", "timed_out", "the agent ran longer than agent.timeout = 1 s"),
-        (
-            "silent",
-            "never_called",
-            "the agent exited without a call; it must use OPENAI_BASE_URL or ANTHROPIC_BASE_URL",
-        ),
+        ("silent", "never_called", "the agent exited without a call; it must use OPENAI_BASE_URL"),
         ("bad_report", "no_report", "the agent reported no finite reward"),
     ],
 )

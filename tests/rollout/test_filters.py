@@ -24,17 +24,11 @@ def test_the_most_uncertain_groups_are_kept_in_order():
     assert kept([A, D, C, B], 0.25) == [1]
     assert kept([A, D, C, B], 0.01) == [1]
 
-
-def test_groups_without_spread_are_kept_only_when_all_are():
     assert kept([A, D, C, B], 1.0) == [3, 2, 1]
     assert kept([group(5, 1.0, 1.0), group(4, 2.0, 2.0)], 0.5) == [4]
 
-
-def test_a_share_of_a_whole_number_of_groups_is_not_rounded_up():
     assert len(most_uncertain([group(i, 0.0, 1.0 + i) for i in range(30)], 0.1)) == 3
 
-
-def test_empty_groups_are_left_out():
     assert most_uncertain([[], []], 0.5) == []
     assert kept([[], B], 0.5) == [1]
 

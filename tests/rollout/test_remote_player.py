@@ -113,10 +113,7 @@ def test_the_content_of_a_request(monkeypatch):
     monkeypatch.setitem(os.environ, "SOME_KEY", "abc")
     with serving(always(Reply("one"), Reply("right"))) as server:
         sampled = SamplingRecipe(temperature=0.7, top_p=0.9)
-        keys = {
-            "api_key_variable": "SOME_KEY",
-            "extra_body": {"top_k": 5, "max_tokens": None},
-        }
+        keys = {"api_key_variable": "SOME_KEY", "extra_body": {"top_k": 5, "max_tokens": None}}
         (episode,) = play(server, sampling=sampled, **keys)
         again = play(server, sampling=sampled, **keys)
     first, second, *more = server.asked

@@ -116,18 +116,19 @@ def test_everything_is_read_back(
             assert (unit.outcome, unit.empty_value) == (own.outcome, own.empty_value)
 
 
-def test_units_must_fit(tmp_path: Path) -> None:
+def test_units_and_credit_must_fit(tmp_path):
     units = UnitRewards(Spans.from_cuts(2, np.array([1])), np.array([0.5, -0.5]), 0.0, 0.0)
     with pytest.raises(ValueError, match="units over 2 tokens for an episode that sampled 3"):
         write_episodes(tmp_path, 1, "train", [played()], units=[units])
 
+    with pytest.raises(ValueError, match="of 0 episodes for 1"):
+        write_episodes(tmp_path, 1, "train", [played()], Advantages([]))
 
-def test_arrays_can_be_written_to_after_reading(tmp_path: Path) -> None:
+
+def test_what_is_read_can_be_written_to_and_info_keeps_the_nearest_value(tmp_path):
     (episode,) = read_episodes(write_episodes(tmp_path, 1, "train", [played()])).episodes
     episode.streams[0].rewards[0] = 3
 
-
-def test_info_keeps_the_nearest_value(tmp_path: Path) -> None:
     odd: dict[str, Any] = {"n": np.float32(0.5), "a": np.array([1, 2]), "t": (1, 2), "p": Path("x")}
     episode = played()
     episode.turns[0].info = odd
@@ -179,11 +180,6 @@ def test_a_damaged_file_is_named_wherever_the_damage_is(tmp_path: Path) -> None:
 def test_missing_episodes_are_wrong_input(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no episodes"):
         read_episodes(episodes_file(tmp_path, 1, "train"))
-
-
-def test_credit_must_fit(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="of 0 episodes for 1"):
-        write_episodes(tmp_path, 1, "train", [played()], Advantages([]))
 
 
 def test_a_file_that_unpacks_to_far_more_than_its_size_is_damaged(tmp_path, monkeypatch):

@@ -6,8 +6,7 @@ import pytest
 from rich.console import Console
 
 from posttrain.cli.runs import SplitName, episodes
-from posttrain.episode import Advantages, Outcome
-from posttrain.errors import InputError
+from posttrain.episode import Advantages
 from posttrain.rollout.store import write_episodes
 from posttrain.rollout.view import view_episode
 from posttrain.runs.directory import RunDirectory
@@ -44,11 +43,6 @@ def test_answers_missing_in_the_conversation_are_shown_from_the_turns() -> None:
     assert "answer 1" in text
 
 
-def test_a_failure_message_has_the_remedy() -> None:
-    text = shown(played(0, outcome=Outcome.FAILED, failure="the environment timed out"), None)
-    assert "failed: the environment timed out" in text
-
-
 def test_tokens_are_texts_or_ids() -> None:
     episode = played(0)
     assert "2 3 4" in shown(episode, credit([0, 0, 1, -1, 0]), None, True)
@@ -56,15 +50,6 @@ def test_tokens_are_texts_or_ids() -> None:
         episode, None, lambda ids: "".join(f"<{token}>" + "\n" * (token == 3) for token in ids), True
     ).splitlines()
     assert [line.strip() for line in lines if "<" in line] == ["<2><3>\\n", "<4>"]
-
-
-def test_token_colours_follow_the_sign_of_the_credit() -> None:
-    console = Console(width=160, force_terminal=True, color_system="truecolor", record=True, file=io.StringIO())
-    console.print(view_episode(played(0), credit([0, 0, 2, -2, 0]), None, True))
-    text = console.export_text(styles=True)
-    assert "38;2;86;180;233m2 " in text
-    assert "38;2;230;140;0m3 " in text
-    assert "38;2;150;150;150m4 " in text
 
 
 def test_sampled_control_characters_cannot_drive_the_terminal() -> None:
@@ -83,13 +68,6 @@ def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory(tmp_path)
 
 
-def test_the_command_lists_steps(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    episodes(run.path)
-    out = capsys.readouterr().out
-    assert "mean reward" in out
-    assert len([line for line in out.splitlines() if "1.000" in line]) == 2
-
-
 def test_the_command_chooses_episodes(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     episodes(run.path, step=4, group=1)
     out = capsys.readouterr().out
@@ -101,13 +79,6 @@ def test_the_command_chooses_episodes(run: RunDirectory, capsys: pytest.CaptureF
     assert "and 4 more; show them with --limit 6" in capsys.readouterr().out
     episodes(run.path, step=4, split=SplitName.EVALUATION)
     assert "advantage" not in capsys.readouterr().out
-
-
-def test_the_command_lists_the_available_names(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(InputError, match=r"groups are \[0, 1, 2\]"):
-        episodes(run.path, step=4, group=9)
-    with pytest.raises(InputError, match="no episodes"):
-        episodes(run.path, step=5)
 
 
 def test_ids_are_shown_when_the_tokenizer_cannot_be_loaded(

@@ -71,14 +71,12 @@ def test_each_unit_has_its_credit_its_tokens_and_its_text() -> None:
         assert "– marks text" in text
 
 
-def test_the_channel_and_the_mixing_weight_are_shown() -> None:
+def test_the_channel_the_mixing_weight_and_an_answer_without_units_are_shown():
     units = UnitAdvantages(Spans.from_cuts(4, np.array([2])), np.array([0.5, 0.5]), 1.0, 0.0)
     text = "\n".join(shown(said("abc"), units, recipe=LeaveOneOutCredit(type="loo", beta=0.75)))
     assert "loo, an advantage · 0.75 × units + 0.25 × outcome" in text
     assert "– marks" not in text
 
-
-def test_an_answer_without_units_has_the_credit_of_the_outcome() -> None:
     units = UnitRewards(Spans.from_cuts(4, np.zeros(0), is_unit=False), np.array([1.0]), 1.0, 0.0)
     assert "no units found" in "\n".join(shown(said("abc"), units))
 

@@ -1,5 +1,4 @@
 import errno
-import json
 import os
 import resource
 import shutil
@@ -230,15 +229,6 @@ def test_a_full_disk_is_recognized_in_safetensors_errors() -> None:
     said = "Error while serializing: I/O error: No space left on device (os error 28)"
     assert storage_error(ValueError(said)) == "the disk is full; free some space"
     assert storage_error(ValueError("a bug of ours")) is None
-
-
-def test_other_errors_pass_through() -> None:
-    with pytest.raises(ZeroDivisionError), storage_errors(Path("file")):
-        raise ZeroDivisionError
-
-
-def test_environment_file_is_json(run: RunDirectory) -> None:
-    assert json.loads(run.environment_file.read_text())["posttrain_run"] == 1
 
 
 def test_a_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from posttrain.errors import InputError
-from posttrain.figures.plots import compare, plot_files
+from posttrain.figures.plots import compare
 from posttrain.recipe.stages import RlRecipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog, read_metrics
@@ -71,13 +71,6 @@ def test_a_directory_of_logs_is_one_run_per_log_beside_other_runs(tmp_path):
     assert labels == ["a", "b", "ours"]
 
 
-def test_every_tag_of_a_log_is_drawn(tmp_path):
-    file = next(foreign(tmp_path / "log", [(1, 0.5)], "my metric").iterdir())
-    files, _ = plot_files([file], tmp_path / "out", ("svg",))
-    assert [path.name for path in files] == ["my_metric.svg"]
-    assert "my metric" in files[0].read_text()
-
-
 def test_a_file_without_events_is_reported(tmp_path):
     for name, content in (("events.out.tfevents.1", b"garbage" * 50), ("notes.txt", b"hello"), ("empty.tfevents", b"")):
         file = tmp_path / name
@@ -97,16 +90,3 @@ def test_a_truncated_file_gives_its_whole_rows(tmp_path):
     file.write_bytes(content[: len(content) // 2 + 3])
     found = series_of(read_events(file), "eval/loss")
     assert 0 < len(found.steps) < 50
-
-
-def test_without_tensorboard_the_remedy_is_named(tmp_path, monkeypatch):
-    import importlib
-
-    def missing(name):
-        raise ImportError(name)
-
-    file = tmp_path / "events.tfevents"
-    file.write_bytes(b"")
-    monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(InputError, match=r"pip install 'posttrain\[tensorboard\]'"):
-        read_events(file)

@@ -61,14 +61,8 @@ def test_files_of_a_killed_run_are_valid_and_it_resumes(run: RunDirectory) -> No
 @pytest.mark.parametrize(
     "module",
     [
-        "runs.directory",
-        "runs.metrics",
-        "runs.report",
-        "evaluation.summary",
-        "rollout.store",
-        "rollout.view",
-        "runs.tables",
-        "cli.runs",
+        *("runs.directory", "runs.metrics", "runs.report", "runs.tables"),
+        *("evaluation.summary", "rollout.store", "rollout.view", "cli.runs"),
     ],
 )
 def test_importing_is_light(module: str) -> None:

@@ -21,20 +21,13 @@ def steps(path: Path) -> list[int]:
 
 def test_each_call_is_one_line_on_the_disk_at_once(run: RunDirectory) -> None:
     log = MetricsLog(run, [])
-    log.write(
-        1, "train", {"loss/policy": np.float32(0.5), "tokens": torch.tensor(3), "note": "é\ud800", "list": (1, 2.0)}
-    )
+    values = {"loss/policy": np.float32(0.5), "tokens": torch.tensor(3), "note": "é\ud800", "list": (1, 2.0)}
+    log.write(1, "train", values)
     assert run.metrics.read_bytes().count(b"\n") == 1
     (line,) = read_metrics(run.metrics)
     assert line.pop("time/run") >= 0
-    assert line == {
-        "step": 1,
-        "kind": "train",
-        "loss/policy": 0.5,
-        "tokens": 3,
-        "note": "é\ud800",
-        "list": [1, 2.0],
-    }
+    plain = {"loss/policy": 0.5, "tokens": 3, "note": "é\ud800", "list": [1, 2.0]}
+    assert line == {"step": 1, "kind": "train", **plain}
     log.close()
     log.close()
 

@@ -53,13 +53,10 @@ def check(files, said, *names):
 def test_a_judge_that_repeats_the_key_of_a_run(tiny_model, left_behind):
     with serving(repeating()) as server:
         judge = {"url": server.url, "model": "m", "rubric": "Good?", "retries": 0, "api_key_variable": "TEST_API_KEY"}
-        words = [
-            "environment.type=text_task",
-            "environment.prompts=rows.jsonl",
-            f"environment.judge={json.dumps(judge)}",
-        ]
-        words += [f"model.path={tiny_model}", "steps=1", "rollout.tokens_per_turn=4", "rollout.failures.max_share=1.0"]
-        words += ["rollout.groups_per_step=4", "rollout.episodes_per_group=2", "evaluation.held_out=8", "name=own"]
+        words = ["environment.type=text_task", "environment.prompts=rows.jsonl"]
+        words += [f"environment.judge={json.dumps(judge)}", f"model.path={tiny_model}", "steps=1"]
+        words += ["rollout.tokens_per_turn=4", "rollout.failures.max_share=1.0", "rollout.groups_per_step=4"]
+        words += ["rollout.episodes_per_group=2", "evaluation.held_out=8", "name=own"]
         files, said = left_behind(["rl", *words], ["report", "runs/own"], ["episodes", "runs/own", "--step", "1"])
     check(files, said, "recipe.yaml", "metrics.jsonl", "report.md", "report.html", "step_000001.train.jsonl.zst")
 

@@ -189,9 +189,7 @@ def test_a_run_that_has_not_ended_is_not_cleaned(tiny_model, tmp_path, capsys):
 def test_the_start_of_a_run_asks_for_room_on_the_disk(tiny_model, tmp_path, monkeypatch):
     usage = type("usage", (), {"free": 2_000_000})
     monkeypatch.setattr("posttrain.training.checkpoint.shutil.disk_usage", lambda path: usage)
-    with pytest.raises(
-        InputError, match=r"checkpoints needs [\d.]+ MB for .*, and the disk has 2 MB free; .*`posttrain runs clean`"
-    ):
+    with pytest.raises(InputError, match=r"checkpoints needs [\d.]+ MB for .*, and the disk has 2 MB free"):
         finished(tiny_model, tmp_path, checkpoint={"every": 1, "keep": 50})
     finished(tiny_model, tmp_path, checkpoint={"every": 100, "keep": 1})  # The name is free again.
 

@@ -195,3 +195,24 @@ def episodes(run: Path) -> dict[str, list]:
             [u and (u.spans.cuts.tolist(), u.credits.tobytes(), u.outcome, u.empty_value) for u in stored.units],
         ]
     return found
+
+
+def assert_same(run: Path, reference: Path, stored: bool = True) -> None:
+    """Two runs have the same weights and state, metrics and, if they are `stored`, episodes, to the bit."""
+    assert weights(run) == weights(reference)
+    assert metrics(run) == metrics(reference)
+    assert not stored or episodes(run) == episodes(reference)
+
+
+def kept_gradients(monkeypatch: Any) -> dict[str, Any]:
+    """The gradients at each step of any optimizer, which changes no weights any more."""
+    from posttrain.training.optimizer import Optimizer
+
+    found: dict[str, Any] = {}
+
+    def keep(self: Any) -> float:
+        found.update({n: m.grad.clone() for n, m in zip(self.names, self.masters, strict=True) if m.grad is not None})
+        return 1.0
+
+    monkeypatch.setattr(Optimizer, "step", keep)
+    return found

@@ -127,12 +127,7 @@ def test_a_guard_stops_both_sides(tiny_model, tmp_path):
 
 @pytest.mark.slow
 def test_episodes_that_are_too_old_are_dropped_and_counted(tiny_model, tmp_path, noisy):
-    rollout = {
-        "async_rollouts": 1,
-        "on_new_weights": "continue",
-        "max_staleness": 0,
-        "environment_timeout": 30.0,
-    }
+    rollout = {"async_rollouts": 1, "on_new_weights": "continue", "max_staleness": 0, "environment_timeout": 30.0}
     run = async_runs.train(async_runs.values(tiny_model, tmp_path, "drops", rollout | {"filter": {"type": "none"}}))
     lines = train_lines(run)
     assert lines[0]["rollout/stale"] == 0
@@ -145,12 +140,7 @@ def test_episodes_that_are_too_old_are_dropped_and_counted(tiny_model, tmp_path,
 def test_a_step_with_only_stale_episodes_makes_no_update_and_gives_a_warning(credit, tiny_model, tmp_path, monkeypatch):
     # Weights come too late for every second batch.
     monkeypatch.setattr("posttrain.rollout.weight_sync.WeightSync.poll", lambda self: None)
-    rollout = {
-        "async_rollouts": 1,
-        "on_new_weights": "continue",
-        "max_staleness": 0,
-        "filter": {"type": "none"},
-    }
+    rollout = {"async_rollouts": 1, "on_new_weights": "continue", "max_staleness": 0, "filter": {"type": "none"}}
     run = async_runs.train(async_runs.values(tiny_model, tmp_path, "drops", rollout, credit={"type": credit}))
     assert [line["rollout/stale"] for line in train_lines(run)] == [0, 6, 0, 6, 0]
     assert ["optimizer/gradient_norm" in line for line in train_lines(run)] == [True, False, True, False, True]

@@ -41,9 +41,7 @@ def uninterrupted(tiny_model, tmp_path_factory):
 
 
 def _same(run, reference):
-    assert small.weights(run) == small.weights(reference)
-    assert small.metrics(run) == small.metrics(reference)
-    assert small.episodes(run) == small.episodes(reference)
+    small.assert_same(run, reference)
     assert list((run / "async_rollouts").iterdir()) == []
 
 

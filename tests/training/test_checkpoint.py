@@ -47,18 +47,13 @@ def test_the_newest_and_the_best_checkpoints_are_kept(saved):
 
 
 @pytest.mark.parametrize("name", ["tensors/__0_0.distcp", "state.json", "policy/model.safetensors"])
-def test_a_changed_byte_is_detected(saved, name):
+def test_a_changed_or_missing_file_is_detected(saved, name):
     file = saved.path(4) / name
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    with pytest.raises(InputError, match=rf"{name} is damaged: .*add --fall-back to resume from step 3"):
+    _damage(file)
+    with pytest.raises(InputError, match=rf"{name} is damaged: .*--fall-back to resume from step 3"):
         saved.load(4)
-
-
-def test_a_missing_file_is_detected(saved):
-    (saved.path(4) / "tensors" / ".metadata").unlink()
-    with pytest.raises(InputError, match=r"tensors/.metadata is damaged"):
+    file.unlink()
+    with pytest.raises(InputError, match=rf"{name} is damaged"):
         saved.load(4)
 
 
@@ -93,9 +88,7 @@ def test_a_checkpoint_of_an_earlier_version_is_refused(saved):
     file = saved.path(4) / "manifest.json"
     manifest = json.loads(file.read_text())
     file.write_text(json.dumps(manifest | {"files": manifest["files"] | {"optimizer.pt": "0"}}))
-    with pytest.raises(
-        InputError, match=r"step_000004 was saved by an earlier version .* start from .*policy as `model.path`"
-    ):
+    with pytest.raises(InputError, match=r"step_000004 .* start from .*policy as `model.path`"):
         saved.load(4)
 
 
@@ -114,12 +107,7 @@ def test_a_checkpoint_of_another_run_is_refused(saved, tmp_path):
 
 def test_weights_of_another_model_are_refused(saved, tiny_model, tmp_path):
     manifest = json.loads((saved.path(4) / "manifest.json").read_text())
-    assert set(manifest["files"]) >= {
-        "tensors/.metadata",
-        "state.json",
-        "policy/model.safetensors",
-        "policy/config.json",
-    }
+    assert {"tensors/.metadata", "state.json", "policy/model.safetensors"} < set(manifest["files"])
     from ..conftest import save_tiny_model
 
     other = save_tiny_model(tmp_path / "qwen", "qwen2")
@@ -164,11 +152,7 @@ def saving(tiny_model, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("rules", "kept"),
-    [
-        ({"keep": "all"}, [1, 2, 3, 4, 5, 6]),
-        ({"keep": 2, "keep_every": 3}, [1, 3, 5, 6]),
-    ],
+    ("rules", "kept"), [({"keep": "all"}, [1, 2, 3, 4, 5, 6]), ({"keep": 2, "keep_every": 3}, [1, 3, 5, 6])]
 )
 def test_rules_keep_policies_and_the_newest_whole(saving, rules, kept):
     checkpoints = saving(**rules)
@@ -243,13 +227,8 @@ def test_all_checkpoints_are_evaluated_once_and_make_one_table(last, tmp_path, m
     assert main([*words, f"model.path={folder}"]) == 0
     report = (tmp_path / "scores" / "report.md").read_text()
     table = report.split("## Scores by checkpoint: small")[1]
-    assert [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")][:5] == [
-        "step",
-        "---:",
-        "0",
-        "1",
-        "2",
-    ]
+    first = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")]
+    assert first[:5] == ["step", "---:", "0", "1", "2"]
     trained = {line["step"]: line["rollout/return"] for line in read_metrics(run.metrics) if line["kind"] == "train"}
     assert [f"| {trained[step]:.3f} |" in table for step in (1, 2)] == [True, True]
     capsys.readouterr()
@@ -285,13 +264,8 @@ def trained(tiny_model, tmp_path):
     """A run of four steps with a checkpoint after each of the last two."""
     words = ["environment.type=bandit", f"model.path={tiny_model}", "name=run", f"runs={tmp_path}", "steps=4"]
     words += ["rollout.groups_per_step=1", "rollout.episodes_per_group=2", "checkpoint.every=1", "checkpoint.keep=2"]
-    words += [
-        "checkpoint.keep_state=always",
-        "evaluation.every=0",
-        "evaluation.seeds.count=1",
-        "evaluation.final_seeds.count=1",
-        "rollout.tokens_per_turn=4",
-    ]
+    words += ["checkpoint.keep_state=always", "evaluation.every=0", "evaluation.seeds.count=1"]
+    words += ["evaluation.final_seeds.count=1", "rollout.tokens_per_turn=4"]
     assert main(["rl", *words]) == 0
     return tmp_path / "run"
 

@@ -143,13 +143,8 @@ def test_a_dry_run_of_a_pipeline_does_not_check_files_that_its_stages_write(tiny
 
 
 def test_a_dry_run_asks_the_server_that_answers(tmp_path, monkeypatch, capsys):
-    words = [
-        "generate",
-        f"data.test={prompts(tmp_path)}",
-        "engine.type=openai",
-        "engine.model=m",
-        f"runs={tmp_path}/runs",
-    ]
+    words = ["generate", f"data.test={prompts(tmp_path)}", "engine.type=openai", "engine.model=m"]
+    words += [f"runs={tmp_path}/runs"]
     port = f"engine.url=http://127.0.0.1:{free_port()}/v1"
     for expected, more in {
         "engine.url: no server answers at http://127.0.0.1": [],

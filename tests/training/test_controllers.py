@@ -30,10 +30,14 @@ def test_without_a_measurement_the_kl_coefficient_is_unchanged(kl):
     assert controller.coefficient == 0.1
 
 
-def test_a_fixed_kl_coefficient_stays():
+def test_without_a_target_or_a_measurement_coefficients_stay():
     controller = KlController(KlRecipe(coefficient=0.1))
     controller.update(50.0, 10)
     assert controller.coefficient == 0.1
+
+    controller = EntropyController(EntropyRecipe(coefficient=0.01))
+    controller.update(0.0)
+    assert controller.coefficient == 0.01
 
 
 def test_the_entropy_coefficient_follows_the_target():
@@ -45,12 +49,6 @@ def test_the_entropy_coefficient_follows_the_target():
     copy = EntropyController(controller.recipe)
     copy.load_state_dict(controller.state_dict())
     assert copy.coefficient == controller.coefficient
-
-
-def test_a_fixed_entropy_coefficient_stays():
-    controller = EntropyController(EntropyRecipe(coefficient=0.01))
-    controller.update(0.0)
-    assert controller.coefficient == 0.01
 
 
 def test_the_target_is_about_the_tokens_that_get_the_bonus():
@@ -95,22 +93,15 @@ def test_a_missing_metric_does_not_count_for_a_guard():
 
 
 def test_a_guard_without_threshold_is_off():
-    assert (
-        Guards(GuardRecipe(patience=1, thresholds={"max_repeated_share": None})).check(
-            {"policy/repeated_share": 1.0, "policy/entropy": 0.0}, 1
-        )
-        == []
-    )
+    guards = Guards(GuardRecipe(patience=1, thresholds={"max_repeated_share": None}))
+    assert guards.check({"policy/repeated_share": 1.0, "policy/entropy": 0.0}, 1) == []
 
 
 def test_thresholds_that_are_not_given_keep_their_defaults():
-    assert GuardRecipe(thresholds={"min_entropy": 0.1}).thresholds == {
-        "max_zero_groups": 0.8,
-        "max_repeated_share": 0.8,
-        "min_entropy": 0.1,
-    }
-    recipe = load_recipe([], ["guards.thresholds.max_zero_groups=null", "guards.thresholds.min_entropy=0.2"], "rl")
-    assert recipe.guards.thresholds == {"max_zero_groups": None, "max_repeated_share": 0.8, "min_entropy": 0.2}
+    defaults = {"max_zero_groups": 0.8, "max_repeated_share": 0.8}
+    assert GuardRecipe(thresholds={"min_entropy": 0.1}).thresholds == defaults | {"min_entropy": 0.1}
+    recipe = load_recipe([], ["guards.thresholds.max_zero_groups=null"], "rl")
+    assert recipe.guards.thresholds == defaults | {"max_zero_groups": None}
     with pytest.raises(InputError, match=r"guards\.thresholds"):
         load_recipe([], ["guards.thresholds.min_entropie=0.2"], "rl")
 

@@ -64,33 +64,6 @@ def test_the_critic_learns_to_explain_predictable_returns(tiny_model, tmp_path):
     assert np.mean(losses[-5:]) < 0.2 * losses[0]
 
 
-@pytest.mark.slow
-def test_ppo_raises_the_return(tiny_model, tmp_path):
-    """As `test_training_raises_the_return`, with one episode per task: nothing to compare with but the critic."""
-    run, _ = train(
-        tiny_model,
-        tmp_path,
-        credit={"type": "gae"},
-        critic={"optimizer": {"learning_rate": 3e-3}},
-        steps=30,
-        kl={"coefficient": 0.0},
-        entropy={"coefficient": 0.0},
-        seeds={"start": 0, "count": 100},
-        rollout={"groups_per_step": 32, "episodes_per_group": 1, "tokens_per_turn": 8, "tokens_per_episode": 700},
-        learner={"tokens_per_batch": 8000, "updates_per_step": 2},
-        optimizer={"learning_rate": 3e-3},
-        evaluation={
-            "every": 30,
-            "seeds": {"start": 1000, "count": 64},
-            "final_seeds": {"start": 2000, "count": 30},
-            "sampling": {"temperature": 1.0},
-            "metric": "return",
-        },
-    )
-    before, after = lines(run, "evaluation")[0], lines(run, "evaluation")[-1]
-    assert after["return_low"] > before["return_high"]
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -159,16 +132,12 @@ def test_another_tokenizer_is_refused(tiny_model, tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["<|more|>"])
     other = save_family(tmp_path / "other", "llama", tokenizer)
-    with pytest.raises(
-        InputError, match=r"critic\.path: .*other does not have the tokenizer of .*leave critic\.path out"
-    ):
+    with pytest.raises(InputError, match=r"critic\.path: .*other does not have the tokenizer of "):
         train(tiny_model, tmp_path, credit={"type": "gae"}, critic={"path": str(other)})
 
 
 def test_a_warm_up_that_never_ends_is_refused():
-    with pytest.raises(
-        ValidationError, match=r"`critic.updates_before_policy` \(8\) leaves the policy none of the run's 8"
-    ):
+    with pytest.raises(ValidationError, match=r"`critic.updates_before_policy` \(8\) .* none of the run's 8"):
         RlRecipe(steps=8, credit={"type": "gae"}, critic={"updates_before_policy": 8})
 
 
@@ -208,9 +177,7 @@ def test_it_resumes_to_the_same_bits_after_a_kill_there(place, count, tiny_model
     values = _ppo_values(tiny_model, tmp_path)
     assert small.run(values, die_at=(PLACES[place], count)) == -9
     assert small.run(values, resume=(tmp_path / "small").exists()) == 0, (tmp_path / "log.txt").read_text()
-    assert small.weights(tmp_path / "small") == small.weights(uninterrupted)
-    assert small.metrics(tmp_path / "small") == small.metrics(uninterrupted)
-    assert small.episodes(tmp_path / "small") == small.episodes(uninterrupted)
+    small.assert_same(tmp_path / "small", uninterrupted)
     last = sorted((tmp_path / "small" / "checkpoints").glob("step_*"))[-1]
     assert any(name.startswith("critic/weights/") and "lora" in name for name in read_all(last / "tensors"))
     assert json.loads((last / "state.json").read_text())["checkpointables"]["critic"]["optimizer"]["updates"] == 8
@@ -228,15 +195,7 @@ def test_the_value_gradient_does_not_depend_on_the_split(tiny_model, reward_mode
             one = sample(draws.integers(3, 250, 8), draws.integers(3, 250, draws.integers(2, 30)), "row")
             one.values, one.returns = draws.normal(size=(2, one.sampled_tokens)).astype(np.float32)
             samples.append(one)
-        found = {}
-
-        def keep(self):
-            found.update(
-                {n: m.grad.clone() for n, m in zip(self.names, self.masters, strict=True) if m.grad is not None}
-            )
-            return 1.0
-
-        monkeypatch.setattr(type(critic.updater.optimizer), "step", keep)
+        found = small.kept_gradients(monkeypatch)
         critic.updater.learner.update(samples, ValueObjective(0.2))
         return found, len(pack(samples, budget))
 

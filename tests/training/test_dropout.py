@@ -22,6 +22,7 @@ from posttrain.training.optimizer import Optimizer
 from posttrain.training.trainer import random_states, set_random_states
 from posttrain.training.updater import Updater
 from tests.conftest import make_tokenizer
+from tests.training import small
 
 from .preferences import recipe_values, unpaired_rows, write_jsonl
 from .small import recipe_values as rl_values
@@ -40,18 +41,12 @@ def updater(model, budget=4096, learning_rate=1e-2, **settings):
 
 def gradients(model, monkeypatch, updates=0, rank=0, **settings):
     """Gradients of an update after `updates` others, in two or more micro-batches."""
-    found = {}
     subject = updater(model, budget=150, **settings)
     with torch.no_grad():  # the second matrix of an adapter is zero at first
         for number, (_, parameter) in enumerate(subject.model.trainable()):
             parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)) / 4)
     subject.optimizer.updates = updates
-
-    def keep(self):
-        found.update({n: p.grad.clone() for n, p in zip(self.names, self.masters, strict=True)})
-        return 1.0
-
-    monkeypatch.setattr(Optimizer, "step", keep)
+    found = small.kept_gradients(monkeypatch)
     subject.update(samples(), PolicyObjective(PpoLoss(), entropy=EntropyRecipe(coefficient=0.1)))
     return torch.cat([tensor.flatten() for tensor in found.values()])
 

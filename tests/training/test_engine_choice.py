@@ -47,16 +47,30 @@ def test_every_process_has_a_server(gpu, monkeypatch):
     assert "set hardware.ray" in said
 
 
-def test_a_given_engine_stays(gpu):
-    recipe, same, said = chosen("engine.type=local")
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["engine.type=local"], ""),
+        (["engine.slots=4"], "the recipe sets engine.slots; without that, vLLM is used"),
+        (["model.path={adapter}"], "is an adapter"),
+    ],
+)
+def test_the_local_engine_stays_where_it_is_set_or_needed(words, named, gpu, tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    recipe, same, said = chosen(*(word.format(adapter=tmp_path) for word in words))
     assert same is recipe
-    assert not said
+    assert named in said
+    assert bool(said) == bool(named)
 
 
-def test_settings_of_the_local_engine_keep_it_and_are_named(gpu):
-    recipe, same, said = chosen("engine.slots=4")
+def test_without_a_gpu_or_vllm_the_engine_is_local(monkeypatch):
+    recipe, same, said = chosen()
+    assert (same is recipe, said) == (True, "")
+    monkeypatch.setattr(load, "resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(stage, "find_spec", lambda name: None)
+    recipe, same, said = chosen()
     assert same is recipe
-    assert "engine.type is local: the recipe sets engine.slots; without that, vLLM is used" in said
+    assert "install it, or set engine.type=vllm" in said
 
 
 def test_launched_processes_choose_the_engine_for_their_device(gpu, monkeypatch, tmp_path):
@@ -73,23 +87,3 @@ def test_launched_processes_choose_the_engine_for_their_device(gpu, monkeypatch,
         recipe = TypeAdapter(Recipe).validate_python(job)
         engines.append(stage.with_engine(recipe, Console(file=io.StringIO())).engine.type)
     assert engines == ["vllm", "local"]
-
-
-def test_without_vllm_the_remedy_is_printed(gpu, monkeypatch):
-    monkeypatch.setattr(stage, "find_spec", lambda name: None)
-    recipe, same, said = chosen()
-    assert same is recipe
-    assert "engine.type is local: vLLM is not installed here; install it, or set engine.type=vllm" in said
-
-
-def test_settings_without_support_in_vllm_keep_the_local_engine(gpu, tmp_path):
-    (tmp_path / "adapter_config.json").write_text("{}")
-    recipe, same, said = chosen(f"model.path={tmp_path}")
-    assert same is recipe
-    assert "is an adapter, and vLLM needs a whole model" in said
-
-
-def test_on_a_cpu_nothing_is_printed():
-    recipe, same, said = chosen()
-    assert same is recipe
-    assert not said

@@ -11,16 +11,9 @@ from posttrain.rollout.store import read_episodes, stored_steps
 from posttrain.runs.metrics import read_metrics
 from tests.training import letters
 
-SHORT = [
-    "steps=1",
-    "rollout.groups_per_step=2",
-    "rollout.episodes_per_group=2",
-    "rollout.tokens_per_turn=4",
-    "rollout.tokens_per_episode=400",
-    "evaluation.every=1",
-    "evaluation.seeds.count=2",
-    "evaluation.final_seeds.count=2",
-]
+SHORT = ["steps=1", "rollout.groups_per_step=2", "rollout.episodes_per_group=2", "rollout.tokens_per_turn=4"]
+SHORT += ["rollout.tokens_per_episode=400", "evaluation.every=1", "evaluation.seeds.count=2"]
+SHORT += ["evaluation.final_seeds.count=2"]
 
 
 def turns_by_split(run):
@@ -65,12 +58,8 @@ def test_training_and_evaluation_have_their_own_number_of_turns(tiny_model, tmp_
 def test_held_out_prompts_come_from_the_file_of_the_evaluations(prompts, tiny_model, tmp_path):
     train, held_out = prompts
     words = ["environment.type=text_task", f"environment.prompts={train}", "environment.reward=exact"]
-    words += [
-        f"evaluation.environment.prompts={held_out}",
-        f"model.path={tiny_model}",
-        f"runs={tmp_path}",
-        "name=files",
-    ]
+    words += [f"evaluation.environment.prompts={held_out}", f"model.path={tiny_model}", f"runs={tmp_path}"]
+    words += ["name=files"]
     recipe = load_recipe([], words, "rl")
     tasks = task_split(recipe.environment, recipe.evaluation, recipe.seeds)
     assert list(tasks.training) == list(range(11)), "the common prompt is not trained on"

@@ -48,17 +48,9 @@ def test_rows_without_settings_give_no_warning(tmp_path, cell):
     assert settings_warnings(lake(), [SourceRecipe(path=str(file)), SourceRecipe(path="some/hub-id")]) == []
 
 
-HELD_OUT = [
-    "environment.type=frozen_lake",
-    "experts.seeds.count=10",
-    "rows_per_update=3",
-    "steps=3",
-    "rollout.tokens_per_episode=1500",
-    "rollout.tokens_per_turn=4",
-    "evaluation.every=2",
-    "evaluation.seeds.count=1",
-    "evaluation.final_seeds.count=1",
-]
+HELD_OUT = ["environment.type=frozen_lake", "experts.seeds.count=10", "rows_per_update=3", "steps=3"]
+HELD_OUT += ["rollout.tokens_per_episode=1500", "rollout.tokens_per_turn=4", "evaluation.every=2"]
+HELD_OUT += ["evaluation.seeds.count=1", "evaluation.final_seeds.count=1"]
 
 
 def test_the_loss_of_traces_that_are_not_trained_on_is_measured(tiny_model, tmp_path):
@@ -141,13 +133,8 @@ def test_the_random_traces_of_a_seed_take_each_action_once(tiny_model):
 
 def test_the_same_model_is_not_played_twice_on_the_same_seeds(tiny_model, tmp_path, capsys, monkeypatch):
     """Where everything that the episodes depend on is the same, the next run takes the rates of the run that made its model."""
-    words = [
-        "environment.type=bandit",
-        "rollout.tokens_per_turn=4",
-        f"runs={tmp_path}",
-        "evaluation.final_seeds.count=3",
-    ]
-    words += ["evaluation.seeds.count=1", "evaluation.every=1", "model.threads=1"]
+    words = ["environment.type=bandit", "rollout.tokens_per_turn=4", f"runs={tmp_path}"]
+    words += ["evaluation.final_seeds.count=3", "evaluation.seeds.count=1", "evaluation.every=1", "model.threads=1"]
     assert (
         main(["sft", *words, f"model.path={tiny_model}", "name=a", "experts.seeds.count=4", "rows_per_update=4"]) == 0
     )

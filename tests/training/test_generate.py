@@ -172,9 +172,7 @@ def test_another_recipe_or_other_data_are_refused(tiny_model, tmp_path, capsys):
     assert main(["generate", "--resume", "runs/a", *words]) == 0, "the same command"
     assert "0 of them in 0:00, 0 tokens/s; 4 from earlier runs" in capsys.readouterr().out
     assert main(["generate", "--resume", "runs/a", *words, "seed=4", "samples=2", "sampling.temperature=1"]) == 2
-    assert "--resume runs/a uses the recipe of that run, which has other values of seed, sampling, samples;" in (
-        capsys.readouterr().err
-    )
+    assert "--resume runs/a uses the recipe of that run, which has other values of seed" in capsys.readouterr().err
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "other"}, *some_rows(4)[1:]])
     # Rows are read once a process, so another one has to see the change.
     recipe = {"stage": "generate", "name": "a", "runs": str(tmp_path / "runs"), "model": {"path": str(tiny_model)}}
@@ -210,6 +208,7 @@ def test_rows_without_room_are_named_counted_and_listed(tiny_model, tmp_path, ca
         (["keep_columns=[prediction]"], "every prediction already has"),
         (["keep_columns=[nothing]"], "has no column `nothing`"),
         (["data.id=prompt"], "is also that of rows.jsonl row 1"),
+        (["data.test=keys.jsonl", "data.id=key"], "the id '1' in `key` is also that of keys.jsonl row 1"),
         (["data.id=nothing"], "which is not an id"),
         (["out=rows.jsonl"], "which `data.test` reads"),
         (["out=p.csv"], "end in `.jsonl`"),
@@ -220,6 +219,7 @@ def test_rows_without_room_are_named_counted_and_listed(tiny_model, tmp_path, ca
 )
 def test_an_input_error_is_one_sentence_and_leaves_the_name_free(words, said, tiny_model, tmp_path, capsys):
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "same"}, {"prompt": "same"}])
+    write_rows(tmp_path / "keys.jsonl", [{"prompt": "one", "key": 1}, {"prompt": "other", "key": "1"}])
     (tmp_path / "there.jsonl").write_text("mine")
     given = ["generate", f"model.path={tiny_model}", "data.test=rows.jsonl", "name=a", "rollout.tokens_per_turn=2"]
     assert main([*given, *words]) == 2
@@ -228,24 +228,6 @@ def test_an_input_error_is_one_sentence_and_leaves_the_name_free(words, said, ti
     assert len(told.splitlines()) == 1
     assert (tmp_path / "there.jsonl").read_text() == "mine"
     assert main(given) == 0
-
-
-def test_ids_that_are_equal_as_text_are_refused(tiny_model, tmp_path, capsys):
-    write_rows(tmp_path / "keys.jsonl", [{"prompt": "one", "key": 1}, {"prompt": "other", "key": "1"}])
-    words = [f"model.path={tiny_model}", "data.test=keys.jsonl", "rollout.tokens_per_turn=2"]
-    assert main(["generate", *words, "data.id=key"]) == 2
-    assert "row 2: the id '1' in `key` is also that of keys.jsonl row 1" in capsys.readouterr().err
-
-
-def test_the_plan_shows_the_actions_and_does_nothing(tiny_model, tmp_path, capsys):
-    write_rows(tmp_path / "rows.jsonl", some_rows(2))
-    words = [f"model.path={tiny_model}", "data.test=rows.jsonl", "samples=4", "sampling.temperature=0.7"]
-    assert main(["generate", *words, "out=p.jsonl", "--dry-run"]) == 0
-    said = capsys.readouterr().out
-    assert "every usable row of rows.jsonl, 4 answers each, at temperature 0.7" in said
-    assert "predictions: p.jsonl" in said
-    assert "key/value cache, at most" in said
-    assert not (tmp_path / "runs").exists()
 
 
 def test_a_pipeline_generates_once_and_again_when_the_rows_change(tiny_model, tmp_path, capsys):
@@ -294,11 +276,8 @@ def test_thinking_is_removed_by_its_tokens(tiny_policy):
     assert found["thinking_tokens"] == tokens - 1 - len(renderer.encode("Right é"))
     assert row(block + "Right é", "keep")[0]["prediction"] == block + "Right é"
     assert "thinking_tokens" not in row(block + "Right é", "keep")[0]
-    assert row("no thoughts")[0] | {"seed": 0} == row("no thoughts", "keep")[0] | {
-        "seed": 0,
-        "thinking_tokens": 0,
-        "thinking_characters": 0,
-    }
+    without = {"seed": 0, "thinking_tokens": 0, "thinking_characters": 0}
+    assert row("no thoughts")[0] | {"seed": 0} == row("no thoughts", "keep")[0] | without
     opened, _ = row("first</think>Right", primer="<think>\n")
     assert (opened["prediction"], opened["thinking_characters"]) == ("Right", len("first</think>"))
     cut, tokens = row("<think>and so on", ended=False)

@@ -24,6 +24,7 @@ from posttrain.training.objectives import PairObjective, RewardObjective, logpro
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.rows import samples_of_row
 from posttrain.training.updater import Updater, pack
+from tests.training import small
 from tests.training.preferences import pair_rows, recipe_values, unpaired_rows, write_jsonl
 
 LOSSES = TypeAdapter(PreferenceLossRecipe)
@@ -50,13 +51,7 @@ def pair_samples(seed=0):
 def gradients(make_model, budget, objective, samples, monkeypatch):
     """Gradients as they stand just before the optimizer applies them."""
     model, forward = make_model()
-    found = {}
-
-    def keep(self):
-        found.update({n: p.grad.clone() for n, p in zip(self.names, self.masters, strict=True)})
-        return 1.0
-
-    monkeypatch.setattr(Optimizer, "step", keep)
+    found = small.kept_gradients(monkeypatch)
     recipe = LearnerRecipe(tokens_per_batch=budget)
     Updater(model, Optimizer(model.trainable(), OptimizerRecipe(), 10), recipe, forward).update(samples, objective)
     return found
@@ -157,17 +152,6 @@ def test_a_reward_model_learns_and_reports_its_accuracy(tiny_model, tmp_path):
     assert "AutoModelForSequenceClassification" in directory.report.read_text()
 
 
-def test_a_reward_model_without_margins_gives_a_warning(tiny_model, tmp_path):
-    values = recipe_values("reward", tiny_model, tmp_path, epochs=1)
-    rows = [{key: value for key, value in row.items() if key != "margin"} for row in pair_rows(8)]
-    values["data"]["train"] = write_jsonl(tmp_path / "bare.jsonl", rows)
-    directory, _ = run(values)
-    assert "step 0: loss.margin has no effect: no training row has a number above 0" in directory.report.read_text()
-    values["data"]["train"] = write_jsonl(tmp_path / "bare.jsonl", pair_rows(8))
-    directory, _ = run(values | {"name": "again"})
-    assert "loss.margin has no effect" not in directory.report.read_text()
-
-
 @pytest.mark.parametrize(
     "loss", [pytest.param(loss, marks=[] if loss in ("dpo", "simpo") else pytest.mark.slow) for loss in PAIRWISE]
 )
@@ -238,8 +222,7 @@ def answers(*prompts):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "donors"),
-    [([7, 8, 9], [1, 2, 0]), ([7, 7, 8, 8], [2, 3, 0, 1]), ([7, 8, 7, 7], [1, 0, 1, 1])],
+    ("prompts", "donors"), [([7, 8, 9], [1, 2, 0]), ([7, 7, 8, 8], [2, 3, 0, 1]), ([7, 8, 7, 7], [1, 0, 1, 1])]
 )
 def test_mismatched_answers_are_to_other_prompts(prompts, donors):
     samples = answers(*prompts)

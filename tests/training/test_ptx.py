@@ -37,13 +37,7 @@ def gradients(model, samples, objective, monkeypatch, budget=4096, temperature=1
     policy = Policy(ModelRecipe(path=str(model)))
     batches = LearnerRecipe(tokens_per_batch=budget)
     optimizer = Optimizer(policy.trainable(), OptimizerRecipe(), 1)
-    found = {}
-
-    def keep(self):
-        found.update({n: m.grad.clone() for n, m in zip(self.names, self.masters, strict=True)})
-        return 1.0
-
-    monkeypatch.setattr(Optimizer, "step", keep)
+    found = small.kept_gradients(monkeypatch)
     forward = token_forward(policy, batches, temperature)
     totals = Updater(policy, optimizer, batches, forward).update(samples, objective)
     return found, means(totals)
@@ -88,18 +82,8 @@ def test_a_run_reports_the_likelihood_at_temperature_1(tiny_model, tmp_path):
     losses = set()
     for temperature in (0.5, 1.0, 1.5):
         rollout = values["rollout"] | {"sampling": {"temperature": temperature}, "filter": {"type": "none"}}
-        run, _ = train(
-            tiny_model,
-            tmp_path,
-            name=f"at_{temperature}",
-            **small.two_steps(values)
-            | {
-                "ptx": values["ptx"],
-                "steps": 1,
-                "rollout": rollout,
-                "learner": {"tokens_per_batch": 1500},
-            },
-        )
+        changes = {"ptx": values["ptx"], "steps": 1, "rollout": rollout, "learner": {"tokens_per_batch": 1500}}
+        run, _ = train(tiny_model, tmp_path, name=f"at_{temperature}", **small.two_steps(values) | changes)
         losses.add(round(lines(run, "train")[0]["ptx/loss"], 5))
     assert len(losses) == 1
 
@@ -144,8 +128,7 @@ def test_a_killed_run_resumes_at_the_next_rows(tiny_model, tmp_path):
     killed = small.recipe_values(tiny_model, tmp_path / "killed", **changes)
     assert small.run(killed, die_at=("posttrain.training.rows:FixedRows.batch", 6)) == -9
     assert small.run(killed, resume=True) == 0
-    assert small.weights(tmp_path / "whole" / "small") == small.weights(tmp_path / "killed" / "small")
-    assert small.metrics(tmp_path / "whole" / "small") == small.metrics(tmp_path / "killed" / "small")
+    small.assert_same(tmp_path / "whole" / "small", tmp_path / "killed" / "small", stored=False)
 
 
 @pytest.mark.parametrize("key", [{"held_out": 2}, {"validation": "a.jsonl"}, {"streaming": True}])
@@ -155,7 +138,5 @@ def test_keys_of_measured_rows_are_refused(key, tmp_path):
 
 
 def test_rows_longer_than_a_forward_pass_are_refused():
-    with pytest.raises(
-        ValidationError, match=r"`ptx.data.max_tokens` = 5000 tokens, more than `learner.tokens_per_batch`"
-    ):
+    with pytest.raises(ValidationError, match=r"`ptx.data.max_tokens` = 5000 .* `learner.tokens_per_batch`"):
         RlRecipe(ptx={"data": {"train": "rows.jsonl", "max_tokens": 5000}})

@@ -42,9 +42,7 @@ def _kill_and_finish(model, runs, deaths, figures=False):
 
 
 def _same(run, reference):
-    assert small.weights(run) == small.weights(reference)
-    assert small.metrics(run) == small.metrics(reference)
-    assert small.episodes(run) == small.episodes(reference)
+    small.assert_same(run, reference)
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,6 @@ def test_it_resumes_to_the_same_bits_after_a_kill_there(place, tiny_model, teach
     assert small.run(values, die_at=PLACES[place]) == -9
     assert small.run(values, resume=True) == 0, (tmp_path / "log.txt").read_text()
     run = tmp_path / "small"
-    assert small.weights(run) == small.weights(uninterrupted)
-    assert small.metrics(run) == small.metrics(uninterrupted)
-    assert small.episodes(run) == small.episodes(uninterrupted)
+    small.assert_same(run, uninterrupted)
     lines = [line for line in small.metrics(run) if line["kind"] == "train"]
     assert {"teacher/off_policy" in line for line in lines} == {True, False}

@@ -84,8 +84,7 @@ def killed_and_finished(variant, tiny, folder, deaths, figures=False):
 
 
 def same(run, reference):
-    assert small.weights(run) == small.weights(reference)
-    assert small.metrics(run) == small.metrics(reference)
+    small.assert_same(run, reference, stored=False)
     for name in ("results.json", "model/config.json"):
         # With the mean and standard deviation of a reward model.
         assert (run / name).read_text() == (reference / name).read_text()

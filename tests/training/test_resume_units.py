@@ -55,9 +55,7 @@ def test_it_resumes_to_the_same_bits_after_a_kill_there(place, tiny_model, rewar
     own = _values(tiny_model, tmp_path, reward_model)
     assert small.run(own, die_at=PLACES[place]) == -9
     assert small.run(own, resume=(tmp_path / "text").exists()) == 0, (tmp_path / "log.txt").read_text()
-    assert small.weights(tmp_path / "text") == small.weights(uninterrupted)
-    assert small.metrics(tmp_path / "text") == small.metrics(uninterrupted)
-    assert small.episodes(tmp_path / "text") == small.episodes(uninterrupted)
+    small.assert_same(tmp_path / "text", uninterrupted)
 
 
 @pytest.mark.slow

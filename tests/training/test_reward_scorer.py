@@ -315,11 +315,9 @@ def test_the_penalty_for_a_missing_end_reaches_credit_once(normalize, penalty, t
     running.include(episodes)
     shaping = RewardShaping(recipe.rollout, recipe.kl, running)
     rewards = shaping.shape(episodes, samples_of_episodes(episodes, 1), 0.0)
-    expected = {
-        "stored": (raw - MEAN) / STD,
-        "running": (raw - raw.mean()) / raw.std(ddof=1),
-        "none": raw,
-    }[normalize] - penalty * np.array([0, 1, 0, 1])
+    expected = {"stored": (raw - MEAN) / STD, "running": (raw - raw.mean()) / raw.std(ddof=1), "none": raw}[
+        normalize
+    ] - penalty * np.array([0, 1, 0, 1])
     for (stream,), played, value in zip(rewards.values, episodes, expected, strict=True):
         assert np.flatnonzero(stream).tolist() == [played.turns[-1].stop - 1]
         assert stream.sum() == pytest.approx(value, abs=1e-5)

@@ -62,31 +62,6 @@ def test_the_key_and_then_the_variable_decide_whether_figures_are_drawn(key, var
     assert named == [key is not None, False]
 
 
-@pytest.mark.slow
-def test_training_raises_the_return(tiny_model, tmp_path):
-    """The whole loop learns: more different letters after twelve steps than before, on held-out tasks."""
-    run, _ = train(
-        tiny_model,
-        tmp_path,
-        steps=12,
-        kl={"coefficient": 0.0},
-        entropy={"coefficient": 0.0},
-        seeds={"start": 0, "count": 100},
-        rollout={"groups_per_step": 4, "episodes_per_group": 8, "tokens_per_turn": 8, "tokens_per_episode": 700},
-        learner={"tokens_per_batch": 8000},
-        optimizer={"learning_rate": 1e-2},
-        evaluation={
-            "every": 30,
-            "seeds": {"start": 1000, "count": 64},
-            "final_seeds": {"start": 2000, "count": 2},
-            "sampling": {"temperature": 1.0},
-            "metric": "return",
-        },
-    )
-    before, after = lines(run, "evaluation")[0], lines(run, "evaluation")[-1]
-    assert after["return_low"] > before["return_high"]
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -140,10 +115,7 @@ def test_an_environment_that_always_fails_stops_the_run(tiny_model, tmp_path, mo
 
     monkeypatch.setattr(module.Letters, "reset", marked)
     monkeypatch.setattr(module.Letters, "step", lambda self, action: 1 / 0 if self.trains else step(self, action))
-    with pytest.raises(
-        RunError,
-        match=r"6 of 6 episodes failed, the first in group 0 \(environment seed \d\): .*ZeroDivisionError: .*rollout.failures.max_share = 0.5",
-    ):
+    with pytest.raises(RunError, match=r"6 of 6 .* group 0 \(environment seed \d\): .*ZeroDiv.*max_share = 0.5"):
         train(tiny_model, tmp_path)
 
 
@@ -237,27 +209,6 @@ def test_the_time_limit_ends_a_run_like_its_last_step(tiny_model, tmp_path):
     run, _ = train(tiny_model, tmp_path, max_minutes=1e-6)
     assert lines(run, "train") == []
     assert (run.path / "model" / "model.safetensors").is_file()
-
-
-def test_a_run_with_a_time_limit_says_once_how_many_steps_fit(tiny_model, tmp_path):
-    _, printed = train(tiny_model, tmp_path, steps=3, max_minutes=60)
-    assert printed.count("all 2 steps left fit in max_minutes = 60") == 1
-
-
-def test_a_step_says_how_far_its_sampling_and_its_updates_are(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setattr("posttrain.runs.metrics.SECONDS_PER_LINE", 0.0)
-    rollout = {"groups_per_step": 2, "episodes_per_group": 3, "tokens_per_turn": 6, "tokens_per_episode": 100}
-    learner = {"tokens_per_batch": 100, "updates_per_step": 2}
-    _, printed = train(tiny_model, tmp_path, steps=1, learner=learner, rollout=rollout)
-    expected = {"sampled 1 of 6", "sampled 5 of 6", "trained on 1 of 3", "trained on 2 of 3", "made update 1 of 2"}
-    assert expected <= set(printed.splitlines())
-
-
-def test_a_used_name_is_refused(tiny_model, tmp_path):
-    train(tiny_model, tmp_path, steps=1)
-    recipe = TypeAdapter(Recipe).validate_python(small.recipe_values(tiny_model, tmp_path))
-    with pytest.raises(InputError, match=r"exists; .*`--resume .*small`.*`--overwrite`"):
-        run_stage(recipe)
 
 
 def test_a_corrupt_checkpoint_is_named_when_resuming(tiny_model, tmp_path):

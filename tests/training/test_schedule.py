@@ -21,9 +21,8 @@ def test_decay():
     assert factors(10, at, schedule="constant", warmup_updates=2) == [1, 1, 1, 1]
     assert factors(10, at, schedule="linear", warmup_updates=2, final_fraction=0.2) == pytest.approx([1, 0.6, 0.2, 0.2])
     assert factors(10, at, schedule="cosine", warmup_updates=2, final_fraction=0.2) == pytest.approx([1, 0.6, 0.2, 0.2])
-    assert factors(10, [4], schedule="cosine", warmup_updates=2, final_fraction=0.0) == pytest.approx(
-        [0.8535533905932737]
-    )
+    (factor,) = factors(10, [4], schedule="cosine", warmup_updates=2, final_fraction=0.0)
+    assert factor == pytest.approx(0.8535533905932737)
 
 
 def test_a_warm_up_longer_than_the_run_never_divides_by_zero():

@@ -64,14 +64,8 @@ def judged(clip_at=1.0):
 
 def gradients(learner, samples, objective, monkeypatch):
     """Gradients of trunk and head as they stand before they are applied, and the metrics."""
-    found = {}
-
-    def keep(self):
-        found.update({n: m.grad.clone() for n, m in zip(self.names, self.masters, strict=True) if m.grad is not None})
-        return 1.0
-
     with monkeypatch.context() as patched:
-        patched.setattr(Optimizer, "step", keep)
+        found = small.kept_gradients(patched)
         totals = learner.update(samples, objective)
     return found, means(totals)
 
@@ -186,9 +180,7 @@ def test_a_nonfinite_loss_updates_neither_model_and_names_both_learning_rates(ti
     head = critic.head.weight.detach().clone()
     broken = judged()
     broken[2].returns[0] = np.inf
-    with pytest.raises(
-        RunError, match=r"group 0 episode 2; lower optimizer\.learning_rate or critic\.optimizer\.learning_rate, or"
-    ):
+    with pytest.raises(RunError, match=r"group 0 episode 2; .*optimizer\.l.* or critic\.optimizer\.learning_rate"):
         learner.update(broken, SharedObjective(PolicyObjective(recipe(tiny_model).loss), 0.3, 0.2))
     assert torch.equal(head, critic.head.weight)
     assert critic.updater.optimizer.updates == learner.optimizer.updates == 0
@@ -301,9 +293,7 @@ def test_it_resumes_to_the_same_bits_after_a_kill_there(place, count, tiny_model
     values = _values(tiny_model, tmp_path, uninterrupted)
     assert small.run(values, die_at=(place, count)) == -9
     assert small.run(values, resume=(tmp_path / "small").exists()) == 0, (tmp_path / "log.txt").read_text()
-    assert small.weights(tmp_path / "small") == small.weights(uninterrupted / "small")
-    assert small.metrics(tmp_path / "small") == small.metrics(uninterrupted / "small")
-    assert small.episodes(tmp_path / "small") == small.episodes(uninterrupted / "small")
+    small.assert_same(tmp_path / "small", uninterrupted / "small")
     last = sorted((tmp_path / "small" / "checkpoints").glob("step_*"))[-1]
     assert read_all(last / "tensors")["critic/weights/weight"].any()
     assert json.loads((last / "state.json").read_text())["checkpointables"]["critic"]["optimizer"]["updates"] == 8
@@ -312,10 +302,7 @@ def test_it_resumes_to_the_same_bits_after_a_kill_there(place, count, tiny_model
 @pytest.mark.parametrize(
     ("critic", "said"),
     [
-        (
-            {"path": "a"},
-            "`path` has no effect: backbone is shared; remove it, or set backbone to separate",
-        ),
+        ({"path": "a"}, "`path` has no effect: backbone is shared"),
         ({"dtype": "bfloat16"}, "`dtype` has no effect: backbone is shared"),
         ({"lora": {"rank": 2}}, "`lora` has no effect: backbone is shared"),
         ({"optimizer": {"max_skipped_updates": 9}}, "`optimizer.max_skipped_updates` has no effect"),

@@ -133,9 +133,7 @@ def test_a_run_is_not_resumed_on_other_tasks(tiny_model, tmp_path):
 def test_an_evaluation_in_which_every_episode_fails_stops_the_run_with_the_reason(tiny_model, tmp_path):
     recipe = own(tiny_model, tmp_path)
     (tmp_path / "rewards.py").write_text("def letters(answer, **row):\n    raise ValueError('no such answer')\n")
-    with pytest.raises(
-        RunError, match=r"^2 of 2 evaluation episodes failed, the first on prompts\.jsonl row \d+: .*no such answer"
-    ):
+    with pytest.raises(RunError, match=r"^2 of 2 .* failed, the first on prompts\.jsonl row \d+: .*no such answer"):
         run(recipe)
     assert not (tmp_path / "text" / "model").exists()
 
@@ -146,16 +144,12 @@ def test_a_function_that_is_only_reported_needs_its_columns(tiny_model, reward_m
     recipe["environment"] |= {"reward": "contains", "score_weight": 0}
     _, lines = run(recipe)
     said = [line["message"] for line in lines if line["kind"] == "warning"]
-    assert any(
-        "contains is not reported, because no row of environment.prompts has a column `label`" in s for s in said
-    )
+    assert any("contains is not reported" in line and "`label`" in line for line in said)
     final = next(line for line in lines if line["kind"] == "final")
     assert not {"success", "score/score", "failed"} & {key for key, value in final.items() if value}
     assert final["return"] != 0
     recipe["environment"]["score_weight"] = 1
-    with pytest.raises(
-        InputError, match=r"contains needs the column `label`, which prompts\.jsonl row \d+ does not have"
-    ):
+    with pytest.raises(InputError, match=r"contains needs the column `label`, which prompts\.jsonl row \d+"):
         run(recipe | {"name": "paid"})
 
 
@@ -186,9 +180,8 @@ def test_prompts_without_room_for_an_answer_are_left_out_and_named(tiny_model, t
     directory, lines = run(values(tiny_model, tmp_path, long=3))
     told = [line["message"] for line in lines if line["kind"] == "warning"]
     (message,) = [text for text in told if "no room" in text]
-    assert message.startswith(
-        "3 rows dropped: prompt leaves no room for an answer within rollout.tokens_per_episode = 90"
-    )
+    assert message.startswith("3 rows dropped: ")
+    assert "rollout.tokens_per_episode = 90" in message
     assert "prompts.jsonl row 1, row 2, row 3" in message
     for step in (1, 2):
         episodes = read_episodes(episodes_file(directory.episodes, step, "train")).episodes
@@ -196,19 +189,10 @@ def test_prompts_without_room_for_an_answer_are_left_out_and_named(tiny_model, t
         assert all(episode.seed >= 3 and episode.failure is None for episode in episodes)
 
 
-def test_strict_makes_a_long_prompt_an_error(tiny_model, tmp_path):
-    recipe = values(tiny_model, tmp_path, long=1)
-    recipe["environment"]["strict"] = True
-    with pytest.raises(InputError, match=r"^prompts\.jsonl row 1: prompt leaves no room"):
-        run(recipe)
-
-
 def test_a_seed_without_a_row_stops_before_the_model_is_loaded(tiny_model, tmp_path):
     recipe = values(tiny_model, tmp_path, model={"path": "/nowhere"})
     recipe["evaluation"]["final_seeds"]["count"] = 7
-    with pytest.raises(
-        InputError, match=r"evaluation\.final_seeds: the last seed is 20, but environment\.prompts has 20 usable rows"
-    ):
+    with pytest.raises(InputError, match=r"evaluation\.final_seeds: the last seed is 20, .*has 20 usable rows"):
         run(recipe)
 
 
@@ -249,13 +233,4 @@ def test_a_killed_run_with_running_statistics_resumes_to_the_same_bits(tiny_mode
     assert small.run(killed, die_at=("posttrain.training.updater:Updater.update", 2)) == -9
     assert small.run(killed, resume=True) == 0
     whole, again = tmp_path / "whole" / "text", tmp_path / "killed" / "text"
-    assert small.weights(whole) == small.weights(again)
-    assert small.metrics(whole) == small.metrics(again)
-    assert small.episodes(whole) == small.episodes(again)
-
-
-def test_answers_without_a_score_are_refused(tiny_model, tmp_path):
-    recipe = values(tiny_model, tmp_path, model={"path": "/nowhere"})
-    del recipe["environment"]["reward"]
-    with pytest.raises(InputError, match=r"nothing scores the answers; .*environment\.reward"):
-        run(recipe)
+    small.assert_same(whole, again)

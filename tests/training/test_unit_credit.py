@@ -246,10 +246,7 @@ THINKING = Spans(np.array([0, 4, 7, 11, 13]), np.array([False, True, True, False
 """Four tokens of thinking, two units of three and four tokens, and a closing remark of two."""
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [("even", [0, 1.5, 1.5, 0]), ("outcome", [0, 0, 0, 3])],
-)
+@pytest.mark.parametrize(("kind", "expected"), [("even", [0, 1.5, 1.5, 0]), ("outcome", [0, 0, 0, 3])])
 def test_shares_of_the_outcome_go_to_units(kind, expected):
     creditor = object.__new__(UnitCreditor)
     answer = JudgedAnswer(stream_of(np.arange(3, 18), np.arange(15) >= 2), THINKING, 3.0, "an answer")

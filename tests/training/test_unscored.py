@@ -40,15 +40,8 @@ def train(tiny_model, tmp_path):
             seeds={"start": 0, "count": 16},
             steps=1,
             runs=f"{tmp_path}",
-            **{
-                "name": "run",
-                "evaluation": {
-                    "every": 0,
-                    "seeds": {"start": 24, "count": 2},
-                    "final_seeds": {"start": 16, "count": 8},
-                },
-                **keys,
-            },
+            evaluation={"every": 0, "seeds": {"start": 24, "count": 2}, "final_seeds": {"start": 16, "count": 8}},
+            **{"name": "run", **keys},
         )
         lines = read_metrics(result.run / "metrics.jsonl")
         return {line["kind"]: line for line in lines}, result

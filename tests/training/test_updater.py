@@ -15,6 +15,7 @@ from posttrain.training.objectives import PolicyObjective, SupervisedObjective, 
 from posttrain.training.optimizer import Optimizer, decayed
 from posttrain.training.updater import Updater, pack
 from tests.conftest import save_tiny_model
+from tests.training import small
 
 from .test_batches import sample
 
@@ -42,14 +43,8 @@ def samples(seed=0):
 
 def gradients(model, budget, objective, monkeypatch):
     """Gradients as they stand just before the optimizer applies them."""
-    found = {}
     subject = learner(model, budget)
-
-    def keep(self):
-        found.update({n: p.grad.clone() for n, p in zip(self.names, self.masters, strict=True)})
-        return 1.0
-
-    monkeypatch.setattr(Optimizer, "step", keep)
+    found = small.kept_gradients(monkeypatch)
     subject.update(samples(), objective)
     return found
 

@@ -55,10 +55,7 @@ def test_a_limit_on_an_evaluation_metric_reads_the_evaluation():
         ([line(0, **{"return": 1.0})], "no evaluation after step 0"),
         ([line(1, **{"return": None}, success=1.0)], "return was never a number"),
         ([line(1, success=1.0, success_low=0.5)], "its evaluations have no return; they have success$"),
-        (
-            [line(1, "train", policy__entropy=1), line(1, **{"return": 1.0})],
-            "have policy/kl .*they have policy/entropy",
-        ),
+        ([line(1, "train", policy__entropy=1), line(1, **{"return": 1.0})], "have policy/kl .*they have"),
     ],
 )
 def test_missing_measurements_are_reported(lines, said):
@@ -67,8 +64,7 @@ def test_missing_measurements_are_reported(lines, said):
 
 
 @given(
-    st.lists(st.one_of(st.none(), st.floats(-5, 5)), min_size=1, max_size=12),
-    st.sampled_from(["minimize", "maximize"]),
+    st.lists(st.one_of(st.none(), st.floats(-5, 5)), min_size=1, max_size=12), st.sampled_from(["minimize", "maximize"])
 )
 def test_it_equals_a_plain_search(values, direction):
     lines = [line(step, **{"return": value}) for step, value in enumerate(values)]

@@ -101,12 +101,8 @@ def trained(folder: Path, model: Path, name: str = "live", steps: int = 100_000)
     """A run of the bandit that trains meanwhile."""
     keys = [f"name={name}", f"runs={folder}", f"model.path={model}", f"steps={steps}", "environment.type=bandit"]
     small = ["rollout.groups_per_step=2", "rollout.episodes_per_group=4", "rollout.tokens_per_turn=8"]
-    small += [
-        "evaluation.every=5",
-        "evaluation.seeds.count=8",
-        "evaluation.final_seeds.count=8",
-        "checkpoint.every=1000",
-    ]
+    small += ["evaluation.every=5", "evaluation.seeds.count=8", "evaluation.final_seeds.count=8"]
+    small += ["checkpoint.every=1000"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command("rl", *keys, *small), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment

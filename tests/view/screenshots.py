@@ -37,32 +37,14 @@ stages:
   - {name: sft, stage: sft, steps: 10, from: warm-up, experts: {expert: optimal, seeds: {count: 64}}, optimizer: {learning_rate: 1.0e-3}}
   - {name: rl, stage: rl, steps: 10, from: warm-up, optimizer: {learning_rate: 5.0e-4}}
 """
-_SHARED = [
-    "rollout.episodes_per_group=8",
-    "rollout.tokens_per_turn=10",
-    "learner.updates_per_step=2",
-    "optimizer.warmup_updates=10",
-    "evaluation.sampling.temperature=1.0",
-    "evaluation.every=4",
-]
-_SORT = [
-    "environment.type=word_sort",
-    "credit.type=grpo",
-    "rollout.groups_per_step=16",
-    "kl={coefficient: 0.02, estimator: k2}",
-    "evaluation.seeds={start: 1000000, count: 128}",
-    "evaluation.final_seeds={start: 2000000, count: 256}",
-    "steps=28",
-]
-_LAKE = [
-    "environment={type: frozen_lake, slippery: false, max_turns: 6, observation: local}",
-    "rollout.tokens_per_episode=900",
-    "rollout.groups_per_step=8",
-    "evaluation.seeds.count=32",
-    "evaluation.final_seeds.count=64",
-    "steps=12",
-    "name=lake",
-]
+_SHARED = ["rollout.episodes_per_group=8", "rollout.tokens_per_turn=10", "learner.updates_per_step=2"]
+_SHARED += ["optimizer.warmup_updates=10", "evaluation.sampling.temperature=1.0", "evaluation.every=4"]
+_SORT = ["environment.type=word_sort", "credit.type=grpo", "rollout.groups_per_step=16"]
+_SORT += ["kl={coefficient: 0.02, estimator: k2}", "evaluation.seeds={start: 1000000, count: 128}"]
+_SORT += ["evaluation.final_seeds={start: 2000000, count: 256}", "steps=28"]
+_LAKE = ["environment={type: frozen_lake, slippery: false, max_turns: 6, observation: local}"]
+_LAKE += ["rollout.tokens_per_episode=900", "rollout.groups_per_step=8", "evaluation.seeds.count=32"]
+_LAKE += ["evaluation.final_seeds.count=64", "steps=12", "name=lake"]
 _BROKEN = "def score(prompt, answer):\n    raise ValueError('the parser found no number in the answer')\n"
 
 

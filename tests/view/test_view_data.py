@@ -62,10 +62,8 @@ def test_seeds_are_one_line_with_their_mean(tmp_path):
     assert mean == pytest.approx(0.48)
     half = 2.776 * 0.4 * 0.158114 / math.sqrt(5)  # t(0.975, 4) s / sqrt(5), and a little skewness
     assert (mean - low, high - mean) == pytest.approx((half, half), rel=1e-2)
-    assert {line.label for line in lines_of(tmp_path, seeds="apart")} == {
-        "other",
-        *(f"grpo-seed{n}" for n in range(1, 6)),
-    }
+    apart = {line.label for line in lines_of(tmp_path, seeds="apart")}
+    assert apart == {"other", *(f"grpo-seed{n}" for n in range(1, 6))}
 
 
 def test_the_list_is_filtered_sorted_and_read_lazily(tmp_path):

@@ -15,13 +15,7 @@ from posttrain.recipe.rollout import SamplingRecipe
 
 GREEDY = SamplingRecipe(temperature=0.0)
 WARM = SamplingRecipe(temperature=1.0)
-SMALL = {
-    "type": "vllm",
-    "max_num_seqs": 8,
-    "threads": 1,
-    "tokens_per_forward": 512,
-    "cache_gigabytes": 0.1,
-}
+SMALL = {"type": "vllm", "max_num_seqs": 8, "threads": 1, "tokens_per_forward": 512, "cache_gigabytes": 0.1}
 """Keys of an engine that starts on little memory."""
 
 

@@ -98,11 +98,7 @@ def test_answers_stop_like_those_of_the_local_engine(engine, policy):
     finally:
         policy.end_tokens = ends
     assert [(one.ids, one.stop_reason) for one in found] == [(one.ids, one.stop_reason) for one in wanted]
-    assert {one.stop_reason for one in found} == {
-        StopReason.STOP_STRING,
-        StopReason.END_TOKEN,
-        StopReason.TURN_BUDGET,
-    }
+    assert {one.stop_reason for one in found} == {StopReason.STOP_STRING, StopReason.END_TOKEN, StopReason.TURN_BUDGET}
 
 
 def test_turns_and_groups_share_cached_tokens(engine):

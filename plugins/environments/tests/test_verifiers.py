@@ -105,13 +105,8 @@ def test_an_exchange_ends_at_its_limit_and_at_its_stops():
 def test_a_run_trains_on_an_env(tiny_model, tmp_path):
     words = [f"model.path={tiny_model}", f"environment.type={ADAPTER}", "environment.taskset=guess_v1", "steps=1"]
     words += ["environment.max_turns=3", "rollout.groups_per_step=2", "rollout.episodes_per_group=2", "plots=false"]
-    words += [
-        "rollout.tokens_per_turn=4",
-        "evaluation.held_out=2",
-        "evaluation.every=0",
-        f"runs={tmp_path}",
-        "name=guess",
-    ]
+    words += ["rollout.tokens_per_turn=4", "evaluation.held_out=2", "evaluation.every=0", f"runs={tmp_path}"]
+    words += ["name=guess"]
     assert main(["rl", *words]) == 0
 
 
@@ -138,8 +133,7 @@ def test_an_infinite_taskset_is_read_up_to_a_number_of_tasks():
 
 
 @pytest.mark.parametrize(
-    ("taskset", "message"),
-    [("nosuch", "'nosuch' cannot be loaded"), ("textarena", "cannot be loaded")],
+    ("taskset", "message"), [("nosuch", "'nosuch' cannot be loaded"), ("textarena", "cannot be loaded")]
 )
 def test_a_taskset_that_cannot_be_loaded_is_one_sentence(taskset, message):
     with pytest.raises(InputError, match=message):

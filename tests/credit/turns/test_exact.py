@@ -14,12 +14,7 @@ from posttrain.credit.assign import compute_advantages, reward_streams
 from posttrain.credit.critic import bilevel_gae
 from posttrain.recipe.credit import CreditRecipe
 from tests.credit.decision_process import PARAMETERS, STATES, Trajectory, episode, score, trajectories
-from tests.credit.test_unbiased import (
-    LOG_POLICY,
-    error_of_direction,
-    expected_gradient,
-    relative_error,
-)
+from tests.credit.test_unbiased import LOG_POLICY, error_of_direction, expected_gradient, relative_error
 
 from .test_bilevel_gae import published
 

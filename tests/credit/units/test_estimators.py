@@ -5,15 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.credit.units.estimators import (
-    even,
-    full_coalition,
-    last,
-    leave_one_out_coalitions,
-    loo,
-    prefix,
-    trunc,
-)
+from posttrain.credit.units.estimators import even, full_coalition, last, leave_one_out_coalitions, loo, prefix, trunc
 from posttrain.seeds import random_stream
 
 OR, AND = (0.0, 1.0, 1.0, 1.0), (0.0, 0.0, 0.0, 1.0)

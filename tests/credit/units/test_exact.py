@@ -13,15 +13,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from posttrain.credit.assign import compute_advantages
-from posttrain.credit.units.estimators import (
-    even,
-    full_coalition,
-    last,
-    leave_one_out_coalitions,
-    loo,
-    prefix,
-    trunc,
-)
+from posttrain.credit.units.estimators import even, full_coalition, last, leave_one_out_coalitions, loo, prefix, trunc
 from posttrain.credit.units.mixing import UnitAdvantages, UnitRewards, with_unit_advantages, with_unit_rewards
 from posttrain.credit.units.spans import Spans
 from posttrain.episode import Advantages, RewardStreams

@@ -303,10 +303,7 @@ def test_episodes_without_units_get_outcome_credit_in_a_batch_with_units(beta):
         assert of_tokens(made[place], rewards.values[place]).any() == (place != 2)
     # Only episodes with units have a part in the statistics.
     alone = with_unit_advantages(
-        [made[0], made[3]],
-        Advantages([outcome.values[0], outcome.values[3]]),
-        [judged_units[0], judged_units[3]],
-        beta,
+        [made[0], made[3]], Advantages([outcome.values[0], outcome.values[3]]), [judged_units[0], judged_units[3]], beta
     )
     assert same_bits(alone.values[0], advantages.values[0])
 

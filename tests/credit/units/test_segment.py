@@ -23,10 +23,7 @@ def recipe(kind, **keys):
 
 
 limits = st.fixed_dictionaries(
-    {
-        "max_units": st.none() | st.integers(1, 4),
-        "thinking": st.sampled_from(["whole", "split"]),
-    }
+    {"max_units": st.none() | st.integers(1, 4), "thinking": st.sampled_from(["whole", "split"])}
 )
 cutting = st.one_of(
     limits.map(lambda keys: recipe("steps", closing="^B", **keys)),

@@ -132,15 +132,9 @@ BASE = ["environment.type=bandit", "hardware.ray=auto"]
     ("words", "said"),
     [
         (["hardware.dedicated.critic=1"], "there is no critic with weights of its own; set credit.type=gae"),
-        (
-            ["hardware.dedicated.critic=1", "credit.type=gae", "critic.backbone=shared"],
-            "there is no critic with weights of its own",
-        ),
+        (["hardware.dedicated.critic=1", "credit.type=gae", "critic.backbone=shared"], "there is no critic with"),
         (["hardware.dedicated.reference=1"], "there is no KL penalty with a fixed reference model"),
-        (
-            ["engine.type=vllm", "engine.weight_transfer=nccl"],
-            "engine.weight_transfer: nccl does not work with hardware.ray",
-        ),
+        (["engine.type=vllm", "engine.weight_transfer=nccl"], "engine.weight_transfer: nccl does not work with"),
     ],
 )
 def test_a_placement_that_a_run_does_not_have_is_refused(words, said):

