@@ -179,3 +179,9 @@ def test_a_pass_waits_for_every_open_episode(tiny_policy):
     assert [a.ids for a in fast] == [a.ids for a in slow]
     assert [a.logprobs for a in fast] == [a.logprobs for a in slow]
     assert fast_forwards == slow_forwards
+
+
+def test_a_full_cache_makes_requests_wait(tiny_policy):
+    engine = LocalEngine(tiny_policy, LocalEngineRecipe(slots=2, tokens_per_forward=16))
+    answers = generate(engine, [Request(p, SamplingRecipe(), i, 8) for i, p in enumerate(prompts(11))])
+    assert all(1 <= len(a.ids) <= 8 for a in answers)

@@ -89,3 +89,8 @@ def test_running_sums_by_products_are_running_sums(rows, count, seed):
         patch.setattr(cuda, "TERMS", 8)  # 300 numbers are blocks of blocks of blocks
         found = cuda.sum_by_products(values)
     torch.testing.assert_close(found, values.cumsum(-1), rtol=1e-13, atol=0)
+
+
+def test_logits_that_are_not_finite_are_an_error():
+    with pytest.raises(FloatingPointError):
+        sample(torch.tensor([[float("nan"), 0.0]]), [SamplingRecipe()], [0.5])

@@ -251,3 +251,10 @@ def test_the_moving_mean_is_centered_and_shrinks_at_the_ends(count: int) -> None
     reach = [min(i, count - 1 - i, 5) for i in range(count)]
     expected = [sum(values[i - r : i + r + 1]) / (2 * r + 1) for i, r in enumerate(reach) if r >= 2]
     assert smoothed(values) == pytest.approx(expected)
+
+
+def test_a_run_that_never_succeeds_has_a_learning_curve(run: RunDirectory) -> None:
+    lines = logged(run, [(step, "evaluation", evaluation(0.0)) for step in (0, 3)])
+    figure = draw_figure("learning_curve", lines)
+    assert figure is not None
+    assert max(line.get_ydata().max() for line in lines_of(figure).values() if len(line.get_xdata()) == 2) == 0.0

@@ -204,3 +204,30 @@ def test_the_value_gradient_does_not_depend_on_the_split(tiny_model, reward_mode
     assert one == 1 < several
     for name, gradient in whole.items():
         torch.testing.assert_close(parts[name], gradient, atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_ppo_raises_the_return(tiny_model, tmp_path):
+    """As `test_training_raises_the_return`, with one episode per task: nothing to compare with but the critic."""
+    run, _ = train(
+        tiny_model,
+        tmp_path,
+        credit={"type": "gae"},
+        critic={"optimizer": {"learning_rate": 3e-3}},
+        steps=30,
+        kl={"coefficient": 0.0},
+        entropy={"coefficient": 0.0},
+        seeds={"start": 0, "count": 100},
+        rollout={"groups_per_step": 32, "episodes_per_group": 1, "tokens_per_turn": 8, "tokens_per_episode": 700},
+        learner={"tokens_per_batch": 8000, "updates_per_step": 2},
+        optimizer={"learning_rate": 3e-3},
+        evaluation={
+            "every": 30,
+            "seeds": {"start": 1000, "count": 64},
+            "final_seeds": {"start": 2000, "count": 30},
+            "sampling": {"temperature": 1.0},
+            "metric": "return",
+        },
+    )
+    before, after = lines(run, "evaluation")[0], lines(run, "evaluation")[-1]
+    assert after["return_low"] > before["return_high"]

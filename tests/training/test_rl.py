@@ -260,3 +260,28 @@ def test_remax_drops_a_group_whose_greedy_episode_failed(tiny_model, tmp_path, m
     assert message[:8] == "groups ["
     assert message.endswith("] are left out: the greedy episode that remax compares with failed or has no reward")
     assert lines(run, "train")[0]["rollout/kept"] == 3
+
+
+@pytest.mark.slow
+def test_training_raises_the_return(tiny_model, tmp_path):
+    """The whole loop learns: more different letters after twelve steps than before, on held-out tasks."""
+    run, _ = train(
+        tiny_model,
+        tmp_path,
+        steps=12,
+        kl={"coefficient": 0.0},
+        entropy={"coefficient": 0.0},
+        seeds={"start": 0, "count": 100},
+        rollout={"groups_per_step": 4, "episodes_per_group": 8, "tokens_per_turn": 8, "tokens_per_episode": 700},
+        learner={"tokens_per_batch": 8000},
+        optimizer={"learning_rate": 1e-2},
+        evaluation={
+            "every": 30,
+            "seeds": {"start": 1000, "count": 64},
+            "final_seeds": {"start": 2000, "count": 2},
+            "sampling": {"temperature": 1.0},
+            "metric": "return",
+        },
+    )
+    before, after = lines(run, "evaluation")[0], lines(run, "evaluation")[-1]
+    assert after["return_low"] > before["return_high"]

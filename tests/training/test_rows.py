@@ -11,7 +11,7 @@ from posttrain.data.rendering import Renderer, TokenStream
 from posttrain.data.tokens import TokenRow
 from posttrain.errors import InputError
 from posttrain.recipe.data import DataRecipe
-from posttrain.recipe.stages import DpoRecipe
+from posttrain.recipe.stages import DpoRecipe, RewardRecipe
 from posttrain.training.rows import EpochRows, StreamedRows, check_rows, hold_out, load_data, samples_of_row
 from tests.conftest import make_tokenizer
 from tests.training.preferences import pair_rows, write_jsonl
@@ -310,3 +310,22 @@ def test_labels_of_one_kind_are_refused_and_rare_ones_warned_of(labels, warned, 
             check_rows(recipe, data)
     else:
         assert len(check_rows(recipe, data)) == warned
+
+
+def test_margins_missing_in_all_rows_are_reported(tmp_path):
+    def told(rows, margin=True, column="margin"):
+        path = write_jsonl(tmp_path / "m.jsonl", rows)
+        data = {"train": path, "max_tokens": 60, "cache": str(tmp_path / "tokens"), "columns": {"margin": column}}
+        recipe = RewardRecipe(data=data, loss={"margin": margin})
+        return check_rows(recipe, load(recipe.data, "pair"))
+
+    rows = pair_rows(6)
+    bare = [{key: value for key, value in row.items() if key != "margin"} for row in rows]
+    said = ["loss.margin has no effect: no training row has a number above 0 in the column `margin`"]
+    assert told(rows) == []
+    assert [line.partition(" (")[0] for line in told(bare)] == said
+    assert [line.partition(" (")[0] for line in told([{**row, "margin": 0} for row in rows])] == said
+    assert told(bare, margin=False) == []
+    assert told([{**row, "lead": 1} for row in bare], column="lead") == []
+    with pytest.raises(InputError, match=r"^data\.columns\.margin: no training row .* `laed`; correct the name"):
+        told([{**row, "lead": 1} for row in bare], column="laed")

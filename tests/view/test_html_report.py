@@ -3,6 +3,8 @@
 import base64
 import json
 import re
+import subprocess
+from shutil import which
 from xml.etree import ElementTree
 
 import numpy as np
@@ -146,6 +148,15 @@ def test_tokens_have_the_colour_of_their_credit(tmp_path, tiny_model):
     assert "blue above 0" in page.text
 
 
+def test_tokens_of_equal_credit_are_one_piece(tmp_path, tiny_model):
+    path = make_run(tmp_path, "credited", model={"path": str(tiny_model)})
+    episode = played(rewards=(1.0,), tokens=6)
+    credit = np.full(len(episode.streams[0]), 0.5, np.float32)
+    write_episodes(RunDirectory(path).episodes, 4, "train", [episode], Advantages([[credit]]))
+    page = page_of(write_html([path])[0])
+    assert [attrs["title"] for attrs in page.all("span") if attrs.get("title")] == ["+0.5000, 6 tokens"]
+
+
 def test_units_are_shown_with_their_credit(tmp_path, tiny_model):
     path = make_run(
         tmp_path, "units", model={"path": str(tiny_model)}, unit_credit={"type": "loo"}, reward={"path": "m"}
@@ -158,6 +169,26 @@ def test_units_are_shown_with_their_credit(tmp_path, tiny_model):
     rows = [attrs for attrs in page.all("td") if attrs.get("style")]
     assert [row["style"].split("(")[1][:3] for row in rows[:2]] == ["86,", "230"]
     assert [attrs["title"] for attrs in page.all("span") if attrs.get("title")][:3] == ["-1.0000", "-0.5000", "+0.0000"]
+
+
+def test_without_a_tokenizer_answers_are_shown_without_colors(tmp_path, capsys):
+    path = make_run(tmp_path, "gone", model={"path": str(tmp_path / "no-model")})
+    with_credit(RunDirectory(path), [70, 71, 72])
+    file, notes = write_html([path])
+    assert "tokenizer of the run cannot be loaded" in "".join(notes)
+    page = page_of(file)
+    assert "answer 0" in page.text
+    assert not [attrs for attrs in page.all("span") if attrs.get("title")]
+
+
+def test_a_long_answer_is_folded_and_cut_with_a_notice(tmp_path):
+    path = make_run(tmp_path, "long")
+    episode = played()
+    episode.messages[1]["content"] = episode.turns[0].answer = "word " * 10_000
+    write_episodes(RunDirectory(path).episodes, 4, "evaluation", [episode])
+    page = page_of(write_html([path])[0])
+    assert "[38000 more characters are not shown]" in page.text
+    assert page.text.count("word ") < 2500
 
 
 def test_several_runs_are_shown_side_by_side(tmp_path):
@@ -227,3 +258,58 @@ def test_report_errors(tmp_path, capsys):
     metrics.write_text("{}\n" + metrics.read_text())
     assert main(["report", str(path)]) == 1
     assert "line 1 is damaged" in capsys.readouterr().err
+
+
+def test_a_tensorboard_log_has_no_report(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        writer.add_scalar("loss", 1.0, 1)
+    with pytest.raises(InputError, match="use `posttrain plot`"):
+        write_html([tmp_path])
+
+
+def finished_run(tmp_path):
+    """A run with a result, a wide table and an episode."""
+    path = make_run(tmp_path, "lone")
+    write_episodes(RunDirectory(path).episodes, 4, "evaluation", [played(seed=1)])
+    cells = ["policy", "success", "mean return", "n", "note"]
+    table = {
+        "title": "t",
+        "headings": cells,
+        "rows": [["trained model", "99.0% [98.0, 99.9]", "0.990 [0.980, 0.999]", "200", "x " * 30]],
+    }
+    table |= {"note": "", "words": ["policy", "note"]}
+    (path / "results.json").write_text(json.dumps({"tables": [table], "policies": []}))
+    return path
+
+
+def test_the_page_opens_with_the_result_and_ends_with_the_machine(tmp_path):
+    path = finished_run(tmp_path)
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "warning", "step": 1, "message": "one"}) + "\n")
+    raw = (write_html([path])[0]).read_text()
+    places = (
+        '<p class="lead">',
+        "<table>",
+        "<h3>Curves</h3>",
+        "<h3>Warnings and failures</h3>",
+        "<h3>The run</h3>",
+        "<h3>Machine</h3>",
+    )
+    order = [raw.index(part) for part in places]
+    assert order == sorted(order)
+
+
+@pytest.mark.skipif(which("chromium") is None, reason="chromium is not installed")
+def test_nothing_but_tables_and_figures_is_wider_than_a_phone(tmp_path):
+    """In a window of 400 pixels the page itself does not scroll sideways."""
+    file, _ = write_html([finished_run(tmp_path)])
+    probe = tmp_path / "probe.html"
+    script = "let page = f.contentDocument.documentElement; document.title = page.scrollWidth - page.clientWidth"
+    probe.write_text(
+        f'<iframe id="f" src="{file}" style="width:400px;height:900px;border:0" onload="{script}"></iframe>'
+    )
+    words = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
+    page = subprocess.run([*words, probe.as_uri()], capture_output=True, text=True, timeout=120)
+    assert re.search(r"<title>0</title>", page.stdout), page.stdout[:500]

@@ -123,6 +123,12 @@ def test_code_that_a_run_names_is_not_imported(tmp_path):
     assert not proof.exists()
 
 
+def test_a_folder_that_is_not_there_is_one_sentence(tmp_path):
+    done = subprocess.run(command("view", tmp_path / "none"), capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "there is no folder" in done.stderr
+
+
 @needs_browser
 def test_text_of_models_stays_text_and_long_lines_stay_in_the_page(tmp_path):
     path = make_run(tmp_path, "hostile")
@@ -150,6 +156,36 @@ def test_text_of_models_stays_text_and_long_lines_stay_in_the_page(tmp_path):
             assert "posttrain" in page.title()
             assert page.evaluate("document.documentElement.scrollWidth") <= 400
             assert page.locator("main img, main script").count() == 0
+
+
+@needs_browser
+@pytest.mark.slow
+def test_curves_can_be_zoomed_smoothed_filtered_and_put_on_a_log_scale(tmp_path):
+    run = RunDirectory(make_run(tmp_path, "curves"))
+    with MetricsLog(run, []) as log:
+        for step, value in enumerate((-0.25, 0.0125, 0.155, -0.125, 3e-18, 0.0096), start=10):
+            log.write(step, "train", {"rollout/return": value, "loss/policy": value, "speed/tokens_per_second": 2e6})
+    with served(tmp_path) as server, browsed() as page:
+        page.goto(server.address)
+        page.goto(f"{server.root}/run/curves")
+        page.wait_for_selector("#charts[data-ready] canvas")
+        every = page.locator(".chart:visible").count()
+        page.fill("#only", "tokens per second")
+        assert page.locator(".chart:visible h3").all_inner_texts() == ["Tokens per second"]
+        page.fill("#only", "")
+        assert page.locator(".chart:visible").count() == every
+        plot, everything = page.locator(".plot .u-over").first, page.locator("#all")
+        place = plot.bounding_box()
+        for x, act in ((0.3, page.mouse.down), (0.7, page.mouse.up)):
+            page.mouse.move(place["x"] + x * place["width"], place["y"] + 50, steps=4)
+            act()
+        page.wait_for_selector("#all:enabled")
+        assert "not" in everything.inner_text()
+        page.check("#log")  # a tick for each step from rounding noise on had no end
+        page.locator("#smoothing").press("PageUp")
+        everything.click()
+        page.wait_for_selector("#all:disabled")
+        assert page.locator(".chart canvas").count() >= every
 
 
 @needs_browser
