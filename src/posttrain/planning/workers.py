@@ -130,8 +130,7 @@ def workers_of(recipe: TrainedRecipe, nodes: list[Node]) -> list[Worker]:
     needed = 0 if together else engines.devices * per_worker
     count = engine_count(recipe, gpus)
     workers += [Worker(ENGINE, i, CORES[ENGINE], needed, together) for i in range(count)]
-    rewards = hardware.rewards
-    workers += [Worker(REWARD, i, CORES[REWARD], rewards.devices * per_worker) for i in range(reward_count(recipe))]
+    workers += [Worker(REWARD, i, CORES[REWARD], per_worker) for i in range(reward_count(recipe))]
     if recipe.sampler is None:
         return workers
     wanted = hardware.environments.count

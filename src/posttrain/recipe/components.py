@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Annotated, Any, Generic, ParamSpec, TypeVar
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from posttrain.errors import InputError
 from posttrain.plugins import Group, PluginError, entry_points, load, more, require_trust
@@ -56,6 +56,12 @@ class EnvironmentRecipe(BaseConfig):
         """The recipe key of the files whose rows are the tasks; None if tasks are generated from seeds."""
         return None
 
+
+AnyEnvironment = Annotated[
+    SerializeAsAny[EnvironmentRecipe],
+    BeforeValidator(lambda value: environment_recipe(value) if isinstance(value, dict) else value),
+]
+"""The recipe of an environment, whose class depends on its `type`."""
 
 _looking: ContextVar[bool] = ContextVar("looking", default=False)
 
@@ -184,8 +190,10 @@ def module_of_file(path: Path) -> ModuleType:
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, SystemExit):
-            remedy = "put the commands of the file under `if __name__ == '__main__':`"
-            raise InputError(f"{path} ends the program when it is imported (SystemExit: {error}); {remedy}") from error
+            raise InputError(
+                f"{path} ends the program when it is imported (SystemExit: {error}); put its commands under "
+                "`if __name__ == '__main__':`"
+            ) from error
         raise
     return module
 

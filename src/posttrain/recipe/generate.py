@@ -15,9 +15,8 @@ from posttrain.recipe.engines import (
     refuse_unknown_sampling,
 )
 from posttrain.recipe.metrics import Metric
-from posttrain.recipe.needs import unless
 from posttrain.recipe.plan import TaskSplit, counted
-from posttrain.recipe.rollout import MOST_EPISODES, OWN_CONTEXT, SamplingRecipe, StopString
+from posttrain.recipe.rollout import LOADED, MOST_EPISODES, SamplingRecipe, StopString
 from posttrain.recipe.run import StageRecipe, imported
 
 OWN_COLUMNS = (
@@ -61,7 +60,7 @@ class LimitsRecipe(BaseConfig):
 
     tokens_per_turn: int = Field(512, ge=1)
     """Maximum number of tokens of an answer."""
-    tokens_per_episode: Annotated[int, OWN_CONTEXT] = Field(4096, ge=16)
+    tokens_per_episode: Annotated[int, LOADED] = Field(4096, ge=16)
     """Longest context in tokens, prompt and answer together, reduced to the model's own limit. A prompt that leaves less than `tokens_per_turn` is skipped and reported."""
     stop_strings: list[StopString] = []
     """Strings that end an answer, in addition to the model's end token. The string is part of the answer."""
@@ -109,9 +108,7 @@ class GenerateRecipe(StageRecipe):
     """`keep`: predictions include thinking. `remove`: strip it, up to `</think>`, and record its length."""
     keep_columns: list[Text] = []
     """Columns of the data to copy into the predictions."""
-    window: Annotated[
-        int, unless("engine.type", "openai", reason="engine.type is openai, so answers are independent")
-    ] = Field(512, ge=1)
+    window: Annotated[int, LOADED] = Field(512, ge=1)
     """Local engine: number of answers computed as one batch. A resumed run repeats the interrupted batch, to the same bits. Larger values use the engine better; smaller values lose less work."""
     out: Writes | None = None
     """Predictions file (JSON lines). Null: `predictions.jsonl` in the run directory."""

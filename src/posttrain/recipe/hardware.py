@@ -26,9 +26,7 @@ class RewardPlacement(BaseConfig):
     """Copies of the reward model at `reward.path`, each in its own process."""
 
     count: int = Field(0, ge=0)
-    """Number of copies; each scores a share of the episodes. 0: the reward model runs in the learner process."""
-    devices: int = Field(1, ge=0, le=1)
-    """GPUs per copy, on clusters with GPUs."""
+    """Number of copies, each with one GPU on clusters with GPUs; each scores a share of the episodes. 0: the reward model runs in the learner process."""
 
 
 class EnvironmentPlacement(BaseConfig):
@@ -47,7 +45,7 @@ class DedicatedPlacement(BaseConfig):
     """Copies of the reference model of the KL penalty; each scores a share of the episodes. 0: it runs in the learners' processes."""
 
 
-ON_RAY = needs("ray", reason="there is no Ray cluster", remedy="set `hardware.ray: auto`", refused=True)
+ON_RAY = needs("ray", remedy="set `hardware.ray: auto`", refused=True)
 
 
 class HardwareRecipe(BaseConfig):
@@ -66,13 +64,7 @@ class HardwareRecipe(BaseConfig):
     """Free the gathered weights of a layer after its forward pass and gather them again for the backward pass: less memory, 50% more communication."""
     offload: Annotated[
         Literal["none", "rollouts", "optimizer", "all"],
-        unless(
-            "stage",
-            "sft",
-            "reward",
-            reason=lambda find: f"the {find('stage')} stage samples no episodes",
-            only=lambda value: value == "rollouts",
-        ),
+        unless("stage", "sft", "reward", only=lambda value: value == "rollouts"),
     ] = "none"
     """What is kept in CPU memory instead of a GPU's. `rollouts`: float32 masters and moments, but only while episodes are sampled, and the reference model between its passes; for `rl` and `distill`. `optimizer`: float32 masters, their gradients and the moments, with AdamW on the CPU, and the reference model between its passes; during rollouts the GPU then holds only the weights of the policy. `all`: also weights, one layer of which is on the GPU at a time. With several processes, each GPU keeps its share of the reference model and, with `rollouts`, of the masters, which are its weights. Settings other than `none` are an error on a CPU."""
     deterministic: bool = False
