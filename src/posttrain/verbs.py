@@ -23,7 +23,7 @@ from posttrain.recipe.compose import merge_typed, plain_values, typed_recipe
 from posttrain.recipe.pipeline import load_pipeline
 from posttrain.recipe.sources import Layer, read_file, texts
 from posttrain.recipe.stages import STAGES, EvaluateRecipe, Recipe
-from posttrain.recipe.trust import require_trust_of_run
+from posttrain.recipe.trust import require_trust_directory
 from posttrain.result import Result
 from posttrain.runs.directory import RunDirectory
 from posttrain.terminal import printable
@@ -277,7 +277,7 @@ def read_recipe(stage: str, /, *recipe: RecipeLike, resume: str | Path | None = 
     layers = _layers(recipe, overrides)
     for part, layer in zip(recipe, layers, strict=False):
         if isinstance(part, str | Path):
-            require_trust_of_run(Path(part), layer.values, stage)
+            require_trust_directory(Path(part), layer.values, stage)
     return typed_recipe(merge_typed(layers, stage), stage) if resume is None else _resumed(stage, layers, Path(resume))
 
 
@@ -315,14 +315,12 @@ def _run(
     if isinstance(reward, Mapping | BaseConfig):
         overrides = {**overrides, "reward": reward}
     elif reward is not None:
-        weighted = (
-            [one if isinstance(one, tuple) else (one, 1.0) for one in reward] if isinstance(reward, list) else None
-        )
-        name: Any = (
-            register_reward(reward)  # type: ignore[arg-type]
-            if weighted is None
-            else [{"function": register_reward(function), "weight": weight} for function, weight in weighted]
-        )
+        name: Any = None
+        if isinstance(reward, list):
+            weighted = [one if isinstance(one, tuple) else (one, 1.0) for one in reward]
+            name = [{"function": register_reward(function), "weight": weight} for function, weight in weighted]
+        else:
+            name = register_reward(reward)  # type: ignore[arg-type]
         if resume is None:
             recipe = [{"environment": {"type": "text_task"}}, *recipe]
             overrides = {**overrides, "environment.reward": name}
@@ -333,7 +331,13 @@ def _run(
     from posttrain.stages import run_stage
 
     if resume is not None and fall_back:
-        _fall_back(RunDirectory.open(resume), typed)
+        from posttrain.training.checkpoint import Checkpoints
+
+        directory = RunDirectory.open(resume)
+        with directory.lock():
+            checkpoints = Checkpoints(directory.checkpoints, directory.load_environment()["id"], typed.checkpoint)  # type: ignore[attr-defined]
+            for message in checkpoints.fall_back():
+                print(printable(f"warning: {message}"), file=sys.stderr)
     with original_folder(resume), _engines_made_by(make_engine, typed):
         done = run_stage(typed, resume=resume is not None, overwrite=overwrite, console=console, callbacks=callbacks)
     return Result.open(done.path)
@@ -353,14 +357,6 @@ def _engines_made_by(make: "MakeEngine | None", recipe: Any) -> Iterator[None]:
         yield
 
 
-def _fall_back(run: RunDirectory, recipe: Any) -> None:
-    from posttrain.training.checkpoint import Checkpoints
-
-    with run.lock():
-        for message in Checkpoints(run.checkpoints, run.load_environment()["id"], recipe.checkpoint).fall_back():
-            print(printable(f"warning: {message}"), file=sys.stderr)
-
-
 @contextmanager
 def original_folder(resume: str | Path | None) -> Iterator[None]:
     """If a file is missing but exists in the folder in which the run was started, add that folder to the InputError."""
@@ -378,20 +374,16 @@ def original_folder(resume: str | Path | None) -> Iterator[None]:
 
 
 def _layers(recipe: Sequence[RecipeLike], overrides: Mapping[str, Any]) -> list[Layer]:
-    layers = [_layer(part) for part in recipe]
+    layers = []
+    for part in recipe:
+        require_type("recipe", part, str, Path, Mapping, BaseConfig, Layer)
+        if not isinstance(part, Layer):
+            part = read_file(str(part)) if isinstance(part, str | Path) else Layer(plain_values(part))
+        layers.append(part)
     for key, value in overrides.items():
         values = plain_values({key: value})
         layers.append(Layer(values, dict.fromkeys(_paths(values), f"argument {key}")))
     return layers
-
-
-def _layer(part: RecipeLike) -> Layer:
-    if isinstance(part, Layer):
-        return part
-    require_type("recipe", part, str, Path, Mapping, BaseConfig)
-    if isinstance(part, str | Path):
-        return read_file(str(part))
-    return Layer(plain_values(part))
 
 
 def _paths(values: Any, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -417,7 +409,7 @@ def _resumed(stage: str, layers: Sequence[Layer], run: Path) -> Recipe:
             )
     place = directory.path.resolve()
     # The run may have been moved or renamed; it continues at its current location and not in its `runs`.
-    require_trust_of_run(directory.recipe_file, {**begun.values, "runs": "runs"}, stage, layers)
+    require_trust_directory(directory.recipe_file, {**begun.values, "runs": "runs"}, stage, layers)
     recipe = typed_recipe(merge_typed([begun, *layers], stage), stage)
     done, steps = directory.saved_step(), getattr(recipe, "steps", None)
     if steps is not None and steps < done:

@@ -364,7 +364,6 @@ def model(
     assert isinstance(first, EvaluateRecipe)
     console.rule(f"stage {first.name}")
     show_plan(first, model_sizes(first.model.path), console, device)
-    stages.show_precision(first, console)
     stages.show_checks(first, console)
 
 

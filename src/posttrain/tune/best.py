@@ -13,7 +13,7 @@ from posttrain.runs.intervals import Estimate, mean_difference, seed_mean
 from posttrain.runs.panels import metric_of
 from posttrain.runs.tables import show_line
 from posttrain.tune.study import from_storage
-from posttrain.tune.trial import Attempt, Outcome, outcome, run_jobs
+from posttrain.tune.trial import Attempt, Job, Outcome, outcome, run_jobs
 
 
 def ranked(study: Study, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
@@ -137,20 +137,14 @@ def verdict(study: Study, results: Sequence[RetestResult]) -> str:
     return f"Trial {first.trial.number} {how}, which contains 0: {names} do not differ significantly."
 
 
-class _RetestJob:
+class _RetestJob(Job):
     """The run of a retested point with one seed."""
 
     def __init__(self, study: Study, result: RetestResult, seed: int, console: Console) -> None:
-        self.study, self.result, self.seed, self.console = study, result, seed, console
         point = from_storage(study, result.trial.params)
         name = f"{result.trial.number:04d}-seed{seed}"
-        self.attempt = Attempt(study.at(point, study.directory / "retest", name, seed=seed))
-
-    def begin(self, device: str | None) -> None:
-        self.attempt.start(device)
-
-    def poll(self) -> None:
-        pass
+        super().__init__(study, Attempt(study.at(point, study.directory / "retest", name, seed=seed)))
+        self.result, self.seed, self.console = result, seed, console
 
     def end(self) -> None:
         text = self.attempt.failure()
