@@ -119,11 +119,11 @@ def evaluate_checkpoints(recipe: EvaluateRecipe) -> PipelineRecipe:
             f"model.path {path}: --all found no checkpoints; name a run with checkpoints, or a pattern in quotes, such as "
             "'runs/run/checkpoints/step_*'"
         )
-    alone = len({folder.name for folder in models}) == len(models)
+    distinct = len({folder.name for folder in models}) == len(models)
     stages = []
     for folder, model in models.items():
         # RUN/checkpoints/step_N of several runs
-        name = folder.name if alone else f"{folder.parents[1].name}-{folder.name}"
+        name = folder.name if distinct else f"{folder.parents[1].name}-{folder.name}"
         values = {"model": recipe.model.model_copy(update={"path": str(model)}), "name": name}
         values["runs"] = str(Path(recipe.runs) / recipe.name)
         stages.append(PipelineStage(name=name, recipe=recipe.model_copy(update=values)))

@@ -163,8 +163,8 @@ def require_trust(path: Path) -> None:
 def pip_command(module: str) -> str:
     """The pip command that installs the missing `module`, as an extra of posttrain or of a plug-in that declares one."""
     wanted = _normalized(module.partition(".")[0])
-    found = metadata.entry_points()
-    plugins = {point.dist.name for group in _GROUPS for point in found.select(group=group) if point.dist is not None}
+    points = metadata.entry_points()
+    plugins = {point.dist.name for group in _GROUPS for point in points.select(group=group) if point.dist is not None}
     for distribution in ("posttrain", *sorted(plugins - {"posttrain"})):
         for extra, required in _extras(distribution):
             if required == wanted:

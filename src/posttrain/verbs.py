@@ -12,7 +12,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -338,23 +338,19 @@ def _run(
             checkpoints = Checkpoints(directory.checkpoints, directory.load_environment()["id"], typed.checkpoint)  # type: ignore[attr-defined]
             for message in checkpoints.fall_back():
                 print(printable(f"warning: {message}"), file=sys.stderr)
-    with original_folder(resume), _engines_made_by(make_engine, typed):
+    placed: AbstractContextManager[None] = nullcontext()
+    if make_engine is not None:
+        hardware = typed.hardware  # type: ignore[attr-defined]
+        if hardware.ray is not None or hardware.processes > 1:
+            raise InputError(
+                "`engine` is a function of this process; set hardware.processes to 1 and remove hardware.ray"
+            )
+        from posttrain.engines.factory import open_engine
+
+        placed = open_engine.placed_by(lambda policy, engine, *rest: make_engine(policy, engine))
+    with original_folder(resume), placed:
         done = run_stage(typed, resume=resume is not None, overwrite=overwrite, console=console, callbacks=callbacks)
     return Result.open(done.path)
-
-
-@contextmanager
-def _engines_made_by(make: "MakeEngine | None", recipe: Any) -> Iterator[None]:
-    """Inside the block, `make` creates the engines of this process; None keeps those of recipes."""
-    if make is None:
-        yield
-        return
-    if recipe.hardware.ray is not None or recipe.hardware.processes > 1:
-        raise InputError("`engine` is a function of this process; set hardware.processes to 1 and remove hardware.ray")
-    from posttrain.engines.factory import open_engine
-
-    with open_engine.placed_by(lambda policy, engine, *rest: make(policy, engine)):
-        yield
 
 
 @contextmanager

@@ -75,9 +75,9 @@ class PluginGroup(TyperGroup):
 
 def usage_message(error: Any) -> str:
     """One sentence for an error in options or arguments, with the command whose help has the right ones."""
-    said = " ".join(error.format_message().split()).rstrip(".")
+    text = " ".join(error.format_message().split()).rstrip(".")
     command = error.ctx.command_path if error.ctx is not None else "posttrain"
-    return f"{said[:1].lower()}{said[1:]}; `{command} --help` shows the options and arguments" if said else ""
+    return f"{text[:1].lower()}{text[1:]}; `{command} --help` shows the options and arguments" if text else ""
 
 
 def _place(ctx: Any) -> str:

@@ -110,8 +110,8 @@ def episodes(
     decode = token_decoder(directory) if tokens or in_units else None
     credited = unit_credit_recipe(directory) if in_units else None
     for number in chosen[:limit]:
-        of_episode = advantages.values[number] if advantages is not None else None
-        console.print(view_episode(played[number], of_episode, decode, tokens, units[number], credited))
+        advantage = advantages.values[number] if advantages is not None else None
+        console.print(view_episode(played[number], advantage, decode, tokens, units[number], credited))
     if len(chosen) > limit:
         console.print(f"and {len(chosen) - limit} more; show them with --limit {len(chosen)}")
 

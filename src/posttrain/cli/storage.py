@@ -103,10 +103,10 @@ def _usages(folders: list[Path] | None) -> "list[Usage]":
 
     runs: dict[Path, RunDirectory] = {}
     for folder in folders or [Path("runs")]:
-        found = runs_in(folder) if folder.is_dir() else []
-        if not found:
+        inside = runs_in(folder) if folder.is_dir() else []
+        if not inside:
             raise InputError(f"there is no run in {folder}; name a run, or a folder that holds runs")
-        runs |= {run.path.resolve(): run for run in found}
+        runs |= {run.path.resolve(): run for run in inside}
     return [usage_of(run) for run in runs.values()]
 
 

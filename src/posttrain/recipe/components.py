@@ -200,18 +200,20 @@ def module_of_file(path: Path) -> ModuleType:
 
 def _class_in(module: Any, class_name: str, where: str) -> Any:
     if class_name:
-        found = {class_name: getattr(module, class_name, None)}
+        classes = {class_name: getattr(module, class_name, None)}
     else:
-        own = {name: v for name, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__}
-        found = {name: v for name, v in own.items() if isinstance(v, type) and hasattr(v, "Recipe")}
-        whole = {name: v for name, v in found.items() if not inspect.isabstract(v)}
-        found = whole or found
+        defined = {name: v for name, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__}
+        classes = {name: v for name, v in defined.items() if isinstance(v, type) and hasattr(v, "Recipe")}
+        whole = {name: v for name, v in classes.items() if not inspect.isabstract(v)}
+        classes = whole or classes
     start = f"environment.type: {where}"
-    if not found:
+    if not classes:
         raise InputError(f"{start} has no environment; derive a class from posttrain.Environment")
-    if len(found) > 1:
-        raise InputError(f"{start} has the environments {', '.join(found)}; name one as {where}:{next(iter(found))}")
-    ((name, only),) = found.items()
+    if len(classes) > 1:
+        raise InputError(
+            f"{start} has the environments {', '.join(classes)}; name one as {where}:{next(iter(classes))}"
+        )
+    ((name, only),) = classes.items()
     if only is None:
         raise InputError(f"{start}: there is no class {name}; correct the name")
     if not isinstance(only, type) or not hasattr(only, "Recipe"):

@@ -122,22 +122,15 @@ class GenerateRecipe(StageRecipe):
         return imported("posttrain.training.completers:check_prompts")(self)
 
     @property
-    def remote(self) -> OpenAIEngineRecipe | None:
-        return self.engine if self.engine.type == "openai" else None
-
-    @property
     def predictions(self) -> Path:
         """Where the predictions are written."""
-        return (
-            Path(self.out).expanduser() if self.out is not None else Path(self.runs) / self.name / "predictions.jsonl"
-        )
+        if self.out is not None:
+            return Path(self.out).expanduser()
+        return Path(self.runs) / self.name / "predictions.jsonl"
 
     @property
     def outputs(self) -> list[Path]:
         return [*super().outputs, *([self.predictions] if self.out is not None else [])]
-
-    def models(self) -> dict[str, Any]:
-        return {} if self.remote is not None else super().models()
 
     def batch_lines(self, tasks: TaskSplit | None) -> list[str]:
         """Rows, sampling, engine and output."""
@@ -156,30 +149,19 @@ class GenerateRecipe(StageRecipe):
         ]
 
     @model_validator(mode="after")
-    def _samples_differ(self):
+    def _parts_fit(self):
+        self.engine.check(self.model)
+        if self.remote is not None:
+            refuse_unknown_sampling(self.sampling, "sampling")
         if self.sampling.temperature == 0 and self.samples > 1:
             raise ValueError("greedy answers to one row are identical; set `samples: 1` or a `sampling.temperature`")
-        return self
-
-    @model_validator(mode="after")
-    def _nothing_overwritten(self):
         for name in self.keep_columns:
             if name in OWN_COLUMNS:
                 hint = "; give it as `data.id`" if name == "id" else ""
                 raise ValueError(f"`keep_columns` names {name}, which every prediction already has{hint}")
         if self.out is not None and Path(self.out).suffix != ".jsonl":
             raise ValueError(f"`out` is {self.out}; predictions are JSON lines, so the name must end in `.jsonl`")
-        if self.out is not None and any(_same(self.out, source.path) for source in self.data.test):
+        files = [Path(source.path).expanduser().absolute() for source in self.data.test]
+        if self.out is not None and Path(self.out).expanduser().absolute() in files:
             raise ValueError(f"`out` is {self.out}, which `data.test` reads; choose another file")
         return self
-
-    @model_validator(mode="after")
-    def _what_an_engine_can_do(self):
-        self.engine.check(self.model)
-        if self.remote is not None:
-            refuse_unknown_sampling(self.sampling, "sampling")
-        return self
-
-
-def _same(one: str, other: str) -> bool:
-    return Path(one).expanduser().absolute() == Path(other).expanduser().absolute()

@@ -1,13 +1,11 @@
 """Hardware of a run: the number of learner processes and, on a Ray cluster, the placement of all other workers."""
 
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from posttrain.recipe.base import BaseConfig, Connects
 from posttrain.recipe.metrics import Metric
-from posttrain.recipe.model import ModelRecipe, OptimizerRecipe
 from posttrain.recipe.needs import needs, unless
 
 
@@ -80,24 +78,3 @@ class HardwareRecipe(BaseConfig):
     def reduces_per_forward(self) -> bool:
         """Whether gradients are reduced after every micro-batch."""
         return self.offload == "all" or self.gradient_sync == "per_forward"
-
-
-def refuse_unfit_hardware(
-    hardware: HardwareRecipe, model: ModelRecipe, optimizers: Sequence[OptimizerRecipe], engine: Any = None
-) -> None:
-    """Raises ValueError for keys of other sections that do not work with `hardware`."""
-    if hardware.offload != "none" and any(optimizer.type == "adamw_8bit" for optimizer in optimizers):
-        raise ValueError(
-            "`optimizer.type: adamw_8bit` keeps its state on the GPU, and `hardware.offload` moves it to CPU memory; use `adamw`, or "
-            "remove `hardware.offload`"
-        )
-    if model.load_in_4bit and (hardware.processes > 1 or hardware.offload == "all"):
-        raise ValueError(
-            "`model.load_in_4bit` is for one process without `hardware.offload: all`; remove it, or set `hardware.processes` "
-            "to 1"
-        )
-    if hardware.deterministic and getattr(engine, "weight_transfer", "files") == "nccl":
-        raise ValueError(
-            "with `hardware.deterministic`, vLLM sets up its communication differently from the learner, and "
-            "`engine.weight_transfer: nccl` would hang; use `ipc` or `files`"
-        )

@@ -82,15 +82,15 @@ def keys_of(
 
 def metrics_of(part: type[BaseConfig]) -> list[Metric]:
     """The metrics that `part` and the sections in it declare, each name once, those of outer sections first."""
-    found: dict[str, Metric] = {}
+    metrics: dict[str, Metric] = {}
     sections = [part]
     for section in sections:
         for base in section.__mro__:
             for metric in vars(base).get("metrics", ()):
-                found.setdefault(metric.name, metric)
+                metrics.setdefault(metric.name, metric)
         inside = [inner for info in section.model_fields.values() for inner in sections_of(info.annotation)]
         sections += [inner for inner in dict.fromkeys(inside) if inner not in sections]
-    return list(found.values())
+    return list(metrics.values())
 
 
 def sections_of(annotation: Any) -> list[type[BaseConfig]]:

@@ -127,8 +127,8 @@ class RlRecipe(SampledRecipe):
 
     def negative_rewards(self) -> list[str]:
         """Keys that can make returns negative."""
-        of_environment = environment_class(self.environment.type).negative_rewards(self.environment)
-        return [*self._penalties(), *([of_environment] if of_environment else [])]
+        key = environment_class(self.environment.type).negative_rewards(self.environment)
+        return [*self._penalties(), *([key] if key else [])]
 
     @property
     def reports_scores(self) -> bool:
@@ -278,8 +278,8 @@ class RlRecipe(SampledRecipe):
             if (most := rollout.max_staleness) is not None:
                 lines.append(f"an episode with a token older than {most} optimizer {plural('step', most)} is dropped")
         if self.has_critic:
-            alone = self.critic.updates_before_policy
-            first = f"; the first {alone} without the policy, which makes {updates - alone:,}" if alone else ""
+            warmup = self.critic.updates_before_policy
+            first = f"; the first {warmup} without the policy, which makes {updates - warmup:,}" if warmup else ""
             who, how = (
                 ("the critic", "on the same episodes, in separate forward and backward passes")
                 if self.separate_critic

@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from posttrain.recipe.base import CONNECTS, BaseConfig, Connects, Text, Writes
 from posttrain.recipe.components import AnyEnvironment, environment_recipe
 from posttrain.recipe.engines import LocalEngineRecipe, PolicyEngineRecipe
-from posttrain.recipe.hardware import HardwareRecipe, refuse_unfit_hardware
+from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.metrics import TRAINING, Metric, Panel
 from posttrain.recipe.model import LearnerRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.recipe.needs import TRAINED, Needs, needs, unless
@@ -206,7 +206,7 @@ class StageRecipe(BaseConfig):
 
     def models(self) -> dict[str, Any]:
         """Key -> section of each model that the run loads from a `path`, the model itself first."""
-        return {"model": self.model}
+        return {} if self.remote is not None else {"model": self.model}
 
     @property
     def sampler(self) -> Any:
@@ -216,7 +216,8 @@ class StageRecipe(BaseConfig):
     @property
     def remote(self) -> Any:
         """The section of the engine if a remote model answers and no model is loaded, else None."""
-        return None
+        engine = getattr(self, "engine", None)
+        return engine if engine is not None and engine.type == "openai" else None
 
     @property
     def ahead(self) -> int:
@@ -275,7 +276,22 @@ class TrainedRecipe(StageRecipe):
 
     @model_validator(mode="after")
     def _hardware_fits(self):
-        refuse_unfit_hardware(self.hardware, self.model, self.optimizers, getattr(self, "engine", None))
+        hardware = self.hardware
+        if hardware.offload != "none" and any(optimizer.type == "adamw_8bit" for optimizer in self.optimizers):
+            raise ValueError(
+                "`optimizer.type: adamw_8bit` keeps its state on the GPU, and `hardware.offload` moves it to CPU memory; use "
+                "`adamw`, or remove `hardware.offload`"
+            )
+        if self.model.load_in_4bit and (hardware.processes > 1 or hardware.offload == "all"):
+            raise ValueError(
+                "`model.load_in_4bit` is for one process without `hardware.offload: all`; remove it, or set "
+                "`hardware.processes` to 1"
+            )
+        if hardware.deterministic and getattr(getattr(self, "engine", None), "weight_transfer", "files") == "nccl":
+            raise ValueError(
+                "with `hardware.deterministic`, vLLM sets up its communication differently from the learner, and "
+                "`engine.weight_transfer: nccl` would hang; use `ipc` or `files`"
+            )
         return self
 
     @property

@@ -125,8 +125,8 @@ def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[Bas
     inside = ".".join(prefix) + "."
     names = [key.path for key in keys_of(stage) if not prefix or not key.path.startswith(inside)]
     names += [key.path for key in keys_of(part, inside)] if prefix else []
-    own = not section or any(key.startswith(f"{'.'.join(section)}.") for key in names)
-    known = section and own and any(key.split(".")[-1] == name for key in names)
+    known_section = not section or any(key.startswith(f"{'.'.join(section)}.") for key in names)
+    known = section and known_section and any(key.split(".")[-1] == name for key in names)
     if not known and (native := native_key(dotted, [key.path for key in keys_of(stage)])):
         return native
     siblings = sorted(
@@ -139,7 +139,7 @@ def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[Bas
     )
     if close := difflib.get_close_matches(name, siblings, 1, 0.75):
         return f"the nearest is {'.'.join((*section, close[0]))}"
-    if not own and (close := difflib.get_close_matches(dotted, names, 1, 0.85)):
+    if not known_section and (close := difflib.get_close_matches(dotted, names, 1, 0.85)):
         return f"the nearest is {close[0]}"
     if elsewhere := sorted({key for key in names if key.split(".")[-1] == name}):
         return f"{' and '.join(elsewhere)} {'has' if len(elsewhere) == 1 else 'have'} that name"

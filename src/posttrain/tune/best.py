@@ -1,6 +1,7 @@
 """The best trial of a study, and the retest of the best points with other seeds."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -39,7 +40,7 @@ def no_best_reason(study: Study, trials: Sequence[FrozenTrial]) -> str:
     finished = [trial for trial in trials if trial.state == TrialState.COMPLETE]
     prefix = f"{study.directory}: "
     if failed and len(failed) == len(trials):
-        reason, count = most_frequent([trial.user_attrs.get("reason", "unknown") for trial in failed])
+        ((reason, count),) = Counter(trial.user_attrs.get("reason", "unknown") for trial in failed).most_common(1)
         how = "because" if count == len(failed) else f"most often ({count} of them) because"
         return f"{prefix}all {len(failed)} trials failed, {how}: {reason}; best.yaml is not written"
     if finished:
@@ -56,12 +57,6 @@ def no_best_reason(study: Study, trials: Sequence[FrozenTrial]) -> str:
             f"{nearest.number} ({violated} is required); best.yaml is not written"
         )
     return f"{prefix}no trial was finished, {len(failed)} failed and the others were pruned; best.yaml is not written"
-
-
-def most_frequent(reasons: Sequence[str]) -> tuple[str, int]:
-    """The most frequent reason (the first one on a tie) and its count. `reasons` must not be empty."""
-    best = max(dict.fromkeys(reasons), key=list(reasons).count)
-    return best, list(reasons).count(best)
 
 
 @dataclass

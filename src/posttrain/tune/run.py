@@ -1,5 +1,6 @@
 """Run a study from its first trial to its report, resume it, and choose the next trial."""
 
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from posttrain.planning.dry_run import batch_arithmetic
 from posttrain.recipe.study import Group, Range, choices_of, grid_of
 from posttrain.recipe.study_file import Study, shown
 from posttrain.runs.tables import Table, show_line
-from posttrain.tune.best import RetestResult, best_of, most_frequent, no_best_reason, ranked, retest
+from posttrain.tune.best import RetestResult, best_of, no_best_reason, ranked, retest
 from posttrain.tune.report import (
     retest_table,
     short_names,
@@ -280,8 +281,8 @@ class Search:
     def _chosen(self, group: Group, trials: list[FrozenTrial]) -> dict[str, Any]:
         best = best_of(self.study, trials)
         if best is None:
-            reasons = [trial.user_attrs.get("reason", "its limits were not kept") for trial in trials]
-            reason, count = most_frequent(reasons)
+            reasons = Counter(trial.user_attrs.get("reason", "its limits were not kept") for trial in trials)
+            ((reason, count),) = reasons.most_common(1)
             raise RunError(
                 f"group {group.name}: none of its {len(trials)} trials can be chained to the next group; most frequent "
                 f"reason ({count} of them): {reason}"

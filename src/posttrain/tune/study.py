@@ -185,16 +185,16 @@ _MAX_CHECKED = 32
 
 def distributions(study: Study) -> dict[str, BaseDistribution]:
     """Name -> Optuna distribution, in the order of the study file."""
-    found: dict[str, BaseDistribution] = {}
+    result: dict[str, BaseDistribution] = {}
     for name, values in study.recipe.spaces.items():
         if not isinstance(values, Range):
-            found[name] = CategoricalDistribution([_stored(choice) for choice in choices_of(values) or []])
+            result[name] = CategoricalDistribution([_stored(choice) for choice in choices_of(values) or []])
         elif values.int:
             low, high, step = int(values.low), int(values.high), int(values.step or 1)
-            found[name] = IntDistribution(low, high, log=values.log, step=step)
+            result[name] = IntDistribution(low, high, log=values.log, step=step)
         else:
-            found[name] = FloatDistribution(values.low, values.high, log=values.log, step=values.step)
-    return found
+            result[name] = FloatDistribution(values.low, values.high, log=values.log, step=values.step)
+    return result
 
 
 def to_storage(point: Point) -> dict[str, Any]:
