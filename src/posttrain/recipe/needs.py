@@ -74,7 +74,9 @@ def unless(key: str, *values: Any, **options: Any) -> Needs:
 def _on_key(key: str, fits: Callable[[Any], bool], values: tuple[Any, ...], options: dict[str, Any]) -> Needs:
     def state(around: Around) -> str:
         path, value = around.look_up(key)
-        plain = f"{value:g}" if isinstance(value, float) else json.dumps(value, default=lambda section: "a section")
+        if hasattr(type(value), "model_fields"):
+            return f"{path} is set"
+        plain = f"{value:g}" if isinstance(value, float) else json.dumps(value, default=str)
         return f"{path} is {value if isinstance(value, str) else plain}"
 
     def remedy(around: Around) -> str:

@@ -246,13 +246,15 @@ def imported(place: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def refuse_longer(recipe: BaseConfig, section: str, key: str, most: int, what: str = "one episode") -> None:
-    """ValueError if `what`, which may have `most` tokens because of `key`, does not fit into a forward pass of `section`."""
-    limit = getattr(recipe, section).tokens_per_batch
-    if most > limit:
+def refuse_longer(
+    recipe: BaseConfig, section: str, key: str, most: int, what: str = "one episode", count: int = 1
+) -> None:
+    """ValueError if `what` does not fit into a forward pass of `section`: `count` times the `most` tokens that `key` allows."""
+    limit, times = getattr(recipe, section).tokens_per_batch, f"{count} x " if count > 1 else ""
+    if count * most > limit:
         raise ValueError(
-            f"{what} may have `{key}` = {most} tokens, more than `{section}.tokens_per_batch` = {limit}; raise the latter or "
-            "lower the former"
+            f"{what} may have {times}`{key}` = {count * most} tokens, more than `{section}.tokens_per_batch` = {limit}; raise "
+            "the latter or lower the former"
         )
 
 

@@ -411,8 +411,8 @@ def measured(data: DataRecipe | None) -> bool:
 
 def _check_rows(recipe: SupervisedRecipe, data: DataRecipe, answers: int) -> None:
     """`answers`: streams of a row that stay in one forward pass."""
-    key, row = ("data.max_tokens", "one row") if answers == 1 else ("2 x data.max_tokens", "the two answers of a row")
-    refuse_longer(recipe, "learner", key, answers * data.max_tokens, row)
+    row = "one row" if answers == 1 else "the two answers of a row"
+    refuse_longer(recipe, "learner", "data.max_tokens", data.max_tokens, row, answers)
     if data.streaming and recipe.steps is None:
         raise ValueError("with `data.streaming` the number of rows is unknown; set `steps`")
     if data.streaming and data.held_out:
