@@ -23,7 +23,7 @@ from posttrain.recipe.compose import merge_typed, plain_values, typed_recipe
 from posttrain.recipe.pipeline import load_pipeline
 from posttrain.recipe.sources import Layer, read_file, texts
 from posttrain.recipe.stages import STAGES, EvaluateRecipe, Recipe
-from posttrain.recipe.trust import require_trust_directory
+from posttrain.recipe.trust import require_trust_of_run
 from posttrain.result import Result
 from posttrain.runs.directory import RunDirectory
 from posttrain.terminal import printable
@@ -277,7 +277,7 @@ def read_recipe(stage: str, /, *recipe: RecipeLike, resume: str | Path | None = 
     layers = _layers(recipe, overrides)
     for part, layer in zip(recipe, layers, strict=False):
         if isinstance(part, str | Path):
-            require_trust_directory(Path(part), layer.values, stage)
+            require_trust_of_run(Path(part), layer.values, stage)
     return typed_recipe(merge_typed(layers, stage), stage) if resume is None else _resumed(stage, layers, Path(resume))
 
 
@@ -315,7 +315,7 @@ def _run(
     if isinstance(reward, Mapping | BaseConfig):
         overrides = {**overrides, "reward": reward}
     elif reward is not None:
-        name: Any = None
+        name: Any
         if isinstance(reward, list):
             weighted = [one if isinstance(one, tuple) else (one, 1.0) for one in reward]
             name = [{"function": register_reward(function), "weight": weight} for function, weight in weighted]
@@ -372,8 +372,8 @@ def original_folder(resume: str | Path | None) -> Iterator[None]:
 def _layers(recipe: Sequence[RecipeLike], overrides: Mapping[str, Any]) -> list[Layer]:
     layers = []
     for part in recipe:
-        require_type("recipe", part, str, Path, Mapping, BaseConfig, Layer)
         if not isinstance(part, Layer):
+            require_type("recipe", part, str, Path, Mapping, BaseConfig)
             part = read_file(str(part)) if isinstance(part, str | Path) else Layer(plain_values(part))
         layers.append(part)
     for key, value in overrides.items():
@@ -405,7 +405,7 @@ def _resumed(stage: str, layers: Sequence[Layer], run: Path) -> Recipe:
             )
     place = directory.path.resolve()
     # The run may have been moved or renamed; it continues at its current location and not in its `runs`.
-    require_trust_directory(directory.recipe_file, {**begun.values, "runs": "runs"}, stage, layers)
+    require_trust_of_run(directory.recipe_file, {**begun.values, "runs": "runs"}, stage, layers)
     recipe = typed_recipe(merge_typed([begun, *layers], stage), stage)
     done, steps = directory.saved_step(), getattr(recipe, "steps", None)
     if steps is not None and steps < done:
