@@ -66,8 +66,8 @@ def episodes(
     directory, console = RunDirectory.open(run), new_console(highlight=False)
     if step is None:
         steps = list(stored_steps(directory.episodes))
-        recipe: Any = directory.load_recipe()
-        if not steps and recipe.stage in ("sft", "reward", "dpo") and recipe.data is not None:
+        recipe: Any = None if steps else directory.load_recipe()
+        if recipe is not None and recipe.stage in ("sft", "reward", "dpo") and recipe.data is not None:
             from posttrain.data.inspect import inspect_rows
             from posttrain.data.rendering import Renderer
             from posttrain.models.load import load_end_tokens, load_tokenizer
