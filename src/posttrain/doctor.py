@@ -34,7 +34,13 @@ def machine() -> Iterator[tuple[str, str]]:
     allowed = f"{about['cpus_allowed']} of {about['cpu_count']} logical processors may be used"
     yield "processor", f"{about['processor']}, {allowed}"
     yield "vector units", ", ".join(vector_units()) or "none known"
-    yield "GPU", _gpus()
+    driver = _first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    names = [f"{one.name}, {one.total_memory / 2**30:.0f} GiB, sm_{one.major}{one.minor}" for one in devices]
+    if torch.cuda.is_available():
+        yield "GPU", "; ".join([*names, f"driver {driver or 'unknown'}"])
+    else:
+        yield "GPU", f"none that torch can use (NVIDIA driver {driver})" if driver else "none"
     command = compiler()
     yield "C++ compiler", f"{command} ({_first_line([command, '--version'])})" if command else "none"
     if given := [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]:
@@ -50,17 +56,6 @@ def vector_units(file: Path = Path("/proc/cpuinfo")) -> list[str]:
         return []
     flags = next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), [])
     return [name for name in VECTORS if name in flags]
-
-
-def _gpus() -> str:
-    import torch
-
-    driver = _first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-    if not torch.cuda.is_available():
-        return f"none that torch can use (NVIDIA driver {driver})" if driver else "none"
-    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    names = [f"{one.name}, {one.total_memory / 2**30:.0f} GiB, sm_{one.major}{one.minor}" for one in devices]
-    return "; ".join(names) + f"; driver {driver or 'unknown'}"
 
 
 def _first_line(command: list[str]) -> str:

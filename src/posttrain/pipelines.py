@@ -66,20 +66,26 @@ def run_pipeline(
     for line in out_of_date(pipeline, selected):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     for stage in selected:
-        require_upstream(pipeline, stage)
+        if missing := unfinished_upstream(pipeline, stage):
+            raise InputError(
+                f"stage {stage.name} uses {_made(pipeline, missing)}, which has not finished; "
+                f"run `posttrain pipeline` without --only or --from, or with `--from {missing}`"
+            )
         lineage = lineage_of(pipeline, stage)
-        directory = pipeline.directory / stage.name
+        directory, started = pipeline.directory / stage.name, pipeline.directory / "started.json"
         reason, resume = ("--overwrite", False) if overwrite else reason_to_run(pipeline, stage, lineage)
         if reason is None:
             console.print(f"stage {stage.name}: finished, nothing has changed", highlight=False)
             continue
         console.print(f"stage {stage.name}: {'resumes' if resume else 'runs'} ({reason})", highlight=False)
-        record_start(pipeline, stage, lineage)
+        pipeline.directory.mkdir(parents=True, exist_ok=True)
+        write_atomically(started, json.dumps(_read(started) | {stage.name: lineage}, indent=2) + "\n")
         if isinstance(stage.recipe, ConvertRecipe):
             _convert(stage.recipe, directory, console)
         else:
             run_stage(stage.recipe, resume=resume, overwrite=not resume and directory.exists(), console=console)
-        record_finish(pipeline, stage, lineage)
+        finished = lineage | {"outputs": _outputs(directory, stage, digests=True)}
+        write_atomically(directory / "lineage.json", json.dumps(finished, indent=2) + "\n")
     report_pipeline(pipeline, console)
     return [pipeline.directory / stage.name for stage in selected if not stage.files]
 
@@ -113,11 +119,11 @@ def evaluate_checkpoints(recipe: EvaluateRecipe) -> PipelineRecipe:
             f"model.path {path}: --all found no checkpoints; name a run with checkpoints, or a pattern in quotes, such as "
             "'runs/run/checkpoints/step_*'"
         )
-    alone = len({folder.name for folder in models}) == len(models)
+    distinct = len({folder.name for folder in models}) == len(models)
     stages = []
     for folder, model in models.items():
         # RUN/checkpoints/step_N of several runs
-        name = folder.name if alone else f"{folder.parents[1].name}-{folder.name}"
+        name = folder.name if distinct else f"{folder.parents[1].name}-{folder.name}"
         values = {"model": recipe.model.model_copy(update={"path": str(model)}), "name": name}
         values["runs"] = str(Path(recipe.runs) / recipe.name)
         stages.append(PipelineStage(name=name, recipe=recipe.model_copy(update=values)))
@@ -191,15 +197,6 @@ def unfinished_upstream(pipeline: PipelineRecipe, stage: PipelineStage, running:
     """
     missing = [name for name in stage.inputs if not _read(pipeline.directory / name / "lineage.json")]
     return next((name for name in missing if name not in running), None)
-
-
-def require_upstream(pipeline: PipelineRecipe, stage: PipelineStage) -> None:
-    """InputError unless every stage whose model or files `stage` uses has finished."""
-    if missing := unfinished_upstream(pipeline, stage):
-        raise InputError(
-            f"stage {stage.name} uses {_made(pipeline, missing)}, which has not finished; "
-            f"run `posttrain pipeline` without --only or --from, or with `--from {missing}`"
-        )
 
 
 def _converted(pipeline: PipelineRecipe, name: str) -> list[str]:
@@ -291,20 +288,6 @@ def lineage_of(pipeline: PipelineRecipe, stage: PipelineStage) -> Lineage:
     return {"recipe": _digest(recipe), "inputs": inputs}
 
 
-def record_start(pipeline: PipelineRecipe, stage: PipelineStage, lineage: Lineage) -> None:
-    """Store the lineage that a stage is started with."""
-    file = pipeline.directory / "started.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(_read(file) | {stage.name: lineage}, indent=2) + "\n")
-
-
-def record_finish(pipeline: PipelineRecipe, stage: PipelineStage, lineage: Lineage) -> None:
-    """Store the lineage of a finished stage with the digests of its exported model or files."""
-    directory = pipeline.directory / stage.name
-    finished = lineage | {"outputs": _outputs(directory, stage, digests=True)}
-    write_atomically(directory / "lineage.json", json.dumps(finished, indent=2) + "\n")
-
-
 def _outputs(directory: Path, stage: PipelineStage, digests: bool) -> dict[str, list[Any]]:
     """Return the files of the stage's exported model, or its converted files, in the form of `_files`."""
     if not stage.files:
@@ -366,19 +349,15 @@ def report_pipeline(pipeline: PipelineRecipe, console: Console) -> Path | None:
     Stages that play the same environment share one table; the tables of other stages follow. Returns the path, or None
     if there are no results.
     """
-    rows = combined_rows(pipeline)
+    rows, finished = combined_rows(pipeline), _finished(pipeline)
     tables = []
     if rows:
-        last = next(stage for stage in reversed(_finished(pipeline)) if _environment(stage) is not None)
-        environment = _environment(last)
-        assert environment is not None
-        tables += policy_tables(rows, f"{pipeline.name}: {environment[0].type}, held-out seeds")
-    for stage in _finished(pipeline):
+        environment, _ = [played for stage in finished if (played := _environment(stage)) is not None][-1]
+        tables += policy_tables(rows, f"{pipeline.name}: {environment.type}, held-out seeds")
+    for stage in finished:
         stage_tables = read_tables(pipeline.directory / stage.name)
         tables += [replace(table, title=f"{stage.name}: {table.title}") for table in stage_tables if not table.played]
-    evaluated = [
-        evaluated_run(pipeline.directory / one.name) for one in _finished(pipeline) if one.recipe.stage == "evaluate"
-    ]
+    evaluated = [evaluated_run(pipeline.directory / one.name) for one in finished if one.recipe.stage == "evaluate"]
     groups = evaluated_checkpoints(evaluated)
     scores = [evaluated_table(name, lines) for name, lines in groups.items()]
     tables += [table for table in scores if table is not None]
@@ -395,24 +374,17 @@ def report_pipeline(pipeline: PipelineRecipe, console: Console) -> Path | None:
     write_atomically(report, Report(pipeline.name, tables=tables).markdown(images, titled=True, links=links))
     for table in tables:
         console.print(table)
-    console.print(
-        "\n".join([f"report: {report}", *_to_look_at(pipeline)]), highlight=False, markup=False, soft_wrap=True
-    )
-    return report
-
-
-def _to_look_at(pipeline: PipelineRecipe) -> list[str]:
-    """Return the learning curve of the last stage that trained on episodes, and the command that shows its last
-    episodes.
-    """
-    for stage in reversed(_finished(pipeline)):
+    lines = [f"report: {report}"]
+    for stage in reversed(finished):
         run = pipeline.directory / stage.name
         steps = [stored.step for stored in stored_steps(run / "episodes") if stored.split == "train"]
-        if steps:
+        if steps:  # the last stage that trained on episodes
             figure = run / "plots" / "learning_curve.png"
-            drawn = [f"figure: {figure}"] if figure.is_file() else []
-            return [*drawn, f"to see episodes: posttrain episodes {run} --step {max(steps)} --group 0"]
-    return []
+            lines += [f"figure: {figure}"] if figure.is_file() else []
+            lines.append(f"to see episodes: posttrain episodes {run} --step {max(steps)} --group 0")
+            break
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+    return report
 
 
 def combined_rows(pipeline: PipelineRecipe) -> list[PolicyRow]:

@@ -79,7 +79,17 @@ def load(group: Group, name: str) -> Any:
     except (Exception, SystemExit) as error:  # one that ends the program is no success of the command
         # A partially imported module would make the next attempt fail in a different way.
         sys.modules.pop(point.module, None)
-        raise PluginError(_explanation(group, point, error)) from error
+        distribution = point.dist.name if point.dist is not None else "unknown"
+        where = f"{group}: {point.name} = {point.value} of the distribution {distribution} cannot be imported"
+        if (
+            isinstance(error, ModuleNotFoundError)
+            and error.name
+            and error.name.split(".")[0] != point.module.split(".")[0]
+        ):
+            raise PluginError(f"{where}: no module {error.name!r}; run `{pip_command(error.name)}`") from error
+        reason = " ".join(str(error)[:300].split())
+        problem = f"{type(error).__name__}{': ' if reason else ''}{reason}"
+        raise PluginError(f"{where}: {problem}; reinstall or remove {distribution}") from error
 
 
 def require_module(module: str, purpose: str) -> Any:
@@ -153,8 +163,8 @@ def require_trust(path: Path) -> None:
 def pip_command(module: str) -> str:
     """The pip command that installs the missing `module`, as an extra of posttrain or of a plug-in that declares one."""
     wanted = _normalized(module.partition(".")[0])
-    found = metadata.entry_points()
-    plugins = {point.dist.name for group in _GROUPS for point in found.select(group=group) if point.dist is not None}
+    points = metadata.entry_points()
+    plugins = {point.dist.name for group in _GROUPS for point in points.select(group=group) if point.dist is not None}
     for distribution in ("posttrain", *sorted(plugins - {"posttrain"})):
         for extra, required in _extras(distribution):
             if required == wanted:
@@ -193,19 +203,6 @@ def _extras(distribution: str) -> Iterator[tuple[str, str]]:
 
 _COLLECTIONS = ("dev", "all")
 """Extras that combine other extras; too large to recommend for a single module."""
-
-
-def _explanation(group: Group, point: metadata.EntryPoint, error: BaseException) -> str:
-    distribution = point.dist.name if point.dist is not None else "unknown"
-    where = f"{group}: {point.name} = {point.value} of the distribution {distribution} cannot be imported"
-    if isinstance(error, ModuleNotFoundError) and error.name and error.name.partition(".")[0] != _top(point):
-        return f"{where}: no module {error.name!r}; run `{pip_command(error.name)}`"
-    reason = " ".join(str(error)[:300].split())
-    return f"{where}: {type(error).__name__}{': ' if reason else ''}{reason}; reinstall or remove {distribution}"
-
-
-def _top(point: metadata.EntryPoint) -> str:
-    return point.module.partition(".")[0]
 
 
 def _normalized(name: str) -> str:

@@ -22,18 +22,14 @@ _NAMED_SECRET = re.compile(
 """The name of a secret, as in an address, a header, JSON or a shell, and its value."""
 
 
-def _forms_of(key: str) -> set[str]:
-    """The key as it is, and as it appears in JSON, in JSON inside JSON, in an address, in base64 and in hex."""
-    in_json = json.dumps(key)[1:-1]
-    encoded = key.encode()
-    plain = {key, in_json, json.dumps(in_json)[1:-1], quote(key, safe=""), quote(key)}
-    return plain | {base64.b64encode(encoded).decode(), base64.urlsafe_b64encode(encoded).decode(), encoded.hex()}
-
-
 def redact(key: str) -> None:
-    """Let `without_secrets` replace `key` from now on."""
+    """Let `without_secrets` replace `key` from now on: as it is, and as it appears in JSON, in JSON inside JSON, in an
+    address, in base64 and in hex.
+    """
     if len(key) >= _SHORTEST:
-        _secrets.update(_forms_of(key))
+        in_json, encoded = json.dumps(key)[1:-1], key.encode()
+        _secrets.update((key, in_json, json.dumps(in_json)[1:-1], quote(key, safe=""), quote(key), encoded.hex()))
+        _secrets.update((base64.b64encode(encoded).decode(), base64.urlsafe_b64encode(encoded).decode()))
 
 
 def without_secrets(text: str) -> str:

@@ -66,11 +66,7 @@ class Result:
 
     def metrics_table(self) -> "pandas.DataFrame":
         """`metrics` as a pandas table with `step` as its index. InputError if pandas is not installed."""
-        return (
-            _pandas()
-            .DataFrame(self.metrics or [{"step": 0}][:0], columns=None if self.metrics else ["step"])
-            .set_index("step")
-        )
+        return _pandas().DataFrame(self.metrics, columns=None if self.metrics else ["step"]).set_index("step")
 
     def episodes(self, step: int | None = None, split: Split = "train") -> list[Episode]:
         """The stored episodes of a step, or of all steps: `train`, `evaluation` (learning curve) or `final`."""
@@ -82,7 +78,25 @@ class Result:
         Columns: `step`, `seed`, `group`, `index`, `turns`, `tokens` (sampled), `return`, `success`, `outcome`, `prompt`
         (the first user message), `answer` (of the last turn), and the scores that the environment reports.
         """
-        return _pandas().DataFrame([_episode_row(at, episode) for at, episode in self._episodes(step, split)])
+        rows = []
+        for at, episode in self._episodes(step, split):
+            last = episode.turns[-1] if episode.turns else None
+            asked = [message["content"] for message in episode.messages if message["role"] == "user"]
+            row = {
+                "step": at,
+                "seed": episode.seed,
+                "group": episode.group,
+                "index": episode.index,
+                "turns": len(episode.turns),
+                "tokens": episode.sampled_tokens,
+                "return": episode.total_reward if episode.has_return else None,
+                "success": episode.success,
+                "outcome": str(episode.outcome),
+                "prompt": asked[0] if asked else "",
+                "answer": last.answer if last else "",
+            }
+            rows.append(row | (last.info.get("scores", {}) if last else {}))
+        return _pandas().DataFrame(rows)
 
     def _episodes(self, step: int | None, split: Split) -> Iterator[tuple[int, Episode]]:
         for stored in stored_steps(self.run / "episodes"):
@@ -93,25 +107,6 @@ class Result:
 
 def _row(line: dict[str, Any], step: bool = True) -> dict[str, Any]:
     return ({"step": line["step"]} if step else {}) | {k: v for k, v in line.items() if k not in _OF_THE_LOG}
-
-
-def _episode_row(step: int, episode: Episode) -> dict[str, Any]:
-    last = episode.turns[-1] if episode.turns else None
-    said = [message["content"] for message in episode.messages if message["role"] == "user"]
-    return {
-        "step": step,
-        "seed": episode.seed,
-        "group": episode.group,
-        "index": episode.index,
-        "turns": len(episode.turns),
-        "tokens": episode.sampled_tokens,
-        "return": episode.total_reward if episode.has_return else None,
-        "success": episode.success,
-        "outcome": str(episode.outcome),
-        "prompt": said[0] if said else "",
-        "answer": last.answer if last else "",
-        **(last.info.get("scores", {}) if last else {}),
-    }
 
 
 def _pandas() -> Any:

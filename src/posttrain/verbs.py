@@ -12,7 +12,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -315,14 +315,12 @@ def _run(
     if isinstance(reward, Mapping | BaseConfig):
         overrides = {**overrides, "reward": reward}
     elif reward is not None:
-        weighted = (
-            [one if isinstance(one, tuple) else (one, 1.0) for one in reward] if isinstance(reward, list) else None
-        )
-        name: Any = (
-            register_reward(reward)  # type: ignore[arg-type]
-            if weighted is None
-            else [{"function": register_reward(function), "weight": weight} for function, weight in weighted]
-        )
+        name: Any
+        if isinstance(reward, list):
+            weighted = [one if isinstance(one, tuple) else (one, 1.0) for one in reward]
+            name = [{"function": register_reward(function), "weight": weight} for function, weight in weighted]
+        else:
+            name = register_reward(reward)  # type: ignore[arg-type]
         if resume is None:
             recipe = [{"environment": {"type": "text_task"}}, *recipe]
             overrides = {**overrides, "environment.reward": name}
@@ -333,32 +331,26 @@ def _run(
     from posttrain.stages import run_stage
 
     if resume is not None and fall_back:
-        _fall_back(RunDirectory.open(resume), typed)
-    with original_folder(resume), _engines_made_by(make_engine, typed):
+        from posttrain.training.checkpoint import Checkpoints
+
+        directory = RunDirectory.open(resume)
+        with directory.lock():
+            checkpoints = Checkpoints(directory.checkpoints, directory.load_environment()["id"], typed.checkpoint)  # type: ignore[attr-defined]
+            for message in checkpoints.fall_back():
+                print(printable(f"warning: {message}"), file=sys.stderr)
+    placed: AbstractContextManager[None] = nullcontext()
+    if make_engine is not None:
+        hardware = typed.hardware  # type: ignore[attr-defined]
+        if hardware.ray is not None or hardware.processes > 1:
+            raise InputError(
+                "`engine` is a function of this process; set hardware.processes to 1 and remove hardware.ray"
+            )
+        from posttrain.engines.factory import open_engine
+
+        placed = open_engine.placed_by(lambda policy, engine, *rest: make_engine(policy, engine))
+    with original_folder(resume), placed:
         done = run_stage(typed, resume=resume is not None, overwrite=overwrite, console=console, callbacks=callbacks)
     return Result.open(done.path)
-
-
-@contextmanager
-def _engines_made_by(make: "MakeEngine | None", recipe: Any) -> Iterator[None]:
-    """Inside the block, `make` creates the engines of this process; None keeps those of recipes."""
-    if make is None:
-        yield
-        return
-    if recipe.hardware.ray is not None or recipe.hardware.processes > 1:
-        raise InputError("`engine` is a function of this process; set hardware.processes to 1 and remove hardware.ray")
-    from posttrain.engines.factory import open_engine
-
-    with open_engine.placed_by(lambda policy, engine, *rest: make(policy, engine)):
-        yield
-
-
-def _fall_back(run: RunDirectory, recipe: Any) -> None:
-    from posttrain.training.checkpoint import Checkpoints
-
-    with run.lock():
-        for message in Checkpoints(run.checkpoints, run.load_environment()["id"], recipe.checkpoint).fall_back():
-            print(printable(f"warning: {message}"), file=sys.stderr)
 
 
 @contextmanager
@@ -378,20 +370,16 @@ def original_folder(resume: str | Path | None) -> Iterator[None]:
 
 
 def _layers(recipe: Sequence[RecipeLike], overrides: Mapping[str, Any]) -> list[Layer]:
-    layers = [_layer(part) for part in recipe]
+    layers = []
+    for part in recipe:
+        if not isinstance(part, Layer):
+            require_type("recipe", part, str, Path, Mapping, BaseConfig)
+            part = read_file(str(part)) if isinstance(part, str | Path) else Layer(plain_values(part))
+        layers.append(part)
     for key, value in overrides.items():
         values = plain_values({key: value})
         layers.append(Layer(values, dict.fromkeys(_paths(values), f"argument {key}")))
     return layers
-
-
-def _layer(part: RecipeLike) -> Layer:
-    if isinstance(part, Layer):
-        return part
-    require_type("recipe", part, str, Path, Mapping, BaseConfig)
-    if isinstance(part, str | Path):
-        return read_file(str(part))
-    return Layer(plain_values(part))
 
 
 def _paths(values: Any, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:

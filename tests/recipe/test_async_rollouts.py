@@ -7,7 +7,6 @@ from posttrain.planning.dry_run import batch_arithmetic
 from posttrain.planning.memory import ModelSizes, memory_estimate
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.plan import Placement
-from posttrain.recipe.rollout import updates_behind
 from posttrain.recipe.warnings import recipe_warnings
 
 TINY = ModelSizes(1000, 2, 32, 64, 4, 2, 8, 400)
@@ -52,7 +51,7 @@ def test_the_plan_shows_asynchronous_rollouts_and_their_memory():
         "learner.updates_per_step=2",
     ]
     recipe = load_recipe([], given, "rl")
-    assert updates_behind(recipe.rollout, recipe.learner) == 12
+    assert recipe.updates_behind == 12
     (line,) = [line for line in batch_arithmetic(recipe) if "ahead of the learner" in line]
     assert "at most 2 steps ahead" in line
     assert "at most 12 optimizer steps old" in line

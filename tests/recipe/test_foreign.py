@@ -4,9 +4,9 @@ import pytest
 
 from posttrain.errors import InputError
 from posttrain.recipe.compose import load_recipe
-from posttrain.recipe.foreign import hints
 from posttrain.recipe.reference import keys_of
 from posttrain.recipe.stages import STAGES
+from posttrain.recipe.validation import foreign_keys
 from posttrain.verbs import read_recipe
 
 KEYS = {stage: {key.path for key in keys_of(schema)} for stage, schema in STAGES.items()}
@@ -14,7 +14,7 @@ KEYS = {stage: {key.path for key in keys_of(schema)} for stage, schema in STAGES
 
 def test_every_key_that_is_named_exists():
     everywhere = set().union(*KEYS.values())
-    assert {key for keys in hints()["keys"].values() for key in keys} <= everywhere
+    assert {key for keys in foreign_keys()["keys"].values() for key in keys} <= everywhere
 
 
 @pytest.mark.parametrize(

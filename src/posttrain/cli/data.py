@@ -2,7 +2,6 @@
 
 import json
 import re
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -64,43 +63,6 @@ app = typer.Typer(no_args_is_help=True, help="Inspect, convert and generate rows
 app.command()(convert)
 
 
-class Kind(StrEnum):
-    """Kind of rows."""
-
-    CONVERSATION = "conversation"
-    PAIR = "pair"
-    UNPAIRED = "unpaired"
-
-
-_KINDS: dict[Kind, Literal["conversation", "pair", "unpaired"]] = {
-    Kind.CONVERSATION: "conversation",
-    Kind.PAIR: "pair",
-    Kind.UNPAIRED: "unpaired",
-}
-
-
-class LossOn(StrEnum):
-    """Which tokens of a conversation are trained."""
-
-    ASSISTANT = "assistant"
-    LAST_ASSISTANT = "last_assistant"
-    ALL = "all"
-
-
-class History(StrEnum):
-    """How an episode becomes rows."""
-
-    EPISODE = "episode"
-    TURN = "turn"
-
-
-class Expert(StrEnum):
-    """Policy that plays."""
-
-    OPTIMAL = "optimal"
-    RANDOM = "random"
-
-
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 def inspect(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A file, a directory, or a hub id.")],
@@ -112,8 +74,13 @@ def inspect(
             "whose tokenizer and chat template render the rows.",
         ),
     ] = None,
-    kind: Annotated[Kind | None, typer.Option(help="Kind of rows. Default: inferred from the columns.")] = None,
-    loss_on: Annotated[LossOn, typer.Option(help="Which tokens are trained.")] = LossOn.ASSISTANT,
+    kind: Annotated[
+        Literal["conversation", "pair", "unpaired"] | None,
+        typer.Option(help="Kind of rows. Default: inferred from the columns."),
+    ] = None,
+    loss_on: Annotated[
+        Literal["assistant", "last_assistant", "all"], typer.Option(help="Which tokens are trained.")
+    ] = "assistant",
     rows: Annotated[int, typer.Option(help="Rows to show in full.", min=0)] = 3,
     limit: Annotated[int, typer.Option(help="Rows to read.", min=1)] = 1000,
 ) -> None:
@@ -140,9 +107,7 @@ def inspect(
     assert recipe.data is not None
     tokenizer = load_tokenizer(recipe.model)
     renderer = Renderer(tokenizer, load_end_tokens(recipe.model.path, tokenizer))
-    inspect_rows(
-        recipe.data, _KINDS[kind] if kind else None, renderer, loss_on.value, rows, limit, new_console(highlight=False)
-    )
+    inspect_rows(recipe.data, kind, renderer, loss_on, rows, limit, new_console(highlight=False))
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
@@ -159,10 +124,13 @@ def experts(
     start: Annotated[
         int, typer.Option(help="The first environment seed. For text_task with prompts: the first row, from 0.", min=0)
     ] = 200_000,
-    expert: Annotated[Expert, typer.Option(help="The optimal policy, or uniformly random actions.")] = Expert.OPTIMAL,
+    expert: Annotated[
+        Literal["optimal", "random"], typer.Option(help="The optimal policy, or uniformly random actions.")
+    ] = "optimal",
     history: Annotated[
-        History, typer.Option(help="One row per episode with all turns, or one row per turn with the earlier turns.")
-    ] = History.EPISODE,
+        Literal["episode", "turn"],
+        typer.Option(help="One row per episode with all turns, or one row per turn with the earlier turns."),
+    ] = "episode",
 ) -> None:
     """Write the answers of an environment's expert to the prompts that RL uses, as rows for `posttrain sft`.
 
@@ -185,6 +153,6 @@ def experts(
             "rows that already contain answers need no expert: use `posttrain sft data.train=FILE`"
         )
     recipe = environment_of(environment, words or [])
-    rows = expert_rows(recipe, range(start, start + count), expert.value, history.value, 0)
+    rows = expert_rows(recipe, range(start, start + count), expert, history, 0)
     write_rows(out, rows)
     typer.echo(f"{out}: {len(rows)} rows of {count} episodes, seeds {start} to {start + count - 1}")

@@ -1,5 +1,6 @@
 """`posttrain env`: list, play, check and audit environments."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -7,7 +8,7 @@ import typer
 
 if TYPE_CHECKING:
     from posttrain.environments.audit import Audit
-    from posttrain.environments.protocol import Environment, Message, Step
+    from posttrain.environments.protocol import Environment, Message
     from posttrain.recipe.components import EnvironmentRecipe
 
 app = typer.Typer(help="List, play, check and audit environments.", no_args_is_help=True)
@@ -72,9 +73,8 @@ def play(
     if len(types) != 1:
         raise InputError(f"env play takes one environment, not {len(types)}; for example `posttrain env play sokoban`")
     recipe = environment_of(types[0], overrides)
-    environment = environment_class(recipe.type)(recipe)
     try:
-        _play(environment, seed)
+        _play(environment_class(recipe.type)(recipe), seed)
     except (EOFError, KeyboardInterrupt):
         typer.echo("\nstopped")
     except ProtocolError as error:
@@ -184,7 +184,7 @@ def audit(
             if show:
                 for each in players:
                     _show_episode(recipe, first, each)
-            audits.append(audited(_quoted([name, *keys]), recipe, chosen, players, processes))
+            audits.append(audited(shlex.join([name, *keys]), recipe, chosen, players, processes))
             _show_audit(audits[-1])
             if out is not None:
                 with out.open("a", encoding="utf-8") as file:
@@ -198,12 +198,6 @@ def _variants(name: str, overrides: list[str]) -> list[list[str]]:
     from posttrain.recipe.components import environment_class
 
     return [[name, *overrides_of(keys), *overrides] for keys in environment_class(name).variants()]
-
-
-def _quoted(words: list[str]) -> str:
-    import shlex
-
-    return " ".join(map(shlex.quote, words))
 
 
 def _show_audit(audit: "Audit") -> None:
@@ -255,8 +249,10 @@ def environment_of(type_name: str, overrides: list[str]) -> "EnvironmentRecipe":
 def _play(environment: "Environment", seed: int) -> None:
     import json
 
+    from posttrain.environments.game import FormatRecipe
     from posttrain.environments.protocol import require_observation, require_step
 
+    form = getattr(environment.recipe, "format", None)
     first = require_observation(environment.reset(seed))
     for tool in first.tools:
         typer.echo(f"tool {json.dumps(tool['function'])}")
@@ -266,29 +262,17 @@ def _play(environment: "Environment", seed: int) -> None:
         text = input("\nyour answer> ").strip()
         if not text:
             continue
-        step = require_step(environment.step(_answer(environment, text)))
+        if "<" not in text and isinstance(form, FormatRecipe):  # a bare action
+            text = form.render([text], "Played by hand.")
+        step = require_step(environment.step(text))
         total, turns = total + step.reward, turns + 1
         _show(step.messages)
         typer.echo(f"reward {step.reward:+.2f}, so far {total:+.2f}")
         if step.terminated or step.truncated:
-            typer.echo(_verdict(step, turns, total))
+            result = {True: "success", False: "no success", None: "over"}[step.info.get("success")]
+            why = "the task ended" if step.terminated else "no turns are left"
+            typer.echo(f"\n{result}: {why} after {turns} turn{'s' if turns > 1 else ''}, return {total:+.2f}")
             return
-
-
-def _answer(environment: "Environment", text: str) -> str:
-    """`text` unchanged if it has tags, otherwise in the environment's answer format, if any."""
-    from posttrain.environments.game import FormatRecipe
-
-    form = getattr(environment.recipe, "format", None)
-    if "<" in text or not isinstance(form, FormatRecipe):
-        return text
-    return form.render([text], "Played by hand.")
-
-
-def _verdict(step: "Step", turns: int, total: float) -> str:
-    result = {True: "success", False: "no success", None: "over"}[step.info.get("success")]
-    why = "the task ended" if step.terminated else "no turns are left"
-    return f"\n{result}: {why} after {turns} turn{'s' if turns > 1 else ''}, return {total:+.2f}"
 
 
 def _show(messages: "list[Message]") -> None:

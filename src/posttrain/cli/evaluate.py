@@ -3,19 +3,18 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from posttrain.cli import stages
 
 if TYPE_CHECKING:
-    from posttrain.evaluation.judges import Judgement, Question
+    from posttrain.evaluation.judges import Judgement
     from posttrain.evaluation.results import Results
 
 
@@ -45,24 +44,13 @@ COLUMNS = "[columns.NAME=COLUMN ...]"
 COLUMNS_HELP = "Column names for `id`, `prompt`, `prediction` and `reference`."
 
 
-class Dtype(StrEnum):
-    """Precision of a model."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    AUTO = "auto"
-
-
-class DeviceName(StrEnum):
-    """Device of a model."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-ModelDtype = Annotated[Dtype, typer.Option(help="Precision of the models. `auto`: bfloat16 where the device has it.")]
-ModelDevice = Annotated[DeviceName, typer.Option(help="Device of the models. `auto`: cuda if available.")]
+ModelDtype = Annotated[
+    Literal["float32", "bfloat16", "auto"],
+    typer.Option(help="Precision of the models. `auto`: bfloat16 where the device has it."),
+]
+ModelDevice = Annotated[
+    Literal["auto", "cpu", "cuda"], typer.Option(help="Device of the models. `auto`: cuda if available.")
+]
 Processes = Annotated[int, typer.Option(help="Copies of each model, each with a share of the rows; a GPU each.", min=1)]
 TokensPerBatch = Annotated[int, typer.Option(help="Maximum number of tokens per forward pass.", min=16)]
 
@@ -83,8 +71,8 @@ def text(
         str | None, typer.Option(help="Verifier: a data set of reasoning-gym, `module:function` or `file.py:function`.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the results to this .json file.")] = None,
-    dtype: ModelDtype = Dtype.FLOAT32,
-    device: ModelDevice = DeviceName.AUTO,
+    dtype: ModelDtype = "float32",
+    device: ModelDevice = "auto",
     processes: Processes = 1,
     tokens_per_batch: TokensPerBatch = 4096,
 ) -> None:
@@ -105,7 +93,7 @@ def text(
         raise InputError("--layer has no effect without --encoder; pass --encoder, or remove --layer")
     names = select_metrics(metrics, encoder, model, verifier)
     rows = read_predictions(predictions, column_names(words or []))
-    models = ModelOptions(dtype.value, device.value, processes, tokens_per_batch)
+    models = ModelOptions(dtype, device, processes, tokens_per_batch)
     options = TextOptions(names, encoder, layer, model, verifier, models)
     show_results(evaluate_text(rows, options, lambda name: typer.echo(f"computing {name}", err=True)), out)
 
@@ -117,8 +105,8 @@ def reward(
     ],
     words: Annotated[list[str] | None, typer.Argument(metavar=COLUMNS, help=COLUMNS_HELP)] = None,
     out: Annotated[Path | None, typer.Option(help="Write the results to this .json file.")] = None,
-    dtype: ModelDtype = Dtype.FLOAT32,
-    device: ModelDevice = DeviceName.AUTO,
+    dtype: ModelDtype = "float32",
+    device: ModelDevice = "auto",
     processes: Processes = 1,
     tokens_per_batch: TokensPerBatch = 4096,
 ) -> None:
@@ -138,25 +126,23 @@ def reward(
     results = evaluate_rewards(
         rows,
         model,
-        partial(AnswerRewards, tokens_per_batch=tokens_per_batch, dtype=dtype.value, device=device.value),
+        partial(AnswerRewards, tokens_per_batch=tokens_per_batch, dtype=dtype, device=device),
         lambda path: typer.echo(f"scoring with {path}", err=True),
         processes,
     )
     show_results(results, out)
 
 
-def preview(questions: Sequence["Question"]) -> None:
-    """Print the first prompt and the number of requests."""
-    for message in questions[0].prompt if questions else []:
-        typer.echo(f"--- {message['role']}\n{message['content']}")
-    typer.echo(f"--- {len(questions):,} requests, fewer if replies are cached")
-
-
 @contextmanager
 def progress() -> Iterator[Callable[[int, int, int], None]]:
     """A progress bar in a terminal, ten lines elsewhere."""
     if not sys.stderr.isatty():
-        yield _lines
+
+        def lines(done: int, total: int, failed: int) -> None:
+            if done * 10 // total > (done - 1) * 10 // total:
+                typer.echo(f"judged {done:,} of {total:,}{f', {failed:,} failed' if failed else ''}", err=True)
+
+        yield lines
         return
     from rich.progress import Progress
 
@@ -172,45 +158,35 @@ def progress() -> Iterator[Callable[[int, int, int], None]]:
         yield update
 
 
-def _lines(done: int, total: int, failed: int) -> None:
-    if done * 10 // total > (done - 1) * 10 // total:
-        typer.echo(f"judged {done:,} of {total:,}{f', {failed:,} failed' if failed else ''}", err=True)
-
-
-def keep(judgement: "Judgement", records: Path) -> None:
-    """Write the records, and the metrics to a .json file of the same name."""
+def show_judged(judgement: "Judgement", records: Path, kept: Path) -> None:
+    """Write the records, and the metrics to a .json file of the same name, and print the results. Raises RunError if the
+    server failed or no row has a score.
+    """
+    from posttrain.errors import RunError
     from posttrain.runs.directory import storage_errors, write_atomically
+    from posttrain.terminal import new_console
 
+    results, numbers = judgement.results, records.with_suffix(".json")
     with storage_errors(records):
         records.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(records, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in judgement.records))
-    if judgement.results.metrics:
-        judgement.results.write(records.with_suffix(".json"))
-    else:
-        # Metrics of an earlier attempt do not belong to these records.
-        records.with_suffix(".json").unlink(missing_ok=True)
-
-
-def show_judged(judgement: "Judgement", records: Path, kept: Path) -> None:
-    """Print the results. Raises RunError if the server failed or no row has a score."""
-    from posttrain.errors import RunError
-    from posttrain.terminal import new_console
-
-    if judgement.results.metrics:
-        table = judgement.results.table()
+    if results.metrics:
+        results.write(numbers)
+        table = results.table()
         new_console(highlight=False).print(table)
         typer.echo(table.note)
-    for line in [*judgement.results.details(), *judgement.warnings]:
+    else:
+        # Metrics of an earlier attempt do not belong to these records.
+        numbers.unlink(missing_ok=True)
+    for line in [*results.details(), *judgement.warnings]:
         typer.echo(line)
-    typer.echo(
-        f"records: {records}" + (f", numbers: {records.with_suffix('.json')}" if judgement.results.metrics else "")
-    )
+    typer.echo(f"records: {records}" + (f", numbers: {numbers}" if results.metrics else ""))
     if judgement.unanswered:
         raise RunError(
             f"the judge did not answer for {judgement.unanswered:,} of {len(judgement.records):,} rows, which have no score; run the "
             f"same command again to retry only these rows (replies are in {kept})"
         )
-    if not judgement.results.metrics:
+    if not results.metrics:
         raise RunError("no row has a score; see the records, then use another judge or judge.structured=true")
 
 
@@ -286,34 +262,29 @@ def judge(
             f"judge.api_key_variable: the environment variable {server.api_key_variable} is not set; export it"
         )
     records, kept = out or stem, Path(server.cache)
-    _refuse_to_overwrite(records, kept, [path for path in (predictions, against) if path is not None])
-    options = Options(chosen, server, workers)
-    if dry_run:
-        preview(questions_of_pairs(rows, others, options) if others else questions_of(rows, options))
-        return
-    check_judge(server)
-    with progress() as report:
-        judgement = judge_pairs(rows, others, options, report) if others else judge_predictions(rows, options, report)
-    keep(judgement, records)
-    show_judged(judgement, records, kept)
-
-
-def _refuse_to_overwrite(records: Path, kept: Path, inputs: list[str]) -> None:
-    from posttrain.errors import InputError
-
     if records.suffix != ".jsonl":
         raise InputError(f"--out {records} must end in .jsonl; metrics go to a .json file of the same name")
     written = {path.absolute() for path in (records, records.with_suffix(".json"))}
     if kept.absolute() in written:
         raise InputError(f"judge.cache {kept} is also the file of the results; name another file")
-    for path in inputs:
-        if Path(path).absolute() in {*written, kept.absolute()}:
+    for path in (predictions, against):
+        if path is not None and Path(path).absolute() in {*written, kept.absolute()}:
             raise InputError(
                 f"{path} contains the predictions and would be overwritten; name another file in --out or judge.cache"
             )
+    options = Options(chosen, server, workers)
+    if dry_run:
+        questions = questions_of_pairs(rows, others, options) if others else questions_of(rows, options)
+        for message in questions[0].prompt if questions else []:
+            typer.echo(f"--- {message['role']}\n{message['content']}")
+        typer.echo(f"--- {len(questions):,} requests, fewer if replies are cached")
+        return
+    check_judge(server)
+    with progress() as report:
+        judgement = judge_pairs(rows, others, options, report) if others else judge_predictions(rows, options, report)
+    show_judged(judgement, records, kept)
 
 
-_DEFAULT = "model"
 _ABOUT = """Evaluate a model in an environment, or files of predictions.
 
 Without one of the subcommands below, evaluates a model in an environment.
@@ -331,7 +302,7 @@ class _ModelUnlessNamed(PluginGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args or args[0] not in (*self.list_commands(ctx), "--help"):
-            args = [_DEFAULT, *args]
+            args = ["model", *args]
         return super().parse_args(ctx, args)
 
 
@@ -364,14 +335,9 @@ def model(
 
     posttrain evaluate environment.type=bandit model.path=runs/run name=scores --all
     """
-    if every:
-        _every_checkpoint(words or [], dry_run, on, resume, overwrite)
+    if not every:
+        stages.run("evaluate", words or [], dry_run, full, on, resume, overwrite)
         return
-    stages.run("evaluate", words or [], dry_run, full, on, resume, overwrite)
-
-
-def _every_checkpoint(words: list[str], dry_run: bool, on: str | None, resume: Path | None, overwrite: bool) -> None:
-    """Evaluate all checkpoints at `model.path`, or show which ones and the plan of the first."""
     from posttrain.errors import InputError
     from posttrain.recipe.sources import read_overrides
     from posttrain.terminal import new_console
@@ -380,7 +346,7 @@ def _every_checkpoint(words: list[str], dry_run: bool, on: str | None, resume: P
     device = stages.planned_device(dry_run, on)
     if resume is not None:
         raise InputError("--resume continues one run; run the command with --all again to continue its evaluations")
-    sources, overrides = stages.split_words(words)
+    sources, overrides = stages.split_words(words or [])
     if not dry_run:
         evaluate_checkpoints(*sources, *read_overrides(overrides), overwrite=overwrite)
         return
@@ -398,7 +364,6 @@ def _every_checkpoint(words: list[str], dry_run: bool, on: str | None, resume: P
     assert isinstance(first, EvaluateRecipe)
     console.rule(f"stage {first.name}")
     show_plan(first, model_sizes(first.model.path), console, device)
-    stages.show_precision(first, console)
     stages.show_checks(first, console)
 
 

@@ -4,7 +4,6 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Annotated, Any
 
@@ -43,24 +42,10 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
 )
-_TAKING_ANY_KEY: tuple[Callable[..., None], ...] = (sft, reward, dpo, rl, distill, generate, pipeline, tune)
-_PLAIN: tuple[Callable[..., None], ...] = (
-    chat,
-    compare,
-    plot,
-    report,
-    view,
-    episodes,
-    recipe,
-    doctor,
-    export,
-    push,
-    serve,
-)
-for verb in _TAKING_ANY_KEY:
+for verb in (sft, reward, dpo, rl, distill, generate, pipeline, tune):
     app.command(context_settings=OPEN)(verb)
-for verb in _PLAIN:
-    app.command()(verb)
+for plain in (chat, compare, plot, report, view, episodes, recipe, doctor, export, push, serve):
+    app.command()(plain)
 app.command("fit-normalizer")(fit_normalizer)
 app.add_typer(data, name="data", cls=PluginGroup)
 app.add_typer(env, name="env", cls=PluginGroup)
@@ -145,9 +130,9 @@ def describe(error: BaseException) -> tuple[str, int]:
         return f"a file could not be written: {reason}, then continue with --resume", 1
     if isinstance(error, RuntimeError) and "home directory" in str(error):  # of `Path.expanduser`
         return "the home directory is unknown; write paths without `~`, or set HOME", 2
-    said = " ".join(str(error).split())
+    text = " ".join(str(error).split())
     name = type(error).__name__
-    return f"unexpected {name}{': ' if said else ''}{said}; run again with --debug for the traceback", 1
+    return f"unexpected {name}{': ' if text else ''}{text}; run again with --debug for the traceback", 1
 
 
 if __name__ == "__main__":

@@ -49,7 +49,14 @@ class PluginGroup(TyperGroup):
         try:
             if not known and name in entry_points(_GROUP):
                 return _command(cmd_name, load(_GROUP, name))
-            return super().get_command(ctx, cmd_name) if known or name != cmd_name else _stage(cmd_name)
+            if known or name != cmd_name:
+                return super().get_command(ctx, cmd_name)
+            from posttrain.cli.stages import OPEN, stage_command
+            from posttrain.recipe.stages import STAGES
+
+            if cmd_name not in STAGES:
+                return None
+            return _command(cmd_name, stage_command(cmd_name, inspect.getdoc(STAGES[cmd_name]) or ""), OPEN)
         except PluginError as error:
             return _unavailable(cmd_name, error)
 
@@ -68,9 +75,9 @@ class PluginGroup(TyperGroup):
 
 def usage_message(error: Any) -> str:
     """One sentence for an error in options or arguments, with the command whose help has the right ones."""
-    said = " ".join(error.format_message().split()).rstrip(".")
+    text = " ".join(error.format_message().split()).rstrip(".")
     command = error.ctx.command_path if error.ctx is not None else "posttrain"
-    return f"{said[:1].lower()}{said[1:]}; `{command} --help` shows the options and arguments" if said else ""
+    return f"{text[:1].lower()}{text[1:]}; `{command} --help` shows the options and arguments" if text else ""
 
 
 def _place(ctx: Any) -> str:
@@ -82,28 +89,16 @@ def _place(ctx: Any) -> str:
     return "".join(reversed(names))
 
 
-def _command(name: str, added: Any) -> Any:
-    """A typer app as a group of commands, a function as one command."""
+def _command(name: str, added: Any, settings: dict[str, Any] | None = None) -> Any:
+    """A typer app as a group of commands, a function as one command with the context `settings`."""
     if isinstance(added, typer.Typer):
         command: Any = get_group(added)
     else:
         single = typer.Typer(add_completion=False, rich_markup_mode="markdown")
-        single.command(name)(added)
+        single.command(name, context_settings=settings)(added)
         command = get_command(single)
     command.name = name
     return command
-
-
-def _stage(name: str) -> Any:
-    """The command of a stage that is not built in; None if there is no such stage."""
-    from posttrain.cli.stages import OPEN, stage_command
-    from posttrain.recipe.stages import STAGES
-
-    if name not in STAGES:
-        return None
-    single = typer.Typer(add_completion=False, rich_markup_mode="markdown")
-    single.command(name, context_settings=OPEN)(stage_command(name, inspect.getdoc(STAGES[name]) or ""))
-    return get_command(single)
 
 
 def _unavailable(name: str, error: PluginError) -> Any:

@@ -4,14 +4,9 @@ from collections.abc import Callable
 from enum import StrEnum
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from posttrain.runs.directory import RunDirectory
 
 
 def only_looking(command: Callable[..., None]) -> Callable[..., None]:
@@ -27,14 +22,6 @@ def only_looking(command: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-class SplitName(StrEnum):
-    """Which episodes of a step."""
-
-    TRAIN = "train"
-    EVALUATION = "evaluation"
-    FINAL = "final"
-
-
 @only_looking
 def episodes(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run, for example runs/run.")],
@@ -42,9 +29,9 @@ def episodes(
         int | None, typer.Option(help="Step to show. Default: list the steps that have episodes.", min=0)
     ] = None,
     split: Annotated[
-        SplitName,
+        Literal["train", "evaluation", "final"],
         typer.Option(help="Training episodes, held-out episodes of the learning curve, or those of the final table."),
-    ] = SplitName.TRAIN,
+    ] = "train",
     group: Annotated[int | None, typer.Option(help="Show only this group.")] = None,
     episode: Annotated[int | None, typer.Option(help="Show only the episode with this index in its group.")] = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="Show sampled tokens, colored by advantage.")] = False,
@@ -79,13 +66,25 @@ def episodes(
     directory, console = RunDirectory.open(run), new_console(highlight=False)
     if step is None:
         steps = list(stored_steps(directory.episodes))
-        if not steps and _show_rows(directory, console, limit):
+        recipe: Any = None if steps else directory.load_recipe()
+        if recipe is not None and recipe.stage in ("sft", "reward", "dpo") and recipe.data is not None:
+            from posttrain.data.inspect import inspect_rows
+            from posttrain.data.rendering import Renderer
+            from posttrain.models.load import load_end_tokens, load_tokenizer
+            from posttrain.verbs import original_folder
+
+            tokenizer = load_tokenizer(recipe.model)
+            renderer = Renderer(tokenizer, load_end_tokens(recipe.model.path, tokenizer))
+            kind: Literal["conversation"] | None = "conversation" if recipe.stage == "sft" else None
+            loss_on = getattr(recipe, "loss_on", "assistant")
+            with original_folder(directory.path):
+                inspect_rows(recipe.data, kind, renderer, loss_on, limit, 1000, console)
             return
         if not steps:
             raise InputError(f"{directory.episodes} contains no episodes yet; wait for the first step")
         console.print(view_steps(steps))
         return
-    stored = read_episodes(episodes_file(directory.episodes, step, split.value))
+    stored = read_episodes(episodes_file(directory.episodes, step, split))
     played, advantages, units = stored.episodes, stored.advantages, stored.units
     chosen = [
         number
@@ -95,7 +94,7 @@ def episodes(
     if not chosen:
         groups = sorted({one.group for one in played})
         raise InputError(
-            f"step {step} has no such {split.value} episode; change --group or --episode (its groups are {groups})"
+            f"step {step} has no such {split} episode; change --group or --episode (its groups are {groups})"
         )
     if draw is not None:
         from posttrain.plugins import require_module
@@ -111,36 +110,10 @@ def episodes(
     decode = token_decoder(directory) if tokens or in_units else None
     credited = unit_credit_recipe(directory) if in_units else None
     for number in chosen[:limit]:
-        of_episode = advantages.values[number] if advantages is not None else None
-        console.print(view_episode(played[number], of_episode, decode, tokens, units[number], credited))
+        advantage = advantages.values[number] if advantages is not None else None
+        console.print(view_episode(played[number], advantage, decode, tokens, units[number], credited))
     if len(chosen) > limit:
         console.print(f"and {len(chosen) - limit} more; show them with --limit {len(chosen)}")
-
-
-def _show_rows(directory: "RunDirectory", console: "Console", limit: int) -> bool:
-    """Show the rows of a run that trains on rows, with trained tokens highlighted. Returns whether the run does."""
-    from posttrain.data.inspect import inspect_rows
-    from posttrain.data.rendering import Renderer
-    from posttrain.models.load import load_end_tokens, load_tokenizer
-    from posttrain.verbs import original_folder
-
-    recipe: Any = directory.load_recipe()
-    if recipe.stage not in ("sft", "reward", "dpo") or recipe.data is None:
-        return False
-    tokenizer = load_tokenizer(recipe.model)
-    renderer = Renderer(tokenizer, load_end_tokens(recipe.model.path, tokenizer))
-    kind: Literal["conversation"] | None = "conversation" if recipe.stage == "sft" else None
-    with original_folder(directory.path):
-        inspect_rows(
-            recipe.data,
-            kind,
-            renderer,
-            getattr(recipe, "loss_on", "assistant"),
-            limit,
-            1000,
-            console,
-        )
-    return True
 
 
 class FigureFormat(StrEnum):

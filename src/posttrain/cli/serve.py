@@ -66,6 +66,6 @@ def serve(
     with open_listener(port, "--port") as on:
         policy = Policy(section(ModelRecipe, path=model_path(model)))
         server = PolicyServer(open_inference_engine(policy, recipe), Path(model).name, seed, context)
-        found = on.getsockname()[1]
-        typer.echo(f"{server.name} at http://{ADDRESS}:{found}/v1\nCtrl-C ends it")
-        http_server(guarded(server.app(), found, check)).run([on])
+        bound = on.getsockname()[1]
+        typer.echo(f"{server.name} at http://{ADDRESS}:{bound}/v1\nCtrl-C ends it")
+        http_server(guarded(server.app(), bound, check)).run([on])

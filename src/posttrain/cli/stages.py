@@ -73,6 +73,7 @@ def run(
     if dry_run:
         from posttrain.planning.dry_run import show_plan
         from posttrain.planning.model_sizes import model_sizes
+        from posttrain.runs.tables import show_line
         from posttrain.terminal import new_console
 
         recipe = read_recipe(stage, *sources, *read_overrides(overrides), resume=resume)
@@ -83,9 +84,10 @@ def run(
         if resume is None:
             recipe = with_planned_engine(recipe, device, console)
         show_plan(recipe, sizes, console, device, full)
-        show_precision(recipe, console)
-        if resume is None and not overwrite:
-            show_what_exists(recipe, console)
+        for path in recipe.outputs if resume is None and not overwrite else ():
+            if path.exists():
+                line = f"note: {path} exists; to start, pass --overwrite or another name, or continue it with --resume"
+                show_line(console, line)
         show_checks(recipe, console)
         if not full:
             console.print("\nadd --full for the whole recipe and the parts of the estimate", highlight=False)
@@ -117,32 +119,16 @@ def with_planned_engine(recipe: "Recipe", device: "Device | None", console: "Con
     return chosen
 
 
-def show_precision(recipe: "Recipe", console: "Console") -> None:
-    """Print the dtype that `dtype: auto` selects on this machine."""
+def show_checks(recipe: "Recipe", console: "Console", made: Sequence[Path] = ()) -> None:
+    """Print the dtype that `dtype: auto` selects on this machine, load everything that the run would load before its
+    model, and print the results. Arguments and errors as for `check_recipe`.
+    """
     from posttrain.runs.tables import show_line
+    from posttrain.training.checks import check_recipe
     from posttrain.training.stage import precision_notes
 
     for note in precision_notes(recipe):
         show_line(console, f"precision: {note}")
-
-
-def show_what_exists(recipe: "Recipe", console: "Console") -> None:
-    """Print a note if a run of `recipe` cannot start without `--overwrite`, `--resume` or another name."""
-    from posttrain.runs.tables import show_line
-
-    for path in recipe.outputs:
-        if path.exists():
-            line = f"note: {path} exists; to start, pass --overwrite or another name, or continue it with --resume"
-            show_line(console, line)
-
-
-def show_checks(recipe: "Recipe", console: "Console", made: Sequence[Path] = ()) -> None:
-    """Load everything that the run would load before its model, and print the results. Arguments and errors as for
-    `check_recipe`.
-    """
-    from posttrain.runs.tables import show_line
-    from posttrain.training.checks import check_recipe
-
     console.print("\n[bold]checks[/bold]")
     for line in check_recipe(recipe, made) or ["nothing to load but the model"]:
         show_line(console, line, 2)
@@ -158,23 +144,6 @@ def planned_device(dry_run: bool, on: str | None, full: bool = False) -> "Device
     if full and not dry_run:
         raise InputError("--full has an effect only with --dry-run; add --dry-run, or remove --full")
     return None if on is None else device_of(on)
-
-
-def require_same(words: list[str], run: Path, stage: str) -> None:
-    """Raises InputError unless the recipe in `words` is that of `run`, except for `runs` and `name`."""
-    from posttrain.errors import InputError
-    from posttrain.recipe.compose import load_recipe
-    from posttrain.runs.directory import RunDirectory
-
-    sources, overrides = split_words(words)
-    given = load_recipe(sources, overrides, stage).model_dump(mode="json")
-    begun = load_recipe([str(RunDirectory.open(run).recipe_file)], [], stage).model_dump(mode="json")
-    changed = [key for key, value in given.items() if key not in ("runs", "name") and value != begun[key]]
-    if changed:
-        raise InputError(
-            f"--resume {run} uses the recipe of that run, which has other values of {', '.join(changed)}; remove these "
-            "changes, or start a run with another name"
-        )
 
 
 _OPTIONS = ("--dry-run", "--full", "--on", "--resume", "--fall-back", "--overwrite", "--debug", "--trust")
@@ -318,7 +287,19 @@ def generate(
     posttrain generate data.test=test.jsonl engine.type=openai engine.url=http://localhost:8000/v1 engine.model=NAME
     """
     if resume is not None and words:
-        require_same(words, resume, "generate")
+        from posttrain.errors import InputError
+        from posttrain.recipe.compose import load_recipe
+        from posttrain.runs.directory import RunDirectory
+
+        sources, overrides = split_words(words)
+        given = load_recipe(sources, overrides, "generate").model_dump(mode="json")
+        begun = load_recipe([str(RunDirectory.open(resume).recipe_file)], [], "generate").model_dump(mode="json")
+        changed = [key for key, value in given.items() if key not in ("runs", "name") and value != begun[key]]
+        if changed:
+            raise InputError(
+                f"--resume {resume} uses the recipe of that run, which has other values of {', '.join(changed)}; remove "
+                "these changes, or start a run with another name"
+            )
         words = None
     run("generate", words or [], dry_run, full, on, resume, overwrite)
 
@@ -386,12 +367,15 @@ def _plan_pipeline(
 
     Files of `convert` stages are written to a folder that is deleted afterwards, so that later stages are checked on them.
     """
+    from pydantic import TypeAdapter
+
     from posttrain.data.convert import convert_files
     from posttrain.errors import InputError
     from posttrain.pipelines import chosen_stages, planned
     from posttrain.planning.dry_run import show_plan
     from posttrain.planning.model_sizes import model_sizes
     from posttrain.recipe.pipeline import ConvertRecipe
+    from posttrain.recipe.stages import Recipe as AnyRecipe
     from posttrain.terminal import new_console
 
     console, chosen = new_console(), chosen_stages(loaded, only, start_from)
@@ -408,8 +392,8 @@ def _plan_pipeline(
                 if stage in chosen:
                     console.rule(f"stage {stage.name}")
                     source = stage.recipe.source
-                    there = source is not None and Path(source).expanduser().exists()
-                    place = Path(scratch) / stage.name if there else None
+                    exists = source is not None and Path(source).expanduser().exists()
+                    place = Path(scratch) / stage.name if exists else None
                     convert_files(
                         stage.recipe, place, lambda line: console.print(line, markup=False, soft_wrap=True), True
                     )
@@ -423,30 +407,22 @@ def _plan_pipeline(
                 console.rule(f"stage {stage.name}")
                 planned_recipe = with_planned_engine(stage.recipe, device, console)
                 show_plan(planned_recipe, start[stage.name], console, device, full)
-                show_precision(planned_recipe, console)
+                checked = planned_recipe
+                if converted:
+                    text = planned_recipe.model_dump_json()
+                    for there, here in converted.items():
+                        text = text.replace(there, here)
+                    checked = TypeAdapter(AnyRecipe).validate_json(text)
                 try:
-                    show_checks(_with_paths(planned_recipe, converted), console, made)
+                    show_checks(checked, console, made)
                 except InputError as error:
-                    said = _replaced(str(error), {place: folder for folder, place in converted.items()})
-                    problems += [f"stage {stage.name}: {sentence}" for sentence in said.splitlines()]
+                    message = str(error)
+                    for there, here in converted.items():
+                        message = message.replace(here, there)
+                    problems += [f"stage {stage.name}: {sentence}" for sentence in message.splitlines()]
             made.append(folder)
     if problems:
         raise InputError("\n".join(problems))
-
-
-def _with_paths(recipe: "Recipe", moved: dict[str, str]) -> "Recipe":
-    """The recipe with other folders in its paths."""
-    from pydantic import TypeAdapter
-
-    from posttrain.recipe.stages import Recipe
-
-    return TypeAdapter(Recipe).validate_json(_replaced(recipe.model_dump_json(), moved)) if moved else recipe
-
-
-def _replaced(text: str, words: dict[str, str]) -> str:
-    for word, other in words.items():
-        text = text.replace(word, other)
-    return text
 
 
 def fit_normalizer(

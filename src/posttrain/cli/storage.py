@@ -37,9 +37,12 @@ def list_runs(folders: _Runs = None) -> None:
     for heading in ("run", "stage", "steps", "size", "to free"):
         table.add_column(heading, justify="left" if heading in ("run", "stage") else "right", overflow="fold")
     for usage in used:
+        values = {} if usage.problem else usage.run.recipe_values()
+        whole = "" if usage.ended or values.get("steps") is None else f" of {values['steps']}"
+        steps = f"{usage.step}{whole}"
         table.add_row(
             Text(str(usage.run.path)),
-            *((Text(usage.problem), "–") if usage.problem else _progress(usage)),
+            *((Text(usage.problem), "–") if usage.problem else (str(values.get("stage", "?")), steps)),
             size_text(usage.total),
             size_text(usage.freed) if usage.ended and usage.freed else "–",
         )
@@ -73,11 +76,16 @@ def clean(
     if not used:
         typer.echo("nothing to free: no run that has ended has training state or equal weights")
         return
-    if not yes:
-        question = f"free {size_text(sum(usage.freed for usage in used))} of {_runs(len(used))}?"
-        if not _agreed(question):
-            typer.echo("nothing was deleted")
-            return
+    try:
+        agreed = yes or typer.confirm(f"free {size_text(sum(usage.freed for usage in used))} of {_runs(len(used))}?")
+    except (typer.Abort, RuntimeError) as error:
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise
+        typer.echo(err=True)
+        raise InputError("standard input has no answer to the question; pass --yes to free the space") from error
+    if not agreed:
+        typer.echo("nothing was deleted")
+        return
     for usage in used:
         try:
             with usage.run.lock():
@@ -85,19 +93,6 @@ def clean(
         except InputError as error:
             typer.echo(f"skipped: {error}")
     typer.echo("done")
-
-
-def _agreed(question: str) -> bool:
-    """The answer of the user. InputError if standard input is closed or at its end."""
-    from posttrain.errors import InputError
-
-    try:
-        return typer.confirm(question)
-    except (typer.Abort, RuntimeError) as error:
-        if isinstance(error.__context__, KeyboardInterrupt):
-            raise
-        typer.echo(err=True)
-        raise InputError("standard input has no answer to the question; pass --yes to free the space") from error
 
 
 def _usages(folders: list[Path] | None) -> "list[Usage]":
@@ -108,18 +103,11 @@ def _usages(folders: list[Path] | None) -> "list[Usage]":
 
     runs: dict[Path, RunDirectory] = {}
     for folder in folders or [Path("runs")]:
-        found = runs_in(folder) if folder.is_dir() else []
-        if not found:
+        inside = runs_in(folder) if folder.is_dir() else []
+        if not inside:
             raise InputError(f"there is no run in {folder}; name a run, or a folder that holds runs")
-        runs |= {run.path.resolve(): run for run in found}
+        runs |= {run.path.resolve(): run for run in inside}
     return [usage_of(run) for run in runs.values()]
-
-
-def _progress(usage: "Usage") -> tuple[str, str]:
-    """Stage and steps, such as `rl` and `20 of 100`; without the total for a run that has ended."""
-    values = usage.run.recipe_values()
-    steps, done = values.get("steps"), str(usage.step)
-    return str(values.get("stage", "?")), done if usage.ended or steps is None else f"{done} of {steps}"
 
 
 def _runs(count: int) -> str:

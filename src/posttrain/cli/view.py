@@ -43,12 +43,12 @@ def view(
         raise InputError(
             f"there is no folder {folder}; name the folder of your runs, for example `posttrain view runs`"
         )
-    alone = (folder / "recipe.yaml").is_file() and (folder / "environment.json").is_file()
-    path = f"/run/{quote(printable(folder.resolve().name))}" if alone else "/"
+    single = (folder / "recipe.yaml").is_file() and (folder / "environment.json").is_file()
+    path = f"/run/{quote(printable(folder.resolve().name))}" if single else "/"
     with open_listener(port, "--port") as on:
-        token, found = new_token(), on.getsockname()[1]
-        guard = guarded(folder.resolve().parent if alone else folder, found, token)
-        address = f"http://{ADDRESS}:{found}{path}?token={token}"
+        token, bound = new_token(), on.getsockname()[1]
+        guard = guarded(folder.resolve().parent if single else folder, bound, token)
+        address = f"http://{ADDRESS}:{bound}{path}?token={token}"
         typer.echo(f"{address}\nCtrl-C ends it")
         if browser:
             webbrowser.open(address)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -46,13 +47,18 @@ def show_plan(
         sizes: Sizes of the model. None: memory is unknown.
         device: The GPU of each process. None: unknown, or a CPU.
     """
+    counted = with_dtypes(recipe, device)
     if full:
         console.print(f"[bold]recipe[/bold] ({recipe.stage})")
         console.print(dump_recipe(recipe), markup=False, highlight=False, soft_wrap=True, end="")
     else:
         console.print(f"[bold]{recipe.stage}[/bold] in {recipe.runs}/{recipe.name}", highlight=False)
         console.print("\n[bold]model[/bold]")
-        show_line(console, _model(recipe, sizes), 2)
+        size = "" if sizes is None else f", {sizes.parameters:,} parameters"
+        dtype = recipe.model.dtype or "float32 on a CPU, bfloat16 on a GPU"
+        loaded = f"{recipe.model.path}{size}, {dtype}{', LoRA' if recipe.model.lora else ''}"
+        server = recipe.remote
+        show_line(console, loaded if server is None else f"{server.model} at {server.url}", 2)
     tasks = None
     if evaluated_environment(recipe) is not None:
         with suppress(InputError):  # `posttrain.training.checks` reports it.
@@ -70,32 +76,18 @@ def show_plan(
         )
         console.print(unknown, markup=False, highlight=False, soft_wrap=True)
     elif not full:
-        _show_totals(recipe, sizes, device, console)
+        rows, _ = _at_peak(counted, sizes, device)
+        largest = sorted(rows, key=lambda what: -rows[what])[:2]
+        parts = ", ".join(f"{what} {_bytes(rows[what])}" for what in largest)
+        each = " per process" if _divided(recipe) else ""
+        show_line(console, f"about {_bytes(sum(rows.values()))}{each}, the most for {parts}", 2)
     else:
-        console.print(_memory_table(with_dtypes(recipe, device), sizes, device))
-    if sizes is not None and (dedicated := _dedicated(with_dtypes(recipe, device), sizes, device)):
+        console.print(_memory_table(counted, sizes, device))
+    if sizes is not None and (dedicated := _dedicated(counted, sizes, device)):
         roles = ", ".join(f"{role} {_bytes(count)}" for role, count in dedicated.items())
         show_line(console, f"on each GPU of the other workers: {roles}", 2)
-    for warning in [*_too_large(with_dtypes(recipe, device), sizes, device), *recipe_warnings(recipe)]:
+    for warning in [*_too_large(counted, sizes, device), *recipe_warnings(recipe)]:
         show_line(console, f"warning: {warning}")
-
-
-def _model(recipe: StageRecipe, sizes: ModelSizes | None) -> str:
-    if recipe.remote is not None:
-        return f"{recipe.remote.model} at {recipe.remote.url}"
-    size = "" if sizes is None else f", {sizes.parameters:,} parameters"
-    dtype = recipe.model.dtype or "float32 on a CPU, bfloat16 on a GPU"
-    return f"{recipe.model.path}{size}, {dtype}" + (", LoRA" if recipe.model.lora else "")
-
-
-def _show_totals(recipe: StageRecipe, sizes: ModelSizes, device: Device | None, console: Console) -> None:
-    """Print the sum of memory and its largest parts."""
-    rows, _ = _at_peak(with_dtypes(recipe, device), sizes, device)
-    largest = sorted(rows, key=lambda what: -rows[what])[:2]
-    parts = ", ".join(f"{what} {_bytes(rows[what])}" for what in largest)
-    total = _bytes(sum(rows.values()))
-    each = " per process" if _divided(recipe) else ""
-    show_line(console, f"about {total}{each}, the most for {parts}", 2)
 
 
 def batch_arithmetic(recipe: StageRecipe, tasks: TaskSplit | None = None) -> list[str]:
@@ -134,8 +126,7 @@ def _at_peak(recipe: StageRecipe, sizes: ModelSizes, device: Device | None) -> t
     """The items that are on the device at the same time when they need the most memory, and when that is. A CPU keeps the
     cache of the engine and the memory of activations.
     """
-    rows = _memory_rows(recipe, sizes, device)
-    placement = placement_of(recipe)
+    rows, placement = _memory_rows(recipe, sizes, device), placement_of(recipe)
     engine = engine_memory(recipe, sizes, placement, device)
     if device is None or not engine:
         return {what: count for what, (count, _) in rows.items()}, ""
@@ -150,64 +141,57 @@ def _too_large(recipe: StageRecipe, sizes: ModelSizes | None, device: Device | N
     """A sentence if the run needs more memory than the device has; otherwise empty."""
     if recipe.remote is not None or sizes is None or device is None:
         return []
-    together = _together(recipe, sizes, device)
-    if together <= device.memory:
+    known, gpu = sizes, device
+
+    def needed(changed: StageRecipe) -> int:
+        """Bytes on the GPU that needs the most."""
+        dedicated = _dedicated(changed, known, gpu).values()
+        return max(sum(_at_peak(changed, known, gpu)[0].values()), *dedicated, 0)
+
+    if (total := needed(recipe)) <= device.memory:
         return []
-    fitting = next(
-        (keys for keys, changed in _smaller(recipe) if _together(changed, sizes, device) <= device.memory), None
-    )
-    remedy = (
-        f"it fits with {fitting}" if fitting is not None else "no setting makes it fit; divide it (hardware.processes)"
-    )
-    return [
-        f"the run needs an estimated {_bytes(together)} and {device.name} has {_bytes(int(device.memory))}; {remedy}"
-    ]
+    remedy = "no setting makes it fit; divide it (hardware.processes)"
+    for keys in _smaller(recipe):
+        changes: dict[str, Any] = {}
+        for key, value in keys.items():
+            section, _, name = key.partition(".")
+            changes[section] = changes.get(section, getattr(recipe, section)).model_copy(update={name: value})
+        if needed(recipe.model_copy(update=changes)) <= device.memory:
+            shown = [
+                f"{key}.rank={value.rank}" if isinstance(value, LoraRecipe) else f"{key}={str(value).lower()}"
+                for key, value in keys.items()
+            ]
+            remedy = f"it fits with {' '.join(shown)}"
+            break
+    return [f"the run needs an estimated {_bytes(total)} and {device.name} has {_bytes(int(device.memory))}; {remedy}"]
 
 
-def _together(recipe: StageRecipe, sizes: ModelSizes, device: Device) -> int:
-    """Bytes on the GPU that needs the most."""
-    return max(sum(_at_peak(recipe, sizes, device)[0].values()), *_dedicated(recipe, sizes, device).values(), 0)
-
-
-def _smaller(recipe: StageRecipe) -> Iterator[tuple[str, StageRecipe]]:
-    """Changes to a recipe that save memory, with their keys, cheapest first."""
+def _smaller(recipe: StageRecipe) -> Iterator[dict[str, Any]]:
+    """Values of keys that save memory, cheapest first."""
     if not isinstance(recipe, TrainedRecipe):
         return
-    checkpointed = recipe.model.model_copy(update={"gradient_checkpointing": True})
-    adapters = recipe.model.lora or LoraRecipe()
-    adapted = checkpointed.model_copy(update={"lora": adapters})
-    sleeping = recipe.hardware.model_copy(update={"offload": "rollouts"})
-    offloaded = recipe.hardware.model_copy(update={"offload": "optimizer"})
-    everything = recipe.hardware.model_copy(update={"offload": "all"})
-    eight = {"optimizer": recipe.optimizer.model_copy(update={"type": "adamw_8bit"})}
-    shown = "model.gradient_checkpointing=true"
-    yield shown, recipe.model_copy(update={"model": checkpointed})
-    if recipe.hardware.processes == 1 and recipe.hardware.offload == "none":
-        yield "optimizer.type=adamw_8bit", recipe.model_copy(update=eight)
-        yield f"{shown} optimizer.type=adamw_8bit", recipe.model_copy(update={"model": checkpointed, **eight})
-    keeps_state = recipe.hardware.offload == "none" and recipe.optimizer.type == "adamw"
-    if recipe.on_policy and keeps_state and not recipe.ahead:
-        yield "hardware.offload=rollouts", recipe.model_copy(update={"hardware": sleeping})
-    for name, hardware in (("optimizer", offloaded), ("all", everything)):
-        yield (
-            f"{shown} hardware.offload={name}",
-            recipe.model_copy(update={"model": checkpointed, "hardware": hardware}),
-        )
-    yield f"{shown} model.lora.rank={adapters.rank}", recipe.model_copy(update={"model": adapted})
+    checkpointed, eight = {"model.gradient_checkpointing": True}, {"optimizer.type": "adamw_8bit"}
+    yield checkpointed
+    if recipe.hardware.offload == "none":
+        if recipe.hardware.processes == 1:
+            yield from (eight, checkpointed | eight)
+        if recipe.on_policy and recipe.optimizer.type == "adamw" and not recipe.ahead:
+            yield {"hardware.offload": "rollouts"}
+    yield from (checkpointed | {"hardware.offload": name} for name in ("optimizer", "all"))
+    yield checkpointed | {"model.lora": recipe.model.lora or LoraRecipe()}
 
 
 def _memory_table(recipe: StageRecipe, sizes: ModelSizes, device: Device | None) -> Table:
-    apart, rows = _divided(recipe), _memory_rows(recipe, sizes, device)
     table = Table("what", "memory", "counted as", box=None, show_header=False)
-    for what, (count, how) in rows.items():
+    for what, (count, how) in _memory_rows(recipe, sizes, device).items():
         table.add_row(f"  {what}", _bytes(count), how)
     present, when = _at_peak(recipe, sizes, device)
-    together, said = sum(present.values()), "an estimate"
-    if device is not None and together > device.memory:
-        said += f"; {device.name} has {_bytes(int(device.memory))}"
-    said += f"; the most at one time, {when}" if when else ""
-    each = "per process" if apart else "total"
-    table.add_row(f"  [bold]{each}[/bold]", _bytes(together), said)
+    total, note = sum(present.values()), "an estimate"
+    if device is not None and total > device.memory:
+        note += f"; {device.name} has {_bytes(int(device.memory))}"
+    note += f"; the most at one time, {when}" if when else ""
+    each = "per process" if _divided(recipe) else "total"
+    table.add_row(f"  [bold]{each}[/bold]", _bytes(total), note)
     table.columns[1].justify = "right"
     return table
 

@@ -5,6 +5,7 @@ Not covered: architectures other than plain decoders and decoders with experts i
 
 import math
 import re
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,24 +38,21 @@ def model_sizes(path: str) -> ModelSizes | None:
         if not (local / "config.json").is_file():
             raise InputError(f"model.path: {path} is not a model directory: it has no config.json")
         return _of_directory(local)
-    return _of_cached(path) or published_sizes(path)
-
-
-def _of_cached(hub_id: str) -> ModelSizes | None:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    try:
-        config = try_to_load_from_cache(hub_id, "config.json")
-    except HFValidationError:
-        return None
-    return _of_directory(Path(config).parent) if isinstance(config, str) else None
+    with suppress(HFValidationError):
+        config = try_to_load_from_cache(path, "config.json")
+        if isinstance(config, str):
+            return _of_directory(Path(config).parent)
+    return published_sizes(path)
 
 
 def _of_directory(directory: Path) -> ModelSizes:
     from transformers import AutoConfig
 
     check_files(directory)
+    files = directory.glob("*.safetensors")
     try:
         config = AutoConfig.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
@@ -64,7 +62,7 @@ def _of_directory(directory: Path) -> ModelSizes:
         experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0
         inner = getattr(config, "moe_intermediate_size", None) if experts else None
         sizes = ModelSizes(
-            parameters=_stored_parameters(directory),
+            parameters=sum(math.prod(shape) for file in files for shape in tensors_of(file).values()),
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
             intermediate=inner or getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
@@ -107,21 +105,13 @@ def _of_gguf(file: Path) -> ModelSizes:
             head_norms=arch.startswith("qwen3"),
         )
     except Exception as error:
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"model.path: {file} is not a complete GGUF model ({said}); download it again") from error
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(f"model.path: {file} is not a complete GGUF model ({line}); download it again") from error
     return _counted(sizes)
 
 
 def _counted(sizes: ModelSizes) -> ModelSizes:
     return sizes if sizes.parameters else replace(sizes, parameters=sizes.computed_parameters)
-
-
-def _stored_parameters(directory: Path) -> int:
-    """Number of elements of all tensors in the directory's safetensors files, from their headers; 0 without such
-    files.
-    """
-    shapes = [shape for file in directory.glob("*.safetensors") for shape in tensors_of(file).values()]
-    return sum(map(math.prod, shapes))
 
 
 PACKAGED_SIZES = {"smollm2-135m": ModelSizes(134_515_008, 30, 576, 1536, 9, 3, 64, 49_152)}

@@ -126,12 +126,10 @@ def workers_of(recipe: TrainedRecipe, nodes: list[Node]) -> list[Worker]:
     for role, count in ((CRITIC, hardware.dedicated.critic), (REFERENCE, hardware.dedicated.reference)):
         workers += [Worker(role, i, CORES[role], per_worker) for i in range(count)]
     engines = hardware.engines
-    together = gpus and engines.colocated
-    needed = 0 if together else engines.devices * per_worker
-    count = engine_count(recipe, gpus)
-    workers += [Worker(ENGINE, i, CORES[ENGINE], needed, together) for i in range(count)]
-    rewards = hardware.rewards
-    workers += [Worker(REWARD, i, CORES[REWARD], rewards.devices * per_worker) for i in range(reward_count(recipe))]
+    colocated = gpus and engines.colocated
+    needed = 0 if colocated else engines.devices * per_worker
+    workers += [Worker(ENGINE, i, CORES[ENGINE], needed, colocated) for i in range(engine_count(recipe, gpus))]
+    workers += [Worker(REWARD, i, CORES[REWARD], per_worker) for i in range(reward_count(recipe))]
     if recipe.sampler is None:
         return workers
     wanted = hardware.environments.count
@@ -147,12 +145,24 @@ def place(recipe: TrainedRecipe, nodes: list[Node]) -> tuple[list[Worker], float
     Returns the placed workers and the fraction of the requested cores that every worker gets. Raises `InputError` if there
     are too few GPUs.
     """
-    workers = workers_of(recipe, nodes)
-    _enough_devices(recipe, workers, nodes)
-    asked, there = sum(worker.cpus for worker in workers), sum(node.cpus for node in nodes)
-    share = min(1.0, there / asked)
+    workers, engines = workers_of(recipe, nodes), recipe.hardware.engines
+    needed, there = sum(worker.gpus for worker in workers), sum(node.devices for node in nodes)
+    if needed > there:
+        raise InputError(
+            f"hardware: {counted(workers)} need {needed} GPUs, but the cluster has {there}; lower hardware.processes or "
+            "hardware.engines.count, or set hardware.engines.colocated: true"
+        )
+    shared = sum(worker.colocated for worker in workers) * engines.devices
+    if shared > recipe.hardware.processes:
+        raise InputError(
+            f"hardware.engines: colocated engines need {shared} GPUs, more than the GPUs of hardware.processes = "
+            f"{recipe.hardware.processes} learners; lower the count, or set hardware.engines.colocated: false"
+        )
+    share = min(1.0, sum(node.cpus for node in nodes) / sum(worker.cpus for worker in workers))
     while True:
-        placed = _packed(recipe, [replace(w, cpus=_floor(w.cpus * share)) for w in workers], nodes)
+        # Two decimals; Ray resolves cores to 1e-4.
+        scaled = [replace(w, cpus=max(0.01, math.floor(w.cpus * share * 100) / 100)) for w in workers]
+        placed = _packed(recipe, scaled, nodes)
         if placed is not None:
             return placed, share
         share *= 0.9
@@ -163,31 +173,10 @@ def place(recipe: TrainedRecipe, nodes: list[Node]) -> tuple[list[Worker], float
             )
 
 
-def _floor(cpus: float) -> float:
-    """Round down to two decimals. Ray resolves cores to 1e-4."""
-    return max(0.01, math.floor(cpus * 100) / 100)
-
-
 def counted(workers: list[Worker]) -> str:
     """Workers per role, for example `2 x learner, 1 x engine`."""
     counts = {role: sum(worker.role == role for worker in workers) for role in dict.fromkeys(w.role for w in workers)}
     return ", ".join(f"{count} x {role}" for role, count in counts.items())
-
-
-def _enough_devices(recipe: TrainedRecipe, workers: list[Worker], nodes: list[Node]) -> None:
-    needed, there = sum(worker.gpus for worker in workers), sum(node.devices for node in nodes)
-    if needed > there:
-        raise InputError(
-            f"hardware: {counted(workers)} need {needed} GPUs, but the cluster has {there}; lower hardware.processes or "
-            "hardware.engines.count, or set hardware.engines.colocated: true"
-        )
-    engines = recipe.hardware.engines
-    together = sum(worker.colocated for worker in workers) * engines.devices
-    if together > recipe.hardware.processes:
-        raise InputError(
-            f"hardware.engines: colocated engines need {together} GPUs, more than the GPUs of hardware.processes = "
-            f"{recipe.hardware.processes} learners; lower the count, or set hardware.engines.colocated: false"
-        )
 
 
 def _packed(recipe: TrainedRecipe, workers: list[Worker], nodes: list[Node]) -> list[Worker] | None:

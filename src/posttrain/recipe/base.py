@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from posttrain.recipe.metrics import Metric
-from posttrain.recipe.needs import refuse_without_effect
+from posttrain.recipe.needs import Around, unmet_needs
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,9 @@ class BaseConfig(BaseModel):
     """The metrics of runs whose recipe has this section."""
 
     @model_validator(mode="after")
-    def _keys_have_an_effect(self):
-        refuse_without_effect(self)
-        return self
-
-    @model_validator(mode="after")
-    def _numbers_fit(self):
+    def _keys_have_an_effect_and_numbers_fit(self):
+        for _, sentence in unmet_needs(self, Around((("", self),)), refused=True):
+            raise ValueError(sentence)
         for name, value in self:
             for number in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(number, int) and not -(2**63) <= number < 2**63:

@@ -56,15 +56,14 @@ def recipe_file(name: str) -> Path:
         InputError: there is neither. The message has the nearest names.
     """
     # Unlike methods of Path, these functions return False for names that no file can have.
-    local = Path(name)
-    if os.path.isdir(local) and _without_suffix(name) not in recipe_names():
+    local, names, plain = Path(name), recipe_names(), name.removesuffix(".yaml").removesuffix(".yml")
+    if os.path.isdir(local) and plain not in names:
         raise InputError(f"{name} is a directory; name a recipe file in it")
     if os.path.isfile(local):
         return local
-    names = recipe_names()
-    if _without_suffix(name) in names:
-        return names[_without_suffix(name)]
-    near = difflib.get_close_matches(_without_suffix(name), names, 3, 0.6)
+    if plain in names:
+        return names[plain]
+    near = difflib.get_close_matches(plain, names, 3, 0.6)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise InputError(
         f"there is no recipe file {name}; {hint}name a YAML file or a recipe of `posttrain recipe list`, or write overrides "
@@ -88,9 +87,3 @@ def _named(folder: Path, prefix: str) -> Iterator[tuple[str, Path]]:
     for file in sorted(folder.rglob("*")):
         if file.suffix in _SUFFIXES:
             yield prefix + file.relative_to(folder).with_suffix("").as_posix(), file
-
-
-def _without_suffix(name: str) -> str:
-    for suffix in _SUFFIXES:
-        name = name.removesuffix(suffix)
-    return name

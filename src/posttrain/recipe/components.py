@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Annotated, Any, Generic, ParamSpec, TypeVar
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from posttrain.errors import InputError
 from posttrain.plugins import Group, PluginError, entry_points, load, more, require_trust
@@ -56,6 +56,12 @@ class EnvironmentRecipe(BaseConfig):
         """The recipe key of the files whose rows are the tasks; None if tasks are generated from seeds."""
         return None
 
+
+AnyEnvironment = Annotated[
+    SerializeAsAny[EnvironmentRecipe],
+    BeforeValidator(lambda value: environment_recipe(value) if isinstance(value, dict) else value),
+]
+"""The recipe of an environment, whose class depends on its `type`."""
 
 _looking: ContextVar[bool] = ContextVar("looking", default=False)
 
@@ -184,26 +190,30 @@ def module_of_file(path: Path) -> ModuleType:
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, SystemExit):
-            remedy = "put the commands of the file under `if __name__ == '__main__':`"
-            raise InputError(f"{path} ends the program when it is imported (SystemExit: {error}); {remedy}") from error
+            raise InputError(
+                f"{path} ends the program when it is imported (SystemExit: {error}); put its commands under "
+                "`if __name__ == '__main__':`"
+            ) from error
         raise
     return module
 
 
 def _class_in(module: Any, class_name: str, where: str) -> Any:
     if class_name:
-        found = {class_name: getattr(module, class_name, None)}
+        classes = {class_name: getattr(module, class_name, None)}
     else:
-        own = {name: v for name, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__}
-        found = {name: v for name, v in own.items() if isinstance(v, type) and hasattr(v, "Recipe")}
-        whole = {name: v for name, v in found.items() if not inspect.isabstract(v)}
-        found = whole or found
+        defined = {name: v for name, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__}
+        classes = {name: v for name, v in defined.items() if isinstance(v, type) and hasattr(v, "Recipe")}
+        whole = {name: v for name, v in classes.items() if not inspect.isabstract(v)}
+        classes = whole or classes
     start = f"environment.type: {where}"
-    if not found:
+    if not classes:
         raise InputError(f"{start} has no environment; derive a class from posttrain.Environment")
-    if len(found) > 1:
-        raise InputError(f"{start} has the environments {', '.join(found)}; name one as {where}:{next(iter(found))}")
-    ((name, only),) = found.items()
+    if len(classes) > 1:
+        raise InputError(
+            f"{start} has the environments {', '.join(classes)}; name one as {where}:{next(iter(classes))}"
+        )
+    ((name, only),) = classes.items()
     if only is None:
         raise InputError(f"{start}: there is no class {name}; correct the name")
     if not isinstance(only, type) or not hasattr(only, "Recipe"):

@@ -159,16 +159,12 @@ def _without_old_keys(values: dict[str, Any], later: dict[str, Any], part: type[
         sections = sections_of(info.annotation)
         tags = {tag: section for section in sections for tag in tags_of(section)}
         default = getattr(info.get_default(call_default_factory=True), "type", None)
-        old = tags.get(str(earlier.get("type", default)))
-        new = tags.get(
-            str(change.get("type", earlier.get("type", default))), sections[0] if len(sections) == 1 else old
-        )
+        before = earlier.get("type", default)
+        old = tags.get(str(before))
+        new = tags.get(str(change.get("type", before)), sections[0] if len(sections) == 1 else old)
         if old is not None and new is not None and old is not new:
-            earlier = {
-                name: value
-                for name, value in earlier.items()
-                if name in new.model_fields or name not in old.model_fields
-            }
+            gone = old.model_fields.keys() - new.model_fields.keys()
+            earlier = {name: value for name, value in earlier.items() if name not in gone}
         kept[key] = earlier if new is None else _without_old_keys(earlier, change, new)
     return kept
 
@@ -178,7 +174,12 @@ def typed_recipe(given: Layer, stage: str) -> Recipe:
     schema = STAGES[stage]
     declared = given.values.get("stage", stage)
     if declared != stage:
-        raise InputError(f"{given.origin(('stage',))}: {_other_stage(declared, stage)}")
+        known = [*STAGES, "pipeline", "tune"]
+        message = f"the recipe is for stage {declared}, not {stage}; run it with `posttrain {declared}`"
+        if declared not in known:
+            hint = nearest_type(str(declared), known)
+            message = f"stage is {json.dumps(declared)}{hint}; it must be {', '.join(STAGES)}, pipeline or tune"
+        raise InputError(f"{given.origin(('stage',))}: {message}")
     values = {"stage": stage, **_with_defaults(schema, None, _with_evaluated(given.values, schema))}
     given = Layer(values, given.origins)
     sentences: list[str] = []
@@ -221,8 +222,7 @@ def _with_defaults(part: type[BaseConfig], default: BaseConfig | None, values: d
     filled = {key: value for key, value in kept.items() if not isinstance(value, BaseConfig)} | values
     for key, value in values.items():
         info = part.model_fields.get(key)
-        inner = info.get_default(call_default_factory=True) if info is not None else None
-        inner = kept.get(key, inner)
+        inner = kept.get(key, info.get_default(call_default_factory=True) if info is not None else None)
         if not isinstance(value, dict) or not isinstance(inner, BaseConfig):
             continue
         own_type = getattr(inner, "type", None)
@@ -284,10 +284,3 @@ def _environment_errors(given: Layer, schema: type[BaseConfig], path: KeyPath) -
     except (Exception, SystemExit) as error:
         return [f"{place}{key}.type: {name} failed to load with {type(error).__name__}: {error}; correct that file"]
     return []
-
-
-def _other_stage(declared: Any, stage: str) -> str:
-    if declared in (*STAGES, "pipeline", "tune"):
-        return f"the recipe is for stage {declared}, not {stage}; run it with `posttrain {declared}`"
-    hint = nearest_type(str(declared), [*STAGES, "pipeline", "tune"])
-    return f"stage is {json.dumps(declared)}{hint}; it must be {', '.join(STAGES)}, pipeline or tune"

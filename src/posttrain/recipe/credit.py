@@ -8,8 +8,9 @@ from pydantic import BeforeValidator, Field, SerializeAsAny
 from posttrain.episode import Episode
 from posttrain.recipe.base import BaseConfig, Reads
 from posttrain.recipe.metrics import HELD_OUT, TRAINING, Metric, Panel
-from posttrain.recipe.model import Dtype, LoraRecipe, ModelRecipe, OptimizerRecipe
+from posttrain.recipe.model import Dtype, LoraRecipe, ModelRecipe, OptimizerRecipe, dtype_bytes
 from posttrain.recipe.needs import Around, Needs, needs
+from posttrain.recipe.plan import ModelSizes
 from posttrain.recipe.registry import F, Registry, Section
 
 Comparison = Literal["group", "batch"] | None
@@ -107,10 +108,6 @@ def register_credit(
 VALUES = Panel("Mean over sampled tokens", "reward", from_zero=False, smoothed=True, figure="critic")
 
 
-def _has_own_updates(find: Around) -> bool:
-    return find("backbone") == "separate" or find("updates_before_policy") > 0
-
-
 def _values_change(find: Around) -> bool:
     learner = find("learner")
     return learner is None or learner.several_updates or find("rollout.async_rollouts") > 0
@@ -157,7 +154,7 @@ class CriticRecipe(BaseConfig):
     optimizer: Annotated[
         OptimizerRecipe,
         Needs(
-            _has_own_updates,
+            lambda find: find("backbone") == "separate" or find("updates_before_policy") > 0,
             "with critic.backbone shared and no critic.updates_before_policy, the head is updated with the policy",
             "see optimizer.max_skipped_updates",
             inside="max_skipped_updates",
@@ -176,3 +173,14 @@ class CriticRecipe(BaseConfig):
         """The model section of a separate critic. Keys that it does not have come from the policy's `model`."""
         keys = {"path": self.path or policy.path, "dtype": self.dtype, "lora": self.lora, "load_in_4bit": False}
         return policy.model_copy(update=keys)
+
+    def memory(self, sizes: ModelSizes, policy: ModelRecipe, offloads: bool) -> tuple[int, str]:
+        """Bytes of the critic without activations, and how they are counted. `offloads`: AdamW state is in CPU memory."""
+        if self.backbone == "shared":
+            return 16 * sizes.hidden, f"a head of {sizes.hidden:,} float32 weights, with gradients and AdamW state"
+        trained, width = self.model(policy).trained_parameters(sizes, scorer=True), dtype_bytes(self.dtype)
+        if offloads:
+            how = "weights and gradients, assuming the size of the policy; the rest is in CPU memory"
+            return width * (sizes.scorer_parameters + trained), how
+        count = width * sizes.scorer_parameters + (width + 8 + (8 if width == 2 else 0)) * trained
+        return count, "weights, gradients and AdamW state, assuming the size of the policy"

@@ -74,14 +74,6 @@ class TaskSourceRecipe(SourceRecipe):
     """What its tasks are for. `training`: to train on, less the held-out tasks. `validation`: the learning curve. `test`: the final table."""
 
 
-def refuse_weights(columns: ColumnsRecipe, key: str) -> None:
-    """ValueError if `columns` names a column of weights, for rows whose loss is not weighted."""
-    if columns.weight is not None:
-        raise ValueError(
-            f"`{key}.weight` would have no effect: only the rows of sft, dpo and reward are weighed; remove it"
-        )
-
-
 def _sources(value: Any) -> Any:
     """`path` alone, or a list of paths and sections, as a list of sections."""
     listed = value if isinstance(value, list) else [value]

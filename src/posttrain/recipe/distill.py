@@ -4,37 +4,26 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import environment_class
 from posttrain.recipe.data import FixedRowsRecipe
-from posttrain.recipe.hardware import HardwareRecipe, refuse_unfit_hardware
+from posttrain.recipe.hardware import HardwareRecipe
+from posttrain.recipe.loss import Aggregation
 from posttrain.recipe.metrics import Metric
 from posttrain.recipe.model import MISMATCH, LearnerRecipe, OptimizerRecipe
 from posttrain.recipe.needs import Around, Needs
 from posttrain.recipe.plan import Items, Plan
-from posttrain.recipe.rollout import EvaluationRecipe, evaluated_environment, refuse_overlap
-from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, SampledRecipe
+from posttrain.recipe.rollout import EvaluationRecipe, evaluated_environment
+from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, SampledRecipe, refuse_longer
 from posttrain.recipe.teacher import TeacherRecipe, refuse_other_temperature
 
 
-class _DistillationLoss(BaseConfig):
+class _DistillationLoss(Aggregation):
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric(
             "loss/distillation", "distillation loss per token; for `reverse_kl` a surrogate whose value has no meaning"
         ),
         MISMATCH,
     )
-
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per episode, over the tokens of all its streams, then over episodes. `constant`: sum divided by `constant`."""
-    constant: float | None = Field(None, gt=0)
-    """Divisor for `aggregation: constant`."""
-
-    @model_validator(mode="after")
-    def _constant_is_given(self):
-        if (self.aggregation == "constant") != (self.constant is not None):
-            raise ValueError("set `constant` if and only if `aggregation: constant`")
-        return self
 
 
 def _weighted(find: Around) -> bool:
@@ -156,10 +145,7 @@ class DistillRecipe(SampledRecipe):
 
     @model_validator(mode="after")
     def _parts_fit(self):
-        rollout, learner = self.rollout, self.learner
-        self.engine.check(self.model)
-        refuse_unfit_hardware(self.hardware, self.model, [self.optimizer], self.engine)
-        refuse_overlap({"seeds": self.seeds}, self.environment, self.evaluation)
+        rollout, off = self.rollout, self.off_policy
         refuse_other_temperature(self.teacher, rollout.sampling.temperature)
         if rollout.sampling.temperature == 0:
             raise ValueError(
@@ -172,27 +158,8 @@ class DistillRecipe(SampledRecipe):
                 "`hardware.ray` is not supported by the distill stage; remove it, and use `hardware.processes` or servers in "
                 "`teacher.urls`"
             )
-        if rollout.groups_per_step > (self.seeds.count or rollout.groups_per_step):
-            raise ValueError(
-                f"`rollout.groups_per_step` ({rollout.groups_per_step}) is more than `seeds.count` "
-                f"({self.seeds.count}); lower it, or raise `seeds.count`"
-            )
-        if learner.updates_per_step > rollout.groups_per_step:
-            raise ValueError(
-                f"`learner.updates_per_step` ({learner.updates_per_step}) is more than the groups of a step "
-                f"({rollout.groups_per_step}); lower it, or raise `rollout.groups_per_step`"
-            )
-        for key in ("learner", "teacher"):
-            if getattr(self, key).tokens_per_batch < rollout.tokens_per_episode:
-                raise ValueError(
-                    f"one episode may have `rollout.tokens_per_episode` = {rollout.tokens_per_episode} tokens, more than "
-                    f"`{key}.tokens_per_batch` = {getattr(self, key).tokens_per_batch}; raise the latter or lower the former"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _rows_fit(self):
-        if self.off_policy is None:
+        refuse_longer(self, "teacher", "rollout.tokens_per_episode", rollout.tokens_per_episode)
+        if off is None:
             return self
         if self.loss.type == "reverse_kl":
             raise ValueError(
@@ -203,12 +170,8 @@ class DistillRecipe(SampledRecipe):
             raise ValueError(
                 "`teacher.context` is for the tasks of episodes, which rows of `off_policy` lack; remove one"
             )
-        if self.off_policy.rows_per_step < self.learner.updates_per_step:
+        if off.rows_per_step < self.learner.updates_per_step:
             raise ValueError("`off_policy.rows_per_step` is less than `learner.updates_per_step`; raise it")
         for key in ("learner", "teacher"):
-            if getattr(self, key).tokens_per_batch < self.off_policy.data.max_tokens:
-                raise ValueError(
-                    f"one row may have `off_policy.data.max_tokens` = {self.off_policy.data.max_tokens} tokens, more than "
-                    f"`{key}.tokens_per_batch` = {getattr(self, key).tokens_per_batch}; raise the latter or lower the former"
-                )
+            refuse_longer(self, key, "off_policy.data.max_tokens", off.data.max_tokens, "one row")
         return self

@@ -31,7 +31,24 @@ _OTHER_SHAPE = ("stream", "n", "tools", "functions")
 """Fields of a request with which the reply is not a single text."""
 
 
-class LocalEngineRecipe(BaseConfig):
+class _Engine(BaseConfig):
+    def check(self, model: ModelRecipe) -> None:
+        """ValueError if the engine cannot sample from `model`."""
+
+    def warnings(self, model: ModelRecipe) -> list[str]:
+        """Sentences about settings that `model` makes unusual."""
+        return []
+
+    def truncated_logprobs(self, sampling: SamplingRecipe) -> bool:
+        """Whether log-probabilities are those of the distribution that `sampling` truncates."""
+        return False
+
+    def memory_items(self, plan: Plan, model: ModelRecipe, tokens: int) -> Items:
+        """The engine's weights, if it has its own, and its full KV cache, for contexts of `tokens` tokens."""
+        return {}
+
+
+class LocalEngineRecipe(_Engine):
     """The in-process engine: it uses the weights in training directly, with continuous batching and a prefix cache
     across turns and groups.
     """
@@ -58,19 +75,7 @@ class LocalEngineRecipe(BaseConfig):
     a GPU, only as many sequences are decoded at the same time as fit with `rollout.tokens_per_episode` tokens each.
     """
 
-    def check(self, model: ModelRecipe) -> None:
-        """ValueError if the engine cannot sample from `model`. This one samples from all."""
-
-    def warnings(self, model: ModelRecipe) -> list[str]:
-        """Sentences about settings that `model` makes unusual: none."""
-        return []
-
-    def truncated_logprobs(self, sampling: SamplingRecipe) -> bool:
-        """Whether log-probabilities are those of the distribution that `sampling` truncates: never."""
-        return False
-
     def memory_items(self, plan: Plan, model: ModelRecipe, tokens: int) -> Items:
-        """The engine's weights, if it has its own, and its full KV cache, for contexts of `tokens` tokens."""
         items, width = _own_weights(plan, model) if plan.placement.engines else {}, model.weight_bytes
         each = plan.sizes.cache_bytes(width, plan.placement.tensor)
         size = self.slots * tokens * each
@@ -87,7 +92,7 @@ def _own_weights(plan: Plan, model: ModelRecipe) -> Items:
     return {"weights of the engine": (count, how)}
 
 
-class OpenAIEngineRecipe(BaseConfig):
+class OpenAIEngineRecipe(_Engine):
     """A remote model behind the server at `url`; no model is loaded in this process."""
 
     type: Literal["openai"] = "openai"
@@ -131,17 +136,6 @@ class OpenAIEngineRecipe(BaseConfig):
                 raise ValueError(f"`{name}` is not supported: a response must be a single text; remove it")
         return value
 
-    def check(self, model: ModelRecipe) -> None:
-        """ValueError if the engine cannot sample from `model`. This one does not load it."""
-
-    def warnings(self, model: ModelRecipe) -> list[str]:
-        """Sentences about settings that `model` makes unusual: none."""
-        return []
-
-    def memory_items(self, plan: Plan, model: ModelRecipe, tokens: int) -> Items:
-        """Nothing: the model is behind the server."""
-        return {}
-
 
 def refuse_unknown_sampling(sampling: SamplingRecipe, key: str) -> None:
     """ValueError for sampling that the protocol of chat completions has no field for. `key`: its section."""
@@ -156,14 +150,14 @@ def refuse_unknown_sampling(sampling: SamplingRecipe, key: str) -> None:
 
 def has_thinking(environment: EnvironmentRecipe) -> bool:
     """Whether the environment's format has a `<think>` block in the text of an answer."""
-    return bool(getattr(environment, "thinking", False) or getattr(_format(environment), "thinking", False))
+    return any(getattr(one, "thinking", False) for one in (environment, getattr(environment, "format", None)))
 
 
 def no_primer(environment: EnvironmentRecipe, primer: str) -> str:
     """Why an environment with the primer `primer` cannot be played remotely, and the setting to change."""
     if hasattr(environment, "opened_by"):
         remedy = "set environment.opened_by=policy"
-    elif hasattr(_format(environment), "prime"):
+    elif hasattr(getattr(environment, "format", None), "prime"):
         remedy = "set environment.format.prime=false"
     else:
         remedy = f"{environment.type} has to leave its `primer` empty"
@@ -173,14 +167,10 @@ def no_primer(environment: EnvironmentRecipe, primer: str) -> str:
     )
 
 
-def _format(environment: EnvironmentRecipe) -> Any:
-    return getattr(environment, "format", None)
+AT_START = unless("urls", remedy="start the servers with it")
 
 
-AT_START = unless("urls", reason="the servers at engine.urls are already running", remedy="start them with it")
-
-
-class VllmEngineRecipe(BaseConfig):
+class VllmEngineRecipe(_Engine):
     """vLLM. It receives the policy's weights before each rollout."""
 
     type: Literal["vllm"] = "vllm"

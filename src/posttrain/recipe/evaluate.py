@@ -57,10 +57,6 @@ class EvaluateRecipe(PlayedRecipe):
     def run(self, directory: Any, *, resume: bool, overwrite: bool, console: Any, callbacks: Sequence[Any]) -> None:
         imported("posttrain.training.evaluate:run")(self, directory, console)
 
-    @property
-    def remote(self) -> OpenAIEngineRecipe | None:
-        return self.engine if self.engine.type == "openai" else None
-
     @model_validator(mode="after")
     def _what_an_engine_can_do(self):
         self.engine.check(self.model)
@@ -76,8 +72,7 @@ class EvaluateRecipe(PlayedRecipe):
         return self
 
     def models(self) -> dict[str, Any]:
-        scorer = {} if self.reward is None else {"reward": self.reward}
-        return {} if self.remote is not None else {"model": self.model, **scorer}
+        return super().models() | ({} if self.reward is None else {"reward": self.reward})
 
     def warnings(self) -> list[str]:
         """Limits of episodes, and a primer, which servers do not support."""

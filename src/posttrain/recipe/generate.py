@@ -15,9 +15,8 @@ from posttrain.recipe.engines import (
     refuse_unknown_sampling,
 )
 from posttrain.recipe.metrics import Metric
-from posttrain.recipe.needs import unless
 from posttrain.recipe.plan import TaskSplit, counted
-from posttrain.recipe.rollout import MOST_EPISODES, OWN_CONTEXT, SamplingRecipe, StopString
+from posttrain.recipe.rollout import LOADED, MOST_EPISODES, SamplingRecipe, StopString
 from posttrain.recipe.run import StageRecipe, imported
 
 OWN_COLUMNS = (
@@ -61,7 +60,7 @@ class LimitsRecipe(BaseConfig):
 
     tokens_per_turn: int = Field(512, ge=1)
     """Maximum number of tokens of an answer."""
-    tokens_per_episode: Annotated[int, OWN_CONTEXT] = Field(4096, ge=16)
+    tokens_per_episode: Annotated[int, LOADED] = Field(4096, ge=16)
     """Longest context in tokens, prompt and answer together, reduced to the model's own limit. A prompt that leaves less than `tokens_per_turn` is skipped and reported."""
     stop_strings: list[StopString] = []
     """Strings that end an answer, in addition to the model's end token. The string is part of the answer."""
@@ -109,9 +108,7 @@ class GenerateRecipe(StageRecipe):
     """`keep`: predictions include thinking. `remove`: strip it, up to `</think>`, and record its length."""
     keep_columns: list[Text] = []
     """Columns of the data to copy into the predictions."""
-    window: Annotated[
-        int, unless("engine.type", "openai", reason="engine.type is openai, so answers are independent")
-    ] = Field(512, ge=1)
+    window: Annotated[int, LOADED] = Field(512, ge=1)
     """Local engine: number of answers computed as one batch. A resumed run repeats the interrupted batch, to the same bits. Larger values use the engine better; smaller values lose less work."""
     out: Writes | None = None
     """Predictions file (JSON lines). Null: `predictions.jsonl` in the run directory."""
@@ -125,22 +122,15 @@ class GenerateRecipe(StageRecipe):
         return imported("posttrain.training.completers:check_prompts")(self)
 
     @property
-    def remote(self) -> OpenAIEngineRecipe | None:
-        return self.engine if self.engine.type == "openai" else None
-
-    @property
     def predictions(self) -> Path:
         """Where the predictions are written."""
-        return (
-            Path(self.out).expanduser() if self.out is not None else Path(self.runs) / self.name / "predictions.jsonl"
-        )
+        if self.out is not None:
+            return Path(self.out).expanduser()
+        return Path(self.runs) / self.name / "predictions.jsonl"
 
     @property
     def outputs(self) -> list[Path]:
         return [*super().outputs, *([self.predictions] if self.out is not None else [])]
-
-    def models(self) -> dict[str, Any]:
-        return {} if self.remote is not None else super().models()
 
     def batch_lines(self, tasks: TaskSplit | None) -> list[str]:
         """Rows, sampling, engine and output."""
@@ -159,30 +149,19 @@ class GenerateRecipe(StageRecipe):
         ]
 
     @model_validator(mode="after")
-    def _samples_differ(self):
+    def _parts_fit(self):
+        self.engine.check(self.model)
+        if self.remote is not None:
+            refuse_unknown_sampling(self.sampling, "sampling")
         if self.sampling.temperature == 0 and self.samples > 1:
             raise ValueError("greedy answers to one row are identical; set `samples: 1` or a `sampling.temperature`")
-        return self
-
-    @model_validator(mode="after")
-    def _nothing_overwritten(self):
         for name in self.keep_columns:
             if name in OWN_COLUMNS:
                 hint = "; give it as `data.id`" if name == "id" else ""
                 raise ValueError(f"`keep_columns` names {name}, which every prediction already has{hint}")
         if self.out is not None and Path(self.out).suffix != ".jsonl":
             raise ValueError(f"`out` is {self.out}; predictions are JSON lines, so the name must end in `.jsonl`")
-        if self.out is not None and any(_same(self.out, source.path) for source in self.data.test):
+        files = [Path(source.path).expanduser().absolute() for source in self.data.test]
+        if self.out is not None and Path(self.out).expanduser().absolute() in files:
             raise ValueError(f"`out` is {self.out}, which `data.test` reads; choose another file")
         return self
-
-    @model_validator(mode="after")
-    def _what_an_engine_can_do(self):
-        self.engine.check(self.model)
-        if self.remote is not None:
-            refuse_unknown_sampling(self.sampling, "sampling")
-        return self
-
-
-def _same(one: str, other: str) -> bool:
-    return Path(one).expanduser().absolute() == Path(other).expanduser().absolute()

@@ -1,13 +1,11 @@
 """Hardware of a run: the number of learner processes and, on a Ray cluster, the placement of all other workers."""
 
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from posttrain.recipe.base import BaseConfig, Connects
 from posttrain.recipe.metrics import Metric
-from posttrain.recipe.model import ModelRecipe, OptimizerRecipe
 from posttrain.recipe.needs import needs, unless
 
 
@@ -26,9 +24,7 @@ class RewardPlacement(BaseConfig):
     """Copies of the reward model at `reward.path`, each in its own process."""
 
     count: int = Field(0, ge=0)
-    """Number of copies; each scores a share of the episodes. 0: the reward model runs in the learner process."""
-    devices: int = Field(1, ge=0, le=1)
-    """GPUs per copy, on clusters with GPUs."""
+    """Number of copies, each with one GPU on clusters with GPUs; each scores a share of the episodes. 0: the reward model runs in the learner process."""
 
 
 class EnvironmentPlacement(BaseConfig):
@@ -47,7 +43,7 @@ class DedicatedPlacement(BaseConfig):
     """Copies of the reference model of the KL penalty; each scores a share of the episodes. 0: it runs in the learners' processes."""
 
 
-ON_RAY = needs("ray", reason="there is no Ray cluster", remedy="set `hardware.ray: auto`", refused=True)
+ON_RAY = needs("ray", remedy="set `hardware.ray: auto`", refused=True)
 
 
 class HardwareRecipe(BaseConfig):
@@ -66,13 +62,7 @@ class HardwareRecipe(BaseConfig):
     """Free the gathered weights of a layer after its forward pass and gather them again for the backward pass: less memory, 50% more communication."""
     offload: Annotated[
         Literal["none", "rollouts", "optimizer", "all"],
-        unless(
-            "stage",
-            "sft",
-            "reward",
-            reason=lambda find: f"the {find('stage')} stage samples no episodes",
-            only=lambda value: value == "rollouts",
-        ),
+        unless("stage", "sft", "reward", only=lambda value: value == "rollouts"),
     ] = "none"
     """What is kept in CPU memory instead of a GPU's. `rollouts`: float32 masters and moments, but only while episodes are sampled, and the reference model between its passes; for `rl` and `distill`. `optimizer`: float32 masters, their gradients and the moments, with AdamW on the CPU, and the reference model between its passes; during rollouts the GPU then holds only the weights of the policy. `all`: also weights, one layer of which is on the GPU at a time. With several processes, each GPU keeps its share of the reference model and, with `rollouts`, of the masters, which are its weights. Settings other than `none` are an error on a CPU."""
     deterministic: bool = False
@@ -88,24 +78,3 @@ class HardwareRecipe(BaseConfig):
     def reduces_per_forward(self) -> bool:
         """Whether gradients are reduced after every micro-batch."""
         return self.offload == "all" or self.gradient_sync == "per_forward"
-
-
-def refuse_unfit_hardware(
-    hardware: HardwareRecipe, model: ModelRecipe, optimizers: Sequence[OptimizerRecipe], engine: Any = None
-) -> None:
-    """Raises ValueError for keys of other sections that do not work with `hardware`."""
-    if hardware.offload != "none" and any(optimizer.type == "adamw_8bit" for optimizer in optimizers):
-        raise ValueError(
-            "`optimizer.type: adamw_8bit` keeps its state on the GPU, and `hardware.offload` moves it to CPU memory; use `adamw`, or "
-            "remove `hardware.offload`"
-        )
-    if model.load_in_4bit and (hardware.processes > 1 or hardware.offload == "all"):
-        raise ValueError(
-            "`model.load_in_4bit` is for one process without `hardware.offload: all`; remove it, or set `hardware.processes` "
-            "to 1"
-        )
-    if hardware.deterministic and getattr(engine, "weight_transfer", "files") == "nccl":
-        raise ValueError(
-            "with `hardware.deterministic`, vLLM sets up its communication differently from the learner, and "
-            "`engine.weight_transfer: nccl` would hang; use `ipc` or `files`"
-        )

@@ -56,7 +56,22 @@ class CorrectionRecipe(BaseConfig):
         return CORRECTION_BOUNDS.get(self.reject) if self.bounds is None else self.bounds
 
 
-class PolicyLoss(Section):
+class Aggregation(BaseConfig):
+    """How the losses of tokens become the loss of an update."""
+
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per episode, over the tokens of all its streams, then over episodes. `constant`: sum divided by `constant`."""
+    constant: float | None = Field(None, gt=0)
+    """Divisor for `aggregation: constant`. Dr. GRPO uses episodes x longest answer."""
+
+    @model_validator(mode="after")
+    def _constant_is_given(self):
+        if (self.aggregation == "constant") != (self.constant is not None):
+            raise ValueError("set `constant` if and only if `aggregation: constant`")
+        return self
+
+
+class PolicyLoss(Aggregation, Section):
     """Keys that every policy loss has."""
 
     metrics: ClassVar[tuple[Metric, ...]] = (
@@ -76,10 +91,6 @@ class PolicyLoss(Section):
     ratio_to: ClassVar[Literal["old", "rollout"] | None] = "old"
     """What the loss compares the policy with: old log-probabilities, always those of the rollout, or nothing."""
 
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per episode, over the tokens of all its streams, then over episodes. `constant`: sum divided by `constant`."""
-    constant: float | None = Field(None, gt=0)
-    """Divisor for `aggregation: constant`. Dr. GRPO uses episodes x longest answer."""
     old: Annotated[
         Literal["auto", "learner", "rollout"],
         Needs(
@@ -98,8 +109,6 @@ class PolicyLoss(Section):
 
     @model_validator(mode="after")
     def _keys_fit(self):
-        if (self.aggregation == "constant") != (self.constant is not None):
-            raise ValueError("set `constant` if and only if `aggregation: constant`")
         if self.correction is not None and self.old == "rollout":
             raise ValueError(
                 "`correction` compares the learner's log-probabilities with the rollout's, so it needs `old: learner` or `auto`"
@@ -193,7 +202,7 @@ ADAPTERS_OFF = "cannot be set with `model.lora`, where the reference model is th
 """Why the reference model has no separate weights that could be updated."""
 
 
-PENALIZED = needs("coefficient", reason="kl.coefficient is 0")
+PENALIZED = needs("coefficient")
 
 
 class KlRecipe(BaseConfig):
@@ -220,9 +229,7 @@ class KlRecipe(BaseConfig):
     """In the loss, multiply the estimate by p / p_rollout, with the gradient through both (DeepSeek-V3.2, equation 7). With k1 or k3, the expected gradient is then that of KL(p, p_ref) also for stale or repeated samples."""
     target: float | None = Field(None, gt=0)
     """Target KL per token of the adaptive coefficient. Null: fixed coefficient."""
-    horizon: Annotated[float, PENALIZED, needs("target", reason="the coefficient is fixed while kl.target is null")] = (
-        Field(10_000.0, gt=0)
-    )
+    horizon: Annotated[float, PENALIZED, needs("target")] = Field(10_000.0, gt=0)
     """Adaptive coefficient: number of episodes over which it adapts. Smaller is faster."""
     reference: Annotated[ReferenceRecipe, PENALIZED] = ReferenceRecipe()
 
@@ -324,9 +331,9 @@ class EntropyRecipe(BaseConfig):
     """Sampled tokens that get the bonus, and whose entropy `target` is about. `after_thinking`: those after `</think>`, without the end token. `answer`: those between `<answer>` and `</answer>`. A bonus on all tokens makes answers in the wrong form more likely."""
     target: float | None = Field(None, gt=0)
     """Target entropy of these tokens in nats: the coefficient rises by `step` after a step below it and falls above, where the bonus is off. Null: fixed coefficient."""
-    step: Annotated[float, needs("target", reason="there is no entropy.target")] = Field(0.005, gt=0)
+    step: Annotated[float, needs("target")] = Field(0.005, gt=0)
     """With `target`: change of the coefficient per step."""
-    max_coefficient: Annotated[float, needs("target", reason="there is no entropy.target")] = Field(1.0, gt=0)
+    max_coefficient: Annotated[float, needs("target")] = Field(1.0, gt=0)
     """With `target`: largest coefficient."""
     top_share: float = Field(1.0, gt=0, le=1)
     """Policy gradient only of this share of an update's tokens, those with the highest entropy before the step's updates. Below 1 it costs a forward pass. 1: all tokens."""

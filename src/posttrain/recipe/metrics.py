@@ -75,10 +75,10 @@ def declared(key: str, metrics: Iterable[Metric]) -> Metric | None:
 
     `validation/loss_low/medicine` is the lower limit of `validation/loss` in the domain `medicine`.
     """
-    of_all = re.sub(r"_(low|high)(?=/|$)", "", key)
-    whole = "/".join(of_all.split("/")[:2])
+    without_limit = re.sub(r"_(low|high)(?=/|$)", "", key)
+    whole = "/".join(without_limit.split("/")[:2])
     metrics = list(metrics)
-    for name in dict.fromkeys((key, of_all, whole)):
+    for name in dict.fromkeys((key, without_limit, whole)):
         exact = [metric for metric in metrics if metric.name == name]
         for metric in [*exact, *(metric for metric in metrics if metric.matches(name))]:
             return metric

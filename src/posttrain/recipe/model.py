@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from posttrain.recipe.base import BaseConfig, Loads, Mark, Reads, Text
 from posttrain.recipe.metrics import Metric, Panel
-from posttrain.recipe.needs import Around, Needs, needs, unless
+from posttrain.recipe.needs import TRAINED, Needs, unless
 from posttrain.recipe.plan import MASTERS, Items, ModelSizes, Plan
 
 SWITCHES = ("enable_thinking", "thinking")
@@ -78,10 +78,6 @@ Dtype = Literal["float32", "bfloat16", "auto"] | None
 """Precision of a model. None: bfloat16 on a GPU and float32 on a CPU."""
 
 
-def _rounds(find: Around) -> bool:
-    return not (find("dtype") == "float32" or (find("dtype") is None and find("device") == "cpu"))
-
-
 def dtype_bytes(dtype: Dtype) -> int:
     """Bytes of a weight. A precision that depends on the device counts as float32, the larger of the two."""
     return 2 if dtype == "bfloat16" else 4
@@ -97,7 +93,10 @@ class ModelRecipe(BaseConfig):
     head_dtype: Annotated[
         Literal["model", "float32"],
         unless("scores", reason="rewards are computed in float32", remedy=""),
-        Needs(_rounds, "model.dtype is float32"),
+        Needs(
+            lambda find: find("dtype") not in ("float32", None) or (find("dtype") is None and find("device") != "cpu"),
+            "model.dtype is float32",
+        ),
     ] = "model"
     """Precision of the output projection of a bfloat16 model, in the learner and in the local engine. `model`: the model's dtype. `float32`: logits are not rounded to bfloat16, which brings the log-probabilities of engine and learner closer and costs time in large vocabularies."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -241,10 +240,6 @@ class OptimizerRecipe(BaseConfig):
         return items
 
 
-ONE_UPDATE = needs("on_policy", reason=lambda find: f"the {find('stage')} stage makes one update per step", remedy="")
-"""The need of keys of stages with several updates per step."""
-
-
 class LearnerRecipe(BaseConfig):
     """How the episodes or rows of a step become optimizer updates."""
 
@@ -255,9 +250,9 @@ class LearnerRecipe(BaseConfig):
 
     tokens_per_batch: int = Field(4096, ge=16)
     """Tokens per micro-batch: the main control of training memory. It does not change the gradient. A longer sequence is an error; nothing is truncated."""
-    updates_per_step: Annotated[int, ONE_UPDATE] = Field(1, ge=1)
+    updates_per_step: Annotated[int, TRAINED] = Field(1, ge=1)
     """Optimizer updates per pass over a step's episodes (mini-batches); each takes a share of the groups."""
-    epochs_per_step: Annotated[int, ONE_UPDATE] = Field(1, ge=1)
+    epochs_per_step: Annotated[int, TRAINED] = Field(1, ge=1)
     """Passes over each step's episodes (PPO epochs)."""
     logits_per_chunk: int = Field(512, ge=1)
     """Positions whose logits are in memory at the same time when log-probabilities are computed."""

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from posttrain.recipe.base import BaseConfig
 
 
+@dataclass(frozen=True)
 class Around:
     """A section and those around it, the innermost first. Each is the path of its keys with a final dot, and the section."""
 
-    def __init__(self, *sections: tuple[str, BaseConfig]) -> None:
-        self.sections = sections
+    sections: tuple[tuple[str, BaseConfig], ...]
 
     def __call__(self, key: str) -> Any:
         """The value of the dotted `key`, in the innermost section that has its first part; None if there is none."""
@@ -74,19 +74,21 @@ def unless(key: str, *values: Any, **options: Any) -> Needs:
 def _on_key(key: str, fits: Callable[[Any], bool], values: tuple[Any, ...], options: dict[str, Any]) -> Needs:
     def state(around: Around) -> str:
         path, value = around.look_up(key)
-        return f"{path} is {value if isinstance(value, str) else json.dumps(value, default=lambda section: 'set')}"
+        if hasattr(type(value), "model_fields"):
+            return f"{path} is set"
+        plain = f"{value:g}" if isinstance(value, float) else json.dumps(value, default=str)
+        return f"{path} is {value if isinstance(value, str) else plain}"
 
     def remedy(around: Around) -> str:
-        if key == "stage":
-            return ""
-        return (
-            f"change {around.look_up(key)[0]}"
-            if not values
-            else f"set {around.look_up(key)[0]} to {' or '.join(values)}"
-        )
+        path, _ = around.look_up(key)
+        return f"set {path} to {' or '.join(values)}" if values else f"change {path}"
 
-    settings: dict[str, Any] = {"reason": state, "remedy": remedy, "key": key, **options}
-    return Needs(lambda around: fits(around(key)), **settings)
+    defaults: dict[str, Any] = {"reason": state, "remedy": "" if key == "stage" else remedy, "key": key}
+    return Needs(lambda around: fits(around(key)), **{**defaults, **options})
+
+
+TRAINED = needs("on_policy", reason=lambda find: f"the {find('stage')} stage samples no training episodes", remedy="")
+"""The need of keys about training episodes."""
 
 
 def is_given(section: BaseConfig, key: str) -> bool:
@@ -95,50 +97,36 @@ def is_given(section: BaseConfig, key: str) -> bool:
     return key in section.model_fields_set and getattr(section, key) != default
 
 
-def without_effect(section: BaseConfig, prefix: str = "", around: Around | None = None) -> Iterator[str]:
+def without_effect(section: BaseConfig, prefix: str = "", around: Around = Around(())) -> Iterator[str]:
     """One sentence for each given key of `section`, and of the sections in it, that has no effect.
 
     Of a section without effect, its keys are not named.
     """
-    inner = Around((prefix, section), *(around.sections if around is not None else ()))
-    hidden = set()
-    for name, need in _unmet(section, inner, refused=False):
-        yield _sentence(f"{prefix}{_path(name, need)}", need, inner)
-        if not need.inside:
-            hidden.add(name)
+    inner = Around(((prefix, section), *around.sections))
+    unmet = dict(unmet_needs(section, inner, refused=False))
+    yield from unmet.values()
     for name in type(section).model_fields:
         value = getattr(section, name)
-        if name not in hidden and hasattr(type(value), "model_fields"):
+        if name not in unmet and hasattr(type(value), "model_fields"):
             yield from without_effect(value, f"{prefix}{name}.", inner)
 
 
-def refuse_without_effect(section: BaseConfig) -> None:
-    """ValueError for a given key of `section` whose need is refused and does not hold."""
-    around = Around(("", section))
-    for name, need in _unmet(section, around, refused=True):
-        raise ValueError(_sentence(f"`{_path(name, need)}`", need, around))
-
-
-def _unmet(section: BaseConfig, around: Around, refused: bool) -> Iterator[tuple[str, Needs]]:
-    """Each given key of `section` without effect, and the first of its needs that does not hold, of those that are
-    `refused` or of the others.
+def unmet_needs(section: BaseConfig, around: Around, refused: bool) -> Iterator[tuple[str, str]]:
+    """Each given key of `section` without effect, and a sentence with the first of its needs that does not hold, of those
+    that are `refused` or of the others.
     """
     for name, all_needs in needs_of(type(section)).items():
         value = getattr(section, name)
         for need in [one for one in all_needs if one.refused is refused]:
             given = is_given(value, need.inside) if need.inside and value is not None else is_given(section, name)
             if given and need.only(value) and not need.holds(around):
-                yield name, need
+                key = f"{name}.{need.inside}" if need.inside else name
+                shown = f"`{key}`" if refused else f"{around.sections[0][0]}{key}"
+                reason, remedy = (
+                    text if isinstance(text, str) else text(around) for text in (need.reason, need.remedy)
+                )
+                yield key, f"{shown} has no effect: {reason}; remove it{', or ' if remedy else ''}{remedy}"
                 break
-
-
-def _path(name: str, need: Needs) -> str:
-    return f"{name}.{need.inside}" if need.inside else name
-
-
-def _sentence(key: str, need: Needs, around: Around) -> str:
-    reason, remedy = (text if isinstance(text, str) else text(around) for text in (need.reason, need.remedy))
-    return f"{key} has no effect: {reason}; remove it{', or ' if remedy else ''}{remedy}"
 
 
 @cache

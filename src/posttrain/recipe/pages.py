@@ -52,7 +52,13 @@ def markdown_reference() -> str:
         parts.append(f"\n## `{stage}`\n\n{(schema.__doc__ or '').strip()}\n")
         if shared := sorted({key.path.split(".")[0] for key in keys[stage] if key in known}):
             parts.append(f"\nAs in `rl`: {', '.join(f'`{section}`' for section in shared)}. In addition:\n")
-        parts.append(_markdown_tables(additional))
+        # One table for each top-level section, after a table of the top-level keys.
+        nested = {key.path.split(".")[0] for key in additional if "." in key.path}
+        top = [key for key in additional if key.path not in nested and "." not in key.path]
+        parts += [_markdown_table(top)] if top else []
+        for section in dict.fromkeys(key.path.split(".")[0] for key in additional if key not in top):
+            inside = [key for key in additional if key.path.split(".")[0] == section]
+            parts.append(f"\n### `{section}`\n{_markdown_table(inside)}")
     return "".join(parts)
 
 
@@ -100,11 +106,8 @@ def show_recipe(path: str, console: Console) -> None:
     written = {".".join(key) for key in given.origins}
     chosen = (given.values.get(section, {}) for section in ("environment", "credit", "loss"))
     types = {section.get("type") for section in chosen if isinstance(section, dict)} - {None}
-    _show((key for key in keys_of(STAGES[stage]) if key.path in written and _applies(key, types)), console)
-
-
-def _applies(key: Key, types: set[str | None]) -> bool:
-    return not key.variant or not types or bool(types & set(key.variant.split(", ")))
+    keys = [key for key in keys_of(STAGES[stage]) if key.path in written]
+    _show((key for key in keys if not (key.variant and types) or types & set(key.variant.split(", "))), console)
 
 
 def _show(keys: Iterable[Key], console: Console) -> None:
@@ -114,17 +117,6 @@ def _show(keys: Iterable[Key], console: Console) -> None:
         about = f"For {key.variant}. " if key.variant else ""
         about += f"Must be {key.allowed}. {' '.join(key.description.split())}"
         console.print(Padding(Text(about), (0, 0, 0, 4)))
-
-
-def _markdown_tables(keys: list[Key]) -> str:
-    """One table for each top-level section, after a table of the top-level keys."""
-    nested = {key.path.split(".")[0] for key in keys if "." in key.path}
-    top = [key for key in keys if key.path not in nested and "." not in key.path]
-    parts = [_markdown_table(top)] if top else []
-    for section in dict.fromkeys(key.path.split(".")[0] for key in keys if key not in top):
-        inside = [key for key in keys if key.path.split(".")[0] == section]
-        parts.append(f"\n### `{section}`\n{_markdown_table(inside)}")
-    return "".join(parts)
 
 
 def _markdown_table(keys: list[Key]) -> str:

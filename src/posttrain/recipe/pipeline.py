@@ -120,14 +120,22 @@ def load_pipeline(source: str, overrides: list[str], changes: Sequence[Layer] = 
     changed = [_change_of_stage(layer, names) for layer in changes if "stages" in layer.values]
     directory = Path(given.values.get("runs", "runs")) / given.values.get("name", "pipeline")
     common = given.part("common") if "common" in given.values else Layer({})
-    for_all = [_change_of_all(layer) for layer in changes if "common" in layer.values]
+    for layer in changes:
+        if not isinstance(layer.values.get("common", {}), dict):
+            where = layer.origin(("common",))
+            raise InputError(f"{where}: common must be a section of keys for every stage; write `common.KEY=value`")
+    for_all = [layer.part("common") for layer in changes if "common" in layer.values]
     resolved: _Earlier = {}
     problems: list[str] = []
     for name, entry in zip(names, entries, strict=True):
         stage_layers = [entry, *(layer for changed_name, layer in changed if changed_name == name)]
         try:
             if merge(stage_layers).values.get("stage") == "convert":
-                resolved[name] = _conversion(name, merge(stage_layers), given, directory)
+                # The default source is `data` of the pipeline.
+                data = Layer({"source": given.values.get("data")}, {("source",): given.origin(("data",)) or ""})
+                place = Layer({"name": name, "runs": str(directory)})
+                conversion = checked(merge([data, *stage_layers, place]), ConvertRecipe)
+                resolved[name] = PipelineStage(name=name, recipe=conversion)
             else:
                 resolved[name] = _resolved(
                     name, common, stage_layers, for_all, Path(source).parent, directory, resolved, names
@@ -144,13 +152,6 @@ def load_pipeline(source: str, overrides: list[str], changes: Sequence[Layer] = 
     if problems:
         raise InputError("\n".join(problems))
     return PipelineRecipe(stages=stages, **{key: given.values[key] for key in ("name", "runs") if key in given.values})
-
-
-def _conversion(name: str, entry: Layer, pipeline: Layer, directory: Path) -> PipelineStage:
-    """A stage that converts data. Its default source is `data` of the pipeline."""
-    source = Layer({"source": pipeline.values.get("data")}, {("source",): pipeline.origin(("data",)) or ""})
-    given = merge([source, entry, Layer({"name": name, "runs": str(directory)})])
-    return PipelineStage(name=name, recipe=checked(given, ConvertRecipe))
 
 
 def _resolved(
@@ -258,7 +259,8 @@ def _require_made(upstream: str, file: str, where: str, earlier: _Earlier, names
 def _check_file(given: Layer, source: str) -> None:
     for key in given.values:
         if key not in _KEYS:
-            hint = nearest_type(key, list(_KEYS)) or (" (put it under common)" if _is_recipe_key(key) else "")
+            known = any(key in schema.model_fields for schema in STAGES.values())
+            hint = nearest_type(key, list(_KEYS)) or (" (put it under common)" if known else "")
             where = given.origin((key,))
             raise InputError(f"{where}: there is no key {key} in a pipeline{hint}; the keys are {', '.join(_KEYS)}")
     if (stage := given.values.get("stage", "pipeline")) != "pipeline":
@@ -276,24 +278,12 @@ def _check_file(given: Layer, source: str) -> None:
             raise InputError(f"{where}: {key} is {json.dumps(given.values[key])}; it must be text, in quotes")
 
 
-def _is_recipe_key(key: str) -> bool:
-    return any(key in schema.model_fields for schema in STAGES.values())
-
-
 def _name(entry: Layer, at: int, source: str) -> str:
     name = entry.values.get("name")
     where = entry.origin(("name",)) or next(iter(entry.origins.values()), source)
     if not isinstance(name, str) or not name:
         raise InputError(f"{where}: stage {at + 1} of the pipeline has no name; give it one, as text")
     return name
-
-
-def _change_of_all(layer: Layer) -> Layer:
-    """The keys that an override `common.KEY=value` sets in every stage."""
-    if not isinstance(layer.values["common"], dict):
-        where = layer.origin(("common",))
-        raise InputError(f"{where}: common must be a section of keys for every stage; write `common.KEY=value`")
-    return layer.part("common")
 
 
 def _change_of_stage(layer: Layer, names: list[str]) -> tuple[str, Layer]:

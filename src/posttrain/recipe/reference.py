@@ -47,16 +47,21 @@ def keys_of(
     """
     for name, info in part.model_fields.items():
         path = f"{prefix}{name}"
-        default = (
-            getattr(defaults, name, PydanticUndefined)
-            if defaults is not None
-            else info.get_default(call_default_factory=True)
-        )
+        default = info.get_default(call_default_factory=True)
+        if defaults is not None:
+            default = getattr(defaults, name, PydanticUndefined)
         sections = sections_of(info.annotation)
         if EnvironmentRecipe in sections:
             yield Key(path, "a section", _text(default), info.description or "", variant)
-            if not prefix:  # those of `evaluation.environment` are the same
-                yield from _environment_keys(f"{path}.")
+            if prefix:  # those of `evaluation.environment` are the same
+                continue
+            yield next(key for key in keys_of(EnvironmentRecipe, f"{path}.") if key.path == f"{path}.type")
+            owners: dict[Key, list[str]] = {}  # a key that several environments share is listed once
+            for owner, environment in environment_classes().items():
+                for key in keys_of(environment.Recipe, f"{path}."):
+                    if key.path != f"{path}.type":
+                        owners.setdefault(key, []).append(owner)
+            yield from (replace(key, variant=", ".join(names)) for key, names in owners.items())
         elif typing.get_origin(info.annotation) is dict and (named := sections_of(typing.get_args(info.annotation)[1])):
             yield Key(path, "a section", _text(default), info.description or "", variant)
             for section in named:
@@ -67,13 +72,8 @@ def keys_of(
             yield Key(path, allowed(info), _text(default), f"{info.description or ''}{mark}", variant)
         else:
             if len(sections) > 1 or default is None:
-                yield Key(
-                    path,
-                    allowed(info),
-                    _text(default),
-                    info.description or (sections[0].__doc__ or "").strip(),
-                    variant,
-                )
+                about = info.description or (sections[0].__doc__ or "").strip()
+                yield Key(path, allowed(info), _text(default), about, variant)
             for section in sections:
                 instance = default if isinstance(default, section) else None
                 tag = ", ".join(tags_of(section)) if len(sections) > 1 else ""
@@ -82,27 +82,15 @@ def keys_of(
 
 def metrics_of(part: type[BaseConfig]) -> list[Metric]:
     """The metrics that `part` and the sections in it declare, each name once, those of outer sections first."""
-    found: dict[str, Metric] = {}
+    metrics: dict[str, Metric] = {}
     sections = [part]
     for section in sections:
         for base in section.__mro__:
             for metric in vars(base).get("metrics", ()):
-                found.setdefault(metric.name, metric)
+                metrics.setdefault(metric.name, metric)
         inside = [inner for info in section.model_fields.values() for inner in sections_of(info.annotation)]
         sections += [inner for inner in dict.fromkeys(inside) if inner not in sections]
-    return list(found.values())
-
-
-def _environment_keys(prefix: str) -> Iterator[Key]:
-    """The keys of the built-in environments. A key that several share is listed once."""
-    yield next(key for key in keys_of(EnvironmentRecipe, prefix) if key.path == f"{prefix}type")
-    owners: dict[Key, list[str]] = {}
-    for name, environment in environment_classes().items():
-        for key in keys_of(environment.Recipe, prefix):
-            if key.path != f"{prefix}type":
-                owners.setdefault(key, []).append(name)
-    for key, names in owners.items():
-        yield replace(key, variant=", ".join(names))
+    return list(metrics.values())
 
 
 def sections_of(annotation: Any) -> list[type[BaseConfig]]:
@@ -151,7 +139,8 @@ def _bounded(words: str, info: FieldInfo) -> str:
         ("Lt", "lt", "below {}"),
     ):
         if name in bounds:
-            limits.append(phrase.format(_number(getattr(bounds[name], attribute))))
+            limit = getattr(bounds[name], attribute)
+            limits.append(phrase.format(f"{limit:g}" if isinstance(limit, float) else limit))
     pattern = next((bound.pattern for bound in info.metadata if getattr(bound, "pattern", None)), None)
     if pattern:
         limits.append(f"of the form {pattern}")
@@ -198,10 +187,6 @@ def _plural(annotation: Any) -> str:
 def either(words: list[str]) -> str:
     """`a, b or c`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
-
-
-def _number(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _text(default: Any) -> str:

@@ -106,11 +106,11 @@ class Registry:
         """
 
         def registered(kind: F) -> F:
-            own = kind.__module__ in self._modules
-            if not own:
+            built_in = kind.__module__ in self._modules
+            if not built_in:
                 self._load()
             for name in names:
-                if not own and name in self._kinds and self._kinds[name].__module__ in self._modules:
+                if not built_in and name in self._kinds and self._kinds[name].__module__ in self._modules:
                     raise ValueError(f"there is a built-in {self.key} {name!r}; register yours under another name")
             section: type[Section] = kind if isinstance(kind, type) else section_of(names, kind, self.base)
             section.inputs = frozenset(inspect.signature(section.compute).parameters)
@@ -142,9 +142,9 @@ class Registry:
         self._loaded = True
         for module in self._modules:
             importlib.import_module(module)
-        of_modules = {module: number for number, module in enumerate(self._modules)}
-        last = len(of_modules)
-        self._kinds = dict(sorted(self._kinds.items(), key=lambda kind: of_modules.get(kind[1].__module__, last)))
+        order = {module: number for number, module in enumerate(self._modules)}
+        last = len(order)
+        self._kinds = dict(sorted(self._kinds.items(), key=lambda kind: order.get(kind[1].__module__, last)))
 
 
 def section_of(names: tuple[str, ...], function: Callable[..., Any], base: type[Section]) -> type[Section]:

@@ -7,16 +7,16 @@ from pydantic import Field, model_validator
 
 from posttrain.recipe.agent import AgentRecipe, refuse_with_agent
 from posttrain.recipe.components import environment_class
-from posttrain.recipe.credit import CREDITS, Credit, CreditRecipe, CriticRecipe
+from posttrain.recipe.credit import CREDITS, CreditRecipe, CriticRecipe
 from posttrain.recipe.data import PtxRecipe
-from posttrain.recipe.hardware import HardwareRecipe, refuse_unfit_hardware
-from posttrain.recipe.loss import ADAPTERS_OFF, KL_STEP, LOSSES, EntropyRecipe, KlRecipe, LossRecipe, PolicyLoss
+from posttrain.recipe.hardware import HardwareRecipe
+from posttrain.recipe.loss import ADAPTERS_OFF, KL_STEP, LOSSES, EntropyRecipe, KlRecipe, LossRecipe
 from posttrain.recipe.metrics import Metric
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe, RewardSource, dtype_bytes
 from posttrain.recipe.needs import is_given, needs
 from posttrain.recipe.plan import CACHE, Items, Plan, counted, plural
-from posttrain.recipe.rollout import EvaluationRecipe, refuse_ahead, refuse_overlap, updates_behind
-from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, SampledRecipe
+from posttrain.recipe.rollout import EvaluationRecipe
+from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, SampledRecipe, refuse_longer
 from posttrain.recipe.teacher import RewardTeacherRecipe, refuse_other_temperature
 from posttrain.recipe.units import CausalCredit, EntropyUnits, HindsightCredit, UnitCreditRecipe
 
@@ -28,14 +28,6 @@ _NEW_WEIGHTS = {
     "continue": "continue with the new weights from the next token",
     "restart": "restart with the new weights",
 }
-
-
-def _default_credit() -> Credit:
-    return CREDITS.make("rloo")
-
-
-def _default_loss() -> PolicyLoss:
-    return LOSSES.make("ppo")
 
 
 class RlRecipe(SampledRecipe):
@@ -58,7 +50,7 @@ class RlRecipe(SampledRecipe):
     """Reward model whose score is added to the environment's reward. Null: none."""
     agent: AgentRecipe | None = None
     """Program that plays the episodes. Null: the environment is played turn by turn."""
-    credit: CreditRecipe = Field(default_factory=_default_credit)
+    credit: CreditRecipe = Field(default_factory=lambda: CREDITS.make("rloo"))
     """Credit assignment: from rewards to one advantage per sampled token."""
     teacher: RewardTeacherRecipe | None = None
     """Teacher whose distance from the policy is subtracted from the reward of each sampled token. Null: none."""
@@ -68,7 +60,7 @@ class RlRecipe(SampledRecipe):
         CriticRecipe,
         needs("has_critic", reason=lambda find: f"credit.type {find('credit.type')} uses no values", remedy=""),
     ] = CriticRecipe()
-    loss: LossRecipe = Field(default_factory=_default_loss)
+    loss: LossRecipe = Field(default_factory=lambda: LOSSES.make("ppo"))
     """Loss of the policy on its sampled tokens."""
     kl: KlRecipe = KlRecipe()
     entropy: EntropyRecipe = EntropyRecipe()
@@ -94,6 +86,15 @@ class RlRecipe(SampledRecipe):
         return self.has_critic and self.critic.backbone == "separate"
 
     @property
+    def optimizers(self) -> list[OptimizerRecipe]:
+        return [self.optimizer, *([self.critic.optimizer] if self.has_critic else [])]
+
+    @property
+    def updates_behind(self) -> int:
+        """Maximum number of updates between the weights with which a step's episodes start and the update on them."""
+        return self.rollout.async_rollouts * self.updates
+
+    @property
     def ahead(self) -> int:
         return self.rollout.async_rollouts
 
@@ -111,11 +112,6 @@ class RlRecipe(SampledRecipe):
         loaded = {"reward": self.reward, "critic": self.critic if self.separate_critic else None, "teacher": teacher}
         return {"model": self.model, **{key: one for key, one in loaded.items() if one is not None}}
 
-    @property
-    def compares_groups(self) -> bool:
-        """Whether the credit type compares the episodes of a group, which then needs at least two."""
-        return self.credit.compared_with == "group"
-
     def _penalties(self) -> list[str]:
         """Keys that subtract something from the environment's reward."""
         return [
@@ -131,8 +127,8 @@ class RlRecipe(SampledRecipe):
 
     def negative_rewards(self) -> list[str]:
         """Keys that can make returns negative."""
-        of_environment = environment_class(self.environment.type).negative_rewards(self.environment)
-        return [*self._penalties(), *([of_environment] if of_environment else [])]
+        key = environment_class(self.environment.type).negative_rewards(self.environment)
+        return [*self._penalties(), *([key] if key else [])]
 
     @property
     def reports_scores(self) -> bool:
@@ -156,12 +152,6 @@ class RlRecipe(SampledRecipe):
         return self.kl.coefficient > 0 and self.kl.reference.update_every is not None
 
     @model_validator(mode="after")
-    def _agent_fits(self):
-        if self.agent is not None:
-            refuse_with_agent(self, self.agent)
-        return self
-
-    @model_validator(mode="after")
     def _units_fit(self):
         if self.unit_credit is None:
             return self
@@ -179,12 +169,7 @@ class RlRecipe(SampledRecipe):
                 f"`loss.type: {self.loss.type}` gives every token the mean advantage of its stream, so `unit_credit` has no effect; "
                 "use gspo_token or ppo"
             )
-        longest = self.rollout.tokens_per_episode
-        if self.reward.tokens_per_batch < longest:
-            raise ValueError(
-                f"one episode may have `rollout.tokens_per_episode` = {longest} tokens, more than the reward model's "
-                f"limit `reward.tokens_per_batch` = {self.reward.tokens_per_batch}; raise the latter or lower the former"
-            )
+        refuse_longer(self, "reward", "rollout.tokens_per_episode", self.rollout.tokens_per_episode)
         return self
 
     @model_validator(mode="after")
@@ -206,8 +191,11 @@ class RlRecipe(SampledRecipe):
         return self
 
     @model_validator(mode="after")
-    def _engine_fits(self):
-        self.engine.check(self.model)
+    def _kinds_fit(self):
+        if self.agent is not None:
+            refuse_with_agent(self, self.agent)
+        for problem in [*self.credit.problems(self), *self.loss.problems(self)]:
+            raise ValueError(problem)
         if self.engine.truncated_logprobs(self.rollout.sampling) and (key := self.loss.compares_streams):
             raise ValueError(
                 "with `rollout.sampling.temperature` other than 1 and top_p, top_k or min_p, `engine.type: vllm` returns the "
@@ -223,69 +211,55 @@ class RlRecipe(SampledRecipe):
         refuse_other_temperature(self.teacher, self.rollout.sampling.temperature)
         if self.hardware.ray is not None:
             raise ValueError("`teacher` is not supported with `hardware.ray`; remove one of them")
-        if self.teacher.tokens_per_batch < self.rollout.tokens_per_episode:
-            raise ValueError(
-                f"one episode may have `rollout.tokens_per_episode` = {self.rollout.tokens_per_episode} tokens, more than "
-                f"`teacher.tokens_per_batch` = {self.teacher.tokens_per_batch}; raise the latter or lower the former"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _kinds_fit(self):
-        for problem in [*self.credit.problems(self), *self.loss.problems(self)]:
-            raise ValueError(problem)
+        refuse_longer(self, "teacher", "rollout.tokens_per_episode", self.rollout.tokens_per_episode)
         return self
 
     @model_validator(mode="after")
     def _parts_fit(self):
-        refuse_overlap({"seeds": self.seeds}, self.environment, self.evaluation)
-        if self.rollout.groups_per_step > (self.seeds.count or self.rollout.groups_per_step):
-            raise ValueError(
-                f"`rollout.groups_per_step` ({self.rollout.groups_per_step}) is more than `seeds.count` "
-                f"({self.seeds.count}); lower it, or raise `seeds.count`"
-            )
-        if self.compares_groups and self.rollout.episodes_per_group < 2:
+        rollout, updates = self.rollout, self.steps * self.updates
+        if self.credit.compared_with == "group" and rollout.episodes_per_group < 2:
             raise ValueError(
                 f"`credit.type: {self.credit.type}` compares the episodes of a group; set `rollout.episodes_per_group` to 2 or more, or use brpo, arpo, reinforce, reinforce_pp or gae"
             )
-        if self.learner.updates_per_step > self.rollout.groups_per_step:
-            raise ValueError(
-                f"`learner.updates_per_step` ({self.learner.updates_per_step}) is more than the groups of a step "
-                f"({self.rollout.groups_per_step}); lower it, or raise `rollout.groups_per_step`"
-            )
-        if self.rollout.filter.type != "none" and self.rollout.episodes_per_group < 2:
+        if rollout.filter.type != "none" and rollout.episodes_per_group < 2:
             raise ValueError(
                 "`rollout.filter` uses the variance within a group; set `rollout.episodes_per_group` to 2 or more"
             )
-        if self.learner.tokens_per_batch < self.rollout.tokens_per_episode:
-            raise ValueError(
-                f"one episode may have `rollout.tokens_per_episode` = {self.rollout.tokens_per_episode} tokens, more than "
-                f"`learner.tokens_per_batch` = {self.learner.tokens_per_batch}; raise the latter or lower the former"
-            )
-        updates = self.steps * self.updates
         if self.has_critic and self.critic.updates_before_policy >= updates:
             raise ValueError(
                 f"`critic.updates_before_policy` ({self.critic.updates_before_policy}) leaves the policy none of the run's "
                 f"{updates} updates; lower it or raise `steps`"
             )
-        optimizers = [self.optimizer, self.critic.optimizer] if self.has_critic else [self.optimizer]
-        refuse_unfit_hardware(self.hardware, self.model, optimizers, self.engine)
-        refuse_ahead(
-            self.rollout,
-            self.learner,
-            self.hardware.processes,
-            self.reward is not None,
-            self.hardware.ray is not None,
-        )
-        if self.hardware.offload == "rollouts" and self.rollout.async_rollouts:
+        if self.ptx is not None:
+            refuse_longer(self, "learner", "ptx.data.max_tokens", self.ptx.data.max_tokens, "one row")
+        return self
+
+    @model_validator(mode="after")
+    def _async_rollouts_fit(self):
+        rollout, hardware, behind = self.rollout, self.hardware, self.updates_behind
+        if not rollout.async_rollouts:
+            return self
+        if hardware.processes > 1 and self.reward is not None:
+            raise ValueError(
+                "with `rollout.async_rollouts` above 0 only the first process samples and scores, but with "
+                "`hardware.processes` above 1 the reward model of `reward.path` is sharded over all processes; change one "
+                "of the three"
+            )
+        if rollout.on_new_weights != "finish" and hardware.ray is not None:
+            raise ValueError(
+                "engines on a Ray cluster load new weights only between rollouts, so `rollout.on_new_weights: "
+                f"{rollout.on_new_weights}` is not supported; set it to finish"
+            )
+        if rollout.on_new_weights == "finish" and rollout.max_staleness is not None and rollout.max_staleness < behind:
+            raise ValueError(
+                f"with `rollout.on_new_weights: finish` every episode is {behind} updates old when it is used for training "
+                f"(`rollout.async_rollouts` {rollout.async_rollouts} x updates per step), so `rollout.max_staleness` = "
+                f"{rollout.max_staleness} would drop them all; raise it, or use continue or restart"
+            )
+        if hardware.offload == "rollouts":
             raise ValueError(
                 "`hardware.offload: rollouts` moves the optimizer's state away while episodes are sampled, and with "
                 "`rollout.async_rollouts` updates are made meanwhile; use `optimizer`"
-            )
-        if self.ptx is not None and self.ptx.data.max_tokens > self.learner.tokens_per_batch:
-            raise ValueError(
-                f"one row may have `ptx.data.max_tokens` = {self.ptx.data.max_tokens} tokens, more than "
-                f"`learner.tokens_per_batch` = {self.learner.tokens_per_batch}; raise the latter or lower the former"
             )
         return self
 
@@ -295,7 +269,7 @@ class RlRecipe(SampledRecipe):
         """Limits of asynchronous rollouts, work of the optimizer steps besides the policy, and the cost of unit credit."""
         lines, rollout, updates = [], self.rollout, self.steps * self.updates
         if rollout.async_rollouts:
-            behind = updates_behind(rollout, self.learner)
+            behind = self.updates_behind
             lines.append(
                 f"episodes start at most {counted(rollout.async_rollouts, 'step')} ahead of the learner, with weights at "
                 f"most {behind} optimizer {plural('step', behind)} old; when new weights arrive, episodes in flight "
@@ -304,8 +278,8 @@ class RlRecipe(SampledRecipe):
             if (most := rollout.max_staleness) is not None:
                 lines.append(f"an episode with a token older than {most} optimizer {plural('step', most)} is dropped")
         if self.has_critic:
-            alone = self.critic.updates_before_policy
-            first = f"; the first {alone} without the policy, which makes {updates - alone:,}" if alone else ""
+            warmup = self.critic.updates_before_policy
+            first = f"; the first {warmup} without the policy, which makes {updates - warmup:,}" if warmup else ""
             who, how = (
                 ("the critic", "on the same episodes, in separate forward and backward passes")
                 if self.separate_critic
@@ -341,35 +315,20 @@ class RlRecipe(SampledRecipe):
             items |= self.reward.memory_items(plan)
         if self.teacher is not None:
             items |= self.teacher.memory_items(plan, self.model)
-        return items | ({"critic": self._critic_item(plan)} if self.has_critic else {})
-
-    def _critic_item(self, plan: Plan) -> tuple[int, str]:
-        """Bytes of the critic without activations, and how they are counted."""
-        sizes, width = plan.sizes, dtype_bytes(self.critic.dtype)
-        if self.critic.backbone == "shared":
-            how = f"a head of {sizes.hidden:,} float32 weights, with gradients and AdamW state"
-            return 16 * sizes.hidden, how
-        trained = self.critic.model(self.model).trained_parameters(sizes, scorer=True)
-        if self.hardware.offload == "optimizer":
-            how = "weights and gradients, assuming the size of the policy; the rest is in CPU memory"
-            return width * (sizes.scorer_parameters + trained), how
-        count = width * sizes.scorer_parameters + (width + 8 + (8 if width == 2 else 0)) * trained
-        return count, "weights, gradients and AdamW state, assuming the size of the policy"
+        if self.has_critic:
+            items["critic"] = self.critic.memory(plan.sizes, self.model, self.hardware.offload == "optimizer")
+        return items
 
     def memory_items(self, plan: Plan) -> Items:
-        items = super().memory_items(plan)
-        return items | self._ahead_items(plan) if self.rollout.async_rollouts else items
-
-    def _ahead_items(self, plan: Plan) -> Items:
-        """Memory of asynchronous rollouts in the first process: copies of the trained weights (in use and pending), and
-        the KV cache of the separate engine."""
-        rollout, width = self.rollout, self.model.weight_bytes
+        items, rollout, width = super().memory_items(plan), self.rollout, self.model.weight_bytes
+        if not rollout.async_rollouts:
+            return items
         copies = 2 + (rollout.async_rollouts if rollout.on_new_weights == "finish" else 0)
         count = copies * width * self.model.trained_parameters(plan.sizes)
         how = f"{copies} copies of the trained weights: in use and pending"
         if plan.placement.shard > 1 and self.model.lora is not None:
             count, how = count + width * plan.sizes.parameters, f"{how}; frozen weights unsharded"
-        items = {"weights of asynchronous rollouts": (count, how)}
+        items["weights of asynchronous rollouts"] = (count, how)
         if self.engine.type == "local" and plan.placement.colocated and not plan.placement.engines:
             cache, _ = self.engine_items(plan)[CACHE]
             how = "as large as the evaluation cache, in addition to it"

@@ -2,15 +2,14 @@
 
 import itertools
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, SerializeAsAny, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from posttrain.recipe.base import BaseConfig, Text
-from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
+from posttrain.recipe.components import AnyEnvironment, EnvironmentRecipe
 from posttrain.recipe.metrics import HELD_OUT, Metric, Panel
-from posttrain.recipe.model import LearnerRecipe
-from posttrain.recipe.needs import Needs, needs, unless
+from posttrain.recipe.needs import TRAINED, Needs, needs, unless
 from posttrain.recipe.plan import TaskSplit, counted, named_tasks, plural, shown_seeds
 
 SCORES = "score/"
@@ -40,19 +39,18 @@ class SamplingRecipe(BaseConfig):
 
     temperature: float = Field(1.0, ge=0)
     """Sampling temperature; 0 is greedy, and others are at least 0.001. Log-probabilities refer to the distribution after the temperature and before truncation by `top_p`, `top_k` and `min_p`; those of vLLM at temperatures other than 1, after both."""
-    top_p: Annotated[float, needs("temperature", reason="temperature 0 is greedy")] = Field(1.0, gt=0, le=1)
+    top_p: Annotated[float, needs("temperature")] = Field(1.0, gt=0, le=1)
     """Sample from the smallest set of tokens with at least this total probability. 1: off."""
-    top_k: Annotated[int, needs("temperature", reason="temperature 0 is greedy")] = Field(0, ge=0, lt=1 << 31)
+    top_k: Annotated[int, needs("temperature")] = Field(0, ge=0, lt=1 << 31)
     """Sample from the `top_k` most probable tokens. 0: off."""
-    min_p: Annotated[float, needs("temperature", reason="temperature 0 is greedy")] = Field(0.0, ge=0, lt=1)
+    min_p: Annotated[float, needs("temperature")] = Field(0.0, ge=0, lt=1)
     """Sample from tokens whose probability is at least `min_p` times that of the most probable token. 0: off."""
 
-    @field_validator("temperature")
-    @classmethod
-    def _finite_logits(cls, value: float) -> float:
-        if 0 < value < 1e-3:
-            raise ValueError(f"{value} is between 0 and 0.001; use 0 for greedy decoding")
-        return value
+    @model_validator(mode="after")
+    def _finite_logits(self):
+        if 0 < self.temperature < 1e-3:
+            raise ValueError(f"`temperature` {self.temperature} is between 0 and 0.001; use 0 for greedy decoding")
+        return self
 
 
 class FailureRecipe(BaseConfig):
@@ -90,13 +88,9 @@ class OverlongRecipe(BaseConfig):
     """Full penalty, subtracted from the reward."""
 
 
-TRAINED = needs(
-    "on_policy", reason=lambda find: f"the {find('stage')} stage samples evaluation episodes only", remedy=""
-)
-REWARDED = unless("stage", "distill", reason="the distill stage learns from the teacher, not from rewards")
-OWN_CONTEXT = unless(
-    "engine.type", "openai", reason="engine.type is openai, and the server has the model and limits its context"
-)
+REWARDED = unless("stage", "distill")
+LOADED = unless("engine.type", "openai")
+"""The need of keys about the model of this process."""
 
 
 class RolloutRecipe(BaseConfig):
@@ -109,7 +103,7 @@ class RolloutRecipe(BaseConfig):
     sampling: Annotated[SamplingRecipe, TRAINED] = SamplingRecipe()
     tokens_per_turn: int = Field(64, ge=1)
     """Maximum number of tokens sampled in one turn."""
-    tokens_per_episode: Annotated[int, OWN_CONTEXT] = Field(2048, ge=16)
+    tokens_per_episode: Annotated[int, LOADED] = Field(2048, ge=16)
     """Longest context of an episode in tokens, prompt included."""
     stop_strings: list[StopString] = []
     """Strings that end a turn, in addition to the model's end token. The string is part of the answer."""
@@ -220,8 +214,7 @@ TURNS = Panel("Episodes", "turns per episode", figure="lengths")
 REJECTED = Panel("Rejected answers", "share of answers", percent=True, figure="lengths")
 
 
-_FINAL = "the evaluate stage runs one evaluation, on evaluation.final_seeds"
-ONE_EVALUATION = unless("stage", "evaluate", reason=_FINAL)
+CURVE_ONLY = unless("stage", "evaluate")
 
 
 class EvaluationRecipe(BaseConfig):
@@ -236,14 +229,18 @@ class EvaluationRecipe(BaseConfig):
         Metric("rejected_share", "held-out", REJECTED),
     )
 
-    every: Annotated[int, ONE_EVALUATION] = Field(10, ge=0)
+    every: Annotated[int, CURVE_ONLY] = Field(10, ge=0)
     """Steps between evaluations for the learning curve. 0: no curve and nothing before training, only the final table."""
     start: bool = True
     """With `every` above 0, evaluate the model before training, too. Without it the tables have no row for the start, and the best checkpoint is chosen among later ones."""
     held_out: HeldOut | None = None
     """Tasks held out of a file of tasks: a number (100) or a share (0.1). At most half of them, and at most 64 unless `seeds.count` is given, are for the learning curve, the others for the final table. Null: a tenth of the tasks each for the curve and the table, at most 64 and 256."""
     seeds: Annotated[
-        SeedRange, Needs(lambda find: find("stage") != "evaluate" or find("held_out") != "all", _FINAL)
+        SeedRange,
+        Needs(
+            lambda find: find("stage") != "evaluate" or find("held_out") != "all",
+            "stage is evaluate, which plays evaluation.final_seeds",
+        ),
     ] = SeedRange()
     """Held-out seeds of the learning curve, on which the best checkpoint is selected. Usual for generated tasks: 64 from 1,000,000 on."""
     final_seeds: SeedRange = SeedRange()
@@ -252,15 +249,10 @@ class EvaluationRecipe(BaseConfig):
     """Episodes per held-out seed."""
     sampling: SamplingRecipe = SamplingRecipe(temperature=0.0)
     """Sampling in evaluations; greedy by default."""
-    environment: SerializeAsAny[EnvironmentRecipe] | None = None
+    environment: AnyEnvironment | None = None
     """Environment of the held-out episodes: the keys in which it differs from `environment`, or one of another `type`; its keys are those of `environment`. Null: the environment of training."""
-    metric: Annotated[Literal["success", "return"] | None, ONE_EVALUATION] = None
+    metric: Annotated[Literal["success", "return"] | None, CURVE_ONLY] = None
     """Metric that selects the best checkpoint: the mean over the held-out seeds, larger is better. Null: `success` if the environment reports it, else `return`."""
-
-    @field_validator("environment", mode="before")
-    @classmethod
-    def _environment_by_type(cls, value: Any) -> Any:
-        return environment_recipe(value) if isinstance(value, dict) else value
 
     @property
     def ranges(self) -> dict[str, SeedRange]:
@@ -300,31 +292,3 @@ class EvaluationRecipe(BaseConfig):
         if (other := self.environment) is None:
             return how
         return f"{how}, in {other.type} with at most {other.max_turns} {plural('turn', other.max_turns)}"
-
-
-def updates_behind(rollout: RolloutRecipe, learner: LearnerRecipe) -> int:
-    """Maximum number of optimizer updates between the weights with which a step's episodes start and the update on
-    them.
-    """
-    return rollout.async_rollouts * learner.updates_per_step * learner.epochs_per_step
-
-
-def refuse_ahead(rollout: RolloutRecipe, learner: LearnerRecipe, processes: int, scored: bool, ray: bool) -> None:
-    """Raise ValueError for settings of asynchronous rollouts that no episode could satisfy or that the rest of the recipe does not support."""
-    if rollout.async_rollouts and processes > 1 and scored:
-        raise ValueError(
-            "with `rollout.async_rollouts` above 0 only the first process samples and scores, but with `hardware.processes` above "
-            "1 the reward model of `reward.path` is sharded over all processes; change one of the three"
-        )
-    if rollout.async_rollouts and rollout.on_new_weights != "finish" and ray:
-        raise ValueError(
-            "engines on a Ray cluster load new weights only between rollouts, so `rollout.on_new_weights: "
-            f"{rollout.on_new_weights}` is not supported; set it to finish"
-        )
-    behind = updates_behind(rollout, learner)
-    if rollout.max_staleness is not None and rollout.on_new_weights == "finish" and rollout.max_staleness < behind:
-        raise ValueError(
-            f"with `rollout.on_new_weights: finish` every episode is {behind} updates old when it is used for training "
-            f"(`rollout.async_rollouts` {rollout.async_rollouts} x updates per step), so `rollout.max_staleness` = {rollout.max_staleness} would "
-            "drop them all; raise it, or use continue or restart"
-        )

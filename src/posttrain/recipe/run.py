@@ -10,15 +10,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from posttrain.recipe.base import CONNECTS, BaseConfig, Connects, Text, Writes
-from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
+from posttrain.recipe.components import AnyEnvironment, environment_recipe
 from posttrain.recipe.engines import LocalEngineRecipe, PolicyEngineRecipe
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.metrics import TRAINING, Metric, Panel
 from posttrain.recipe.model import LearnerRecipe, ModelRecipe, OptimizerRecipe
-from posttrain.recipe.needs import Needs, needs, unless
+from posttrain.recipe.needs import TRAINED, Needs, needs, unless
 from posttrain.recipe.plan import (
     ACTIVATIONS,
     GATHERED,
@@ -32,12 +32,14 @@ from posttrain.recipe.plan import (
 )
 from posttrain.recipe.rollout import (
     ANSWERS,
+    LOADED,
     REJECTED,
     RETURN,
     TURNS,
     RolloutRecipe,
     SeedRange,
     evaluated_environment,
+    refuse_overlap,
 )
 
 
@@ -114,11 +116,7 @@ class TrackingRecipe(BaseConfig):
     """Name of the run in the project. Null: for W&B the environment variable `WANDB_NAME`, else `name`."""
     group: Annotated[Text | None, _read_by("wandb", "trackio")] = Field(None, min_length=1)
     """Group of runs in the project, as for the seeds of one recipe. Null: for W&B the environment variable `WANDB_RUN_GROUP`, else none."""
-    completions: Annotated[
-        int,
-        Needs(lambda find: bool(find("sinks")), "sinks is []"),
-        needs("on_policy", reason=lambda find: f"{find('stage')} has no training episodes", remedy=""),
-    ] = Field(0, ge=0)
+    completions: Annotated[int, needs("sinks"), TRAINED] = Field(0, ge=0)
     """Training episodes per step that the sinks show as a table, with their texts, from the first groups of the step. 0: none."""
     tags: Annotated[list[Text], _read_by("wandb")] = []
     """W&B tags of the run. Empty: the environment variable `WANDB_TAGS`."""
@@ -149,16 +147,11 @@ class StageRecipe(BaseConfig):
     """Directory that holds the runs."""
     seed: int = Field(0, ge=0)
     """Run seed; every random number is derived from it."""
-    model: Annotated[
-        ModelRecipe, unless("engine.type", "openai", reason="engine.type is openai, and the server has the model")
-    ] = ModelRecipe()
+    model: Annotated[ModelRecipe, LOADED] = ModelRecipe()
     sinks: Annotated[list[SinkName], CONNECTS] = []
     """Additional metric loggers; `metrics.jsonl` is always written."""
     tracking: TrackingRecipe = TrackingRecipe()
-    plots: Annotated[
-        bool | None,
-        unless("stage", "evaluate", "generate", reason=lambda find: f"the {find('stage')} stage draws no figures"),
-    ] = None
+    plots: Annotated[bool | None, unless("stage", "evaluate", "generate")] = None
     """Whether a training run draws its figures when it ends. `posttrain plot` draws them at any time. Null: unless the environment variable `POSTTRAIN_PLOTS` is 0."""
 
     @property
@@ -213,7 +206,7 @@ class StageRecipe(BaseConfig):
 
     def models(self) -> dict[str, Any]:
         """Key -> section of each model that the run loads from a `path`, the model itself first."""
-        return {"model": self.model}
+        return {} if self.remote is not None else {"model": self.model}
 
     @property
     def sampler(self) -> Any:
@@ -223,7 +216,8 @@ class StageRecipe(BaseConfig):
     @property
     def remote(self) -> Any:
         """The section of the engine if a remote model answers and no model is loaded, else None."""
-        return None
+        engine = getattr(self, "engine", None)
+        return engine if engine is not None and engine.type == "openai" else None
 
     @property
     def ahead(self) -> int:
@@ -252,6 +246,18 @@ def imported(place: str) -> Any:
     return getattr(import_module(module), name)
 
 
+def refuse_longer(
+    recipe: BaseConfig, section: str, key: str, most: int, what: str = "one episode", count: int = 1
+) -> None:
+    """ValueError if `what` does not fit into a forward pass of `section`: `count` times the `most` tokens that `key` allows."""
+    limit, times = getattr(recipe, section).tokens_per_batch, f"{count} x " if count > 1 else ""
+    if count * most > limit:
+        raise ValueError(
+            f"{what} may have {times}`{key}` = {count * most} tokens, more than `{section}.tokens_per_batch` = {limit}; raise "
+            "the latter or lower the former"
+        )
+
+
 class TrainedRecipe(StageRecipe):
     """A stage that trains a model. Its subclasses declare the keys in the order in which they are shown."""
 
@@ -269,6 +275,31 @@ class TrainedRecipe(StageRecipe):
 
     def run(self, directory: Any, *, resume: bool, overwrite: bool, console: Any, callbacks: Sequence[Any]) -> None:
         imported(self.run_by)(self, directory, resume, console, callbacks)
+
+    @model_validator(mode="after")
+    def _hardware_fits(self):
+        hardware = self.hardware
+        if hardware.offload != "none" and any(optimizer.type == "adamw_8bit" for optimizer in self.optimizers):
+            raise ValueError(
+                "`optimizer.type: adamw_8bit` keeps its state on the GPU, and `hardware.offload` moves it to CPU memory; use "
+                "`adamw`, or remove `hardware.offload`"
+            )
+        if self.model.load_in_4bit and (hardware.processes > 1 or hardware.offload == "all"):
+            raise ValueError(
+                "`model.load_in_4bit` is for one process without `hardware.offload: all`; remove it, or set "
+                "`hardware.processes` to 1"
+            )
+        if hardware.deterministic and getattr(getattr(self, "engine", None), "weight_transfer", "files") == "nccl":
+            raise ValueError(
+                "with `hardware.deterministic`, vLLM sets up its communication differently from the learner, and "
+                "`engine.weight_transfer: nccl` would hang; use `ipc` or `files`"
+            )
+        return self
+
+    @property
+    def optimizers(self) -> list[OptimizerRecipe]:
+        """The sections of the optimizers that the run has."""
+        return [self.optimizer]
 
     @property
     def logit_bytes(self) -> int:
@@ -351,15 +382,8 @@ class TrainedRecipe(StageRecipe):
 class PlayedRecipe(StageRecipe):
     """A stage that runs episodes of an environment."""
 
-    environment: SerializeAsAny[EnvironmentRecipe] = Field(
-        default_factory=lambda: environment_recipe({"type": "bandit"})
-    )
+    environment: AnyEnvironment = Field(default_factory=lambda: environment_recipe({"type": "bandit"}))
     """The environment; its keys depend on `environment.type`."""
-
-    @field_validator("environment", mode="before")
-    @classmethod
-    def _environment_by_type(cls, value: Any) -> Any:
-        return environment_recipe(value) if isinstance(value, dict) else value
 
 
 class SampledRecipe(PlayedRecipe, TrainedRecipe):
@@ -415,6 +439,24 @@ class SampledRecipe(PlayedRecipe, TrainedRecipe):
 
     on_policy: ClassVar[bool] = True
     chooses_engine: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _sampling_fits(self):
+        self.engine.check(self.model)
+        rollout, learner = self.rollout, self.learner
+        refuse_overlap({"seeds": self.seeds}, self.environment, self.evaluation)
+        if rollout.groups_per_step > (self.seeds.count or rollout.groups_per_step):
+            raise ValueError(
+                f"`rollout.groups_per_step` ({rollout.groups_per_step}) is more than `seeds.count` ({self.seeds.count}); "
+                "lower it, or raise `seeds.count`"
+            )
+        if learner.updates_per_step > rollout.groups_per_step:
+            raise ValueError(
+                f"`learner.updates_per_step` ({learner.updates_per_step}) is more than the groups of a step "
+                f"({rollout.groups_per_step}); lower it, or raise `rollout.groups_per_step`"
+            )
+        refuse_longer(self, "learner", "rollout.tokens_per_episode", rollout.tokens_per_episode)
+        return self
 
     @property
     def training_seeds(self) -> tuple[SeedRange | None, str]:

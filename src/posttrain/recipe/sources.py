@@ -146,7 +146,12 @@ def read_text(text: str, path: str) -> Layer:
         origins = dict(_walk(node, (), path, ()))
         values = _constructed(loader, node, path)
     except yaml.MarkedYAMLError as error:
-        raise InputError(_not_yaml(error, text, path)) from None
+        mark, lines = error.problem_mark or error.context_mark, text.splitlines()
+        line = mark.line if mark is not None else 0
+        start = re.match(r"\s*", lines[line]) if line < len(lines) else None
+        if start is not None and "\t" in start[0]:
+            raise InputError(f"{path} line {line + 1}: a tab is used for indentation; use spaces") from None
+        raise InputError(f"{path} line {line + 1} is not YAML: {error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise InputError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     return Layer(values, origins, file=True)
@@ -266,15 +271,6 @@ def _walk(node: yaml.Node, path: KeyPath, file: str, above: tuple[yaml.Node, ...
         seen[key.value] = key.start_mark.line + 1
         yield (*path, key.value), here
         yield from _walk(child, (*path, key.value), file, (*above, node))
-
-
-def _not_yaml(error: yaml.MarkedYAMLError, text: str, path: str) -> str:
-    mark = error.problem_mark or error.context_mark
-    line = mark.line if mark is not None else 0
-    lines = text.splitlines()
-    if line < len(lines) and "\t" in lines[line][: len(lines[line]) - len(lines[line].lstrip())]:
-        return f"{path} line {line + 1}: a tab is used for indentation; use spaces"
-    return f"{path} line {line + 1} is not YAML: {error.problem or error.context}"
 
 
 def _clash(layers: list[Layer]) -> str:

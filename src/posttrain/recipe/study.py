@@ -11,7 +11,7 @@ from posttrain.recipe.base import EXECUTES, BaseConfig, Connects, Executes, Text
 from posttrain.recipe.metrics import Metric
 from posttrain.recipe.needs import unless
 from posttrain.recipe.reference import metrics_of
-from posttrain.recipe.rollout import SCORES, EvaluationRecipe
+from posttrain.recipe.rollout import SCORES
 from posttrain.recipe.sources import Layer
 from posttrain.recipe.stages import STAGES
 
@@ -59,15 +59,17 @@ Values = Annotated[
     Annotated[Range, Tag("range")]
     | Annotated[Together, Tag("together")]
     | Annotated[list[Any], EXECUTES, Tag("choices")],
-    Discriminator(lambda value: _kind_of(value)),
+    Discriminator(
+        lambda value: (
+            "choices"
+            if isinstance(value, list)
+            else "together"
+            if isinstance(value, Together) or (isinstance(value, dict) and "together" in value)
+            else "range"
+        )
+    ),
 ]
 """The search space under one name."""
-
-
-def _kind_of(value: Any) -> str:
-    if isinstance(value, list):
-        return "choices"
-    return "together" if isinstance(value, Together) or (isinstance(value, dict) and "together" in value) else "range"
 
 
 class Limit(BaseConfig):
@@ -161,10 +163,6 @@ class Group(BaseConfig):
     """Recipe key -> list of values, or a name -> `together`. Later groups use the best values of earlier ones."""
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 class StudyRecipe(BaseConfig):
     """Hyperparameter search over recipe keys; every trial is a run."""
 
@@ -174,7 +172,7 @@ class StudyRecipe(BaseConfig):
     """Name of the study: its directory is `<runs>/<name>`."""
     runs: Writes = "runs"
     """Directory that holds the study's directory."""
-    recipe: Annotated[list[Executes], BeforeValidator(_as_list)] = []
+    recipe: Annotated[list[Executes], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)] = []
     """Recipe files, relative to the study's, merged left to right."""
     keys: Annotated[dict[str, Any], EXECUTES] = {}
     """Recipe keys of every trial, on top of those files, such as fewer `steps`. They are not part of `best.yaml`."""
@@ -263,100 +261,43 @@ _BY_DOMAIN = ("loss", "accuracy", "margin")
 
 def trained_metrics(stage: str) -> list[Metric]:
     """The metrics that training steps of `stage` may have; which of them a run has depends on its recipe."""
+    held_out = (SCORES, "validation/", "test/")
     metrics = metrics_of(STAGES[stage])
-    return [metric for metric in metrics if "/" in metric.name and not _is_held_out(metric.name)]
-
-
-def _is_held_out(name: str) -> bool:
-    return "/" not in name or name.startswith((SCORES, "validation/", "test/"))
+    return [metric for metric in metrics if "/" in metric.name and not metric.name.startswith(held_out)]
 
 
 def check_metrics(objective: Objective, stage: str, base: Mapping[str, Any], given: Layer, source: str) -> None:
     """`InputError` unless evaluations of the recipe `base` measure the objective, and evaluations or steps measure each
     limit.
     """
-    where = given.origin(("objective", "metric")) or source
-    known = _held_out(stage, base)
     if (base.get("evaluation") or {}).get("every") == 0:
         raise InputError(
             f"{source}: evaluation.every = 0 leaves a trial without an evaluation after its steps; set it to their number"
         )
-    if not _measured(objective.metric, known):
-        why, remedy = _why_not(objective.metric, stage, base, known)
-        raise InputError(f"{where}: objective.metric: {objective.metric} {why}; {remedy}")
-    for metric in objective.within:
-        where = given.origin(("objective", "within", metric)) or given.origin(("objective", "within")) or source
-        if _measured(metric, known) or any(one.matches(metric) for one in trained_metrics(stage)):
-            continue
-        if metric.startswith("test/"):
-            why = "is measured for the final table, on which nothing may be selected"
-        elif _counts_rows(metric):
-            why = "counts rows, which are the same in every trial"
-        else:
-            why = f"is measured neither by evaluations nor by training steps of stage {stage} of this recipe"
-        near = _nearest(metric, [*known, *(one.name for one in trained_metrics(stage))])
-        remedy = f"the nearest is {near}" if near else f"it measures for example {', '.join(_examples(stage, known))}"
-        raise InputError(f"{where}: objective.within: {metric} {why}; {remedy}")
-
-
-def _held_out(stage: str, base: Mapping[str, Any]) -> list[str]:
-    """The metrics of evaluations, without scores and domains."""
-    rows = _has_rows(base)
+    data, trained = base.get("data"), trained_metrics(stage)
+    rows = isinstance(data, dict) and bool(data.get("validation") or data.get("held_out"))
     played = stage in ("rl", "distill") or (stage == "sft" and base.get("environment") is not None)
-    names = [
-        metric.name for metric in metrics_of(STAGES[stage]) if _is_held_out(metric.name) and "*" not in metric.name
-    ]
-    held_out = [name for name in names if name.startswith("validation/") and not _counts_rows(name)] if rows else []
-    return held_out + ([name for name in names if "/" not in name] if played else [])
-
-
-def _has_rows(base: Mapping[str, Any]) -> bool:
-    data = base.get("data")
-    return isinstance(data, dict) and bool(data.get("validation") or data.get("held_out"))
+    # The number of rows is the same in every trial, and nothing may be selected on the metrics of the final table.
+    names = [one.name for one in metrics_of(STAGES[stage]) if "*" not in one.name and one.name != "validation/rows"]
+    known = [name for name in names if (rows and name.startswith("validation/")) or (played and "/" not in name)]
+    for key, metric in [("metric", objective.metric), *(("within", limited) for limited in objective.within)]:
+        limits = key == "within"
+        if _measured(metric, known) or (limits and any(one.matches(metric) for one in trained)):
+            continue
+        choices = [*known, *(one.name for one in trained if limits)]
+        near = difflib.get_close_matches(metric, choices, 1, 0.7)
+        remedy = f"the nearest is {near[0]}" if near else f"use for example {' or '.join(choices[:4])}"
+        if not choices:
+            remedy = "name `data.validation` or `data.held_out` rows to measure on"
+        raise InputError(
+            f"{given.origin(('objective', key, metric)) or source}: objective.{key}: {metric} is not measured by evaluations "
+            f"during training{' or by training steps' if limits else ''} of stage {stage} of this recipe; {remedy}"
+        )
 
 
 def _measured(metric: str, known: list[str]) -> bool:
+    """Whether evaluations with the metrics `known` have `metric`, which may be a score or a metric of one domain."""
     if metric.startswith(SCORES):
         return "return" in known and not metric.endswith(("_low", "_high"))
     whole, _, domain = metric.removeprefix("validation/").partition("/")
     return metric in known or (bool(domain) and whole in _BY_DOMAIN and f"validation/{whole}" in known)
-
-
-def _why_not(metric: str, stage: str, base: Mapping[str, Any], known: list[str]) -> tuple[str, str]:
-    """Why `metric` cannot be the objective, and the remedy."""
-    common = ("validation/loss", "validation/accuracy", "success", "return")
-    remedy = f"use {' or '.join(name for name in common if name in known)}"
-    if not known:
-        remedy = "name `data.validation` or `data.held_out` rows to measure on"
-    near = _nearest(metric, known)
-    if metric.startswith("test/"):
-        return "is measured for the final table, on which nothing may be selected", remedy
-    if _counts_rows(metric):
-        return "counts rows, which are the same in every trial", remedy
-    if metric.startswith("validation/") and stage not in ("rl", "distill") and not _has_rows(base):
-        return "needs validation rows, and the recipe names none", remedy
-    played = [one.name for one in EvaluationRecipe.metrics]
-    if metric in played or metric.startswith((SCORES, "validation/")):
-        why = f"is not measured by stage {stage} of this recipe"
-        return why, f"the nearest is {near}" if near else remedy
-    if near and "/" not in metric:
-        return f"is not measured by stage {stage} of this recipe", f"the nearest is {near}"
-    return "is not a held-out metric; choose one that is measured on held-out data", remedy
-
-
-def _counts_rows(metric: str) -> bool:
-    return metric == "validation/rows" or metric.startswith("validation/rows/")
-
-
-def _nearest(metric: str, known: list[str]) -> str | None:
-    """The known metric that `metric` resembles, compared by the name after its section."""
-    tails = {name.rpartition("/")[2]: name for name in known if name.rpartition("/")[0] == metric.rpartition("/")[0]}
-    near = difflib.get_close_matches(metric.rpartition("/")[2], tails, 1, 0.7)
-    if near:
-        return tails[near[0]]
-    return next(iter(difflib.get_close_matches(metric, known, 1, 0.85)), None)
-
-
-def _examples(stage: str, known: list[str]) -> list[str]:
-    names = [metric.name for metric in trained_metrics(stage) if metric.name.startswith(("loss/", "policy/"))]
-    return [*known[:2], *names[:3]]

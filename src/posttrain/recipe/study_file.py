@@ -193,15 +193,11 @@ def _section_errors(values: dict[str, Any], path: KeyPath, part: type[BaseConfig
         except ValidationError as error:
             sentences += validation_errors(error, part, given, StudyRecipe, (*path, name))
             valid = {"low": 0.0, "high": 1.0} if part is Range else {"max": 0.0}
-            _replace(values, (*path, name), valid)
+            inside = values
+            for key in path:
+                inside[key] = inside = dict(inside[key])
+            inside[name] = valid
     return sentences
-
-
-def _replace(values: dict[str, Any], path: KeyPath, value: Any) -> None:
-    *above, last = path
-    for key in above:
-        values[key] = values = dict(values[key])
-    values[last] = value
 
 
 def _check_start(recipe: StudyRecipe, given: Layer) -> None:

@@ -3,13 +3,13 @@
 import math
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from posttrain.recipe.base import BaseConfig
-from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
+from posttrain.recipe.components import AnyEnvironment
 from posttrain.recipe.data import DataRecipe
 from posttrain.recipe.engines import LocalEngineRecipe, PolicyEngineRecipe
-from posttrain.recipe.hardware import HardwareRecipe, refuse_unfit_hardware
+from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.loss import (
     ADAPTERS_OFF,
     BcoLoss,
@@ -31,7 +31,7 @@ from posttrain.recipe.rollout import (
     evaluated_environment,
     refuse_overlap,
 )
-from posttrain.recipe.run import ENTROPY, CheckpointRecipe, ExportedStep, TrainedRecipe
+from posttrain.recipe.run import ENTROPY, CheckpointRecipe, ExportedStep, TrainedRecipe, refuse_longer
 from posttrain.recipe.units import EntropyUnits, UnitRewardsRecipe
 
 RowsKind = Literal["conversation", "pair", "unpaired"]
@@ -119,7 +119,7 @@ class PreferenceEvaluation(BaseConfig):
 class SupervisedRecipe(TrainedRecipe):
     """A stage that trains on rows of files."""
 
-    epochs: Annotated[int, unless("steps", reason="steps determines the length of the run")] = Field(1, ge=1)
+    epochs: Annotated[int, unless("steps")] = Field(1, ge=1)
     """Passes over the rows."""
     steps: int | None = Field(None, ge=1)
     """Number of updates; overrides `epochs`. Required with `data.streaming`."""
@@ -131,11 +131,6 @@ class SupervisedRecipe(TrainedRecipe):
     export: ExportedStep = "best"
     """Which checkpoint becomes `model/`, and is measured for the final table: the best one of the evaluations, or the last one."""
     hardware: HardwareRecipe = HardwareRecipe()
-
-    @model_validator(mode="after")
-    def _hardware_fits(self):
-        refuse_unfit_hardware(self.hardware, self.model, [self.optimizer], getattr(self, "engine", None))
-        return self
 
     if TYPE_CHECKING:
         data: Any
@@ -213,9 +208,9 @@ class SftRecipe(SupervisedRecipe):
     """Which stage the recipe is for; `posttrain sft` takes this one."""
     data: DataRecipe | None = None
     """Conversations to train on. Null: train on expert traces of `environment`."""
-    environment: SerializeAsAny[EnvironmentRecipe] | None = None
+    environment: AnyEnvironment | None = None
     """Environment of the expert traces and of held-out evaluation. Null: train and evaluate on `data` only."""
-    experts: Annotated[ExpertsRecipe, unless("data", reason="the run trains on the rows in data")] = ExpertsRecipe()
+    experts: Annotated[ExpertsRecipe, unless("data")] = ExpertsRecipe()
     loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"
     """Which tokens carry loss: those of all assistant messages, of the last one, or all tokens."""
     loss: SftLossRecipe = SftLossRecipe()
@@ -224,11 +219,6 @@ class SftRecipe(SupervisedRecipe):
     rollout: Annotated[RolloutRecipe, PLAYED] = RolloutRecipe()
     """Limits of evaluation episodes."""
     evaluation: SftEvaluation = SftEvaluation()
-
-    @field_validator("environment", mode="before")
-    @classmethod
-    def _environment_by_type(cls, value: Any) -> Any:
-        return environment_recipe(value) if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _parts_fit(self):
@@ -421,13 +411,8 @@ def measured(data: DataRecipe | None) -> bool:
 
 def _check_rows(recipe: SupervisedRecipe, data: DataRecipe, answers: int) -> None:
     """`answers`: streams of a row that stay in one forward pass."""
-    most = answers * data.max_tokens
-    if most > recipe.learner.tokens_per_batch:
-        row = "one row" if answers == 1 else "the two answers of a row"
-        raise ValueError(
-            f"{row} may have {most} tokens (`data.max_tokens` = {data.max_tokens}), more than "
-            f"`learner.tokens_per_batch` = {recipe.learner.tokens_per_batch}; raise the latter or lower the former"
-        )
+    row = "one row" if answers == 1 else "the two answers of a row"
+    refuse_longer(recipe, "learner", "data.max_tokens", data.max_tokens, row, answers)
     if data.streaming and recipe.steps is None:
         raise ValueError("with `data.streaming` the number of rows is unknown; set `steps`")
     if data.streaming and data.held_out:

@@ -130,11 +130,11 @@ def require_trust_of_run(file: Path, values: dict[str, Any], stage: str, named: 
     if not restricted() or not file.with_name("environment.json").is_file():
         return
     schemas = {STAGES[stage], STAGES.get(str(values.get("stage")), STAGES[stage])}
-    found = {use.digest: use for schema in schemas for use in uses(schema, values)}
+    used = {use.digest: use for schema in schemas for use in uses(schema, values)}
     allowed = {use.digest for layer in named for schema in schemas for use in uses(schema, layer.values)}
     remembered = _remembered()
     refused = []
-    for digest, use in found.items():
+    for digest, use in used.items():
         changed = digest in remembered
         if digest in allowed or (changed and use.digest_of_files() in remembered):
             continue
@@ -145,7 +145,7 @@ def require_trust_of_run(file: Path, values: dict[str, Any], stage: str, named: 
             f"{file} names what your own runs have not used in this folder: {', '.join(refused)}; read it, then add --trust "
             "or repeat the key in the command; a run of yours needs this once where the folder or your home is another"
         )
-    trust_also(texts([use.value for use in found.values()]))
+    trust_also(texts([use.value for use in used.values()]))
 
 
 def remember(recipe: BaseConfig) -> None:
@@ -153,11 +153,11 @@ def remember(recipe: BaseConfig) -> None:
 
     The digests are in `$XDG_STATE_HOME/posttrain/trusted` (`~/.local/state` by default), where no run is written.
     """
-    found = list(uses(type(recipe), recipe.model_dump(mode="json")))
-    if not found:
+    used = list(uses(type(recipe), recipe.model_dump(mode="json")))
+    if not used:
         return
     try:
-        lines = {digest for use in found for digest in (use.digest, use.digest_of_files())} - _remembered()
+        lines = {digest for use in used for digest in (use.digest, use.digest_of_files())} - _remembered()
         _ledger().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(os.open(_ledger(), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "w") as file:
             file.write("".join(f"{line}\n" for line in sorted(lines)))

@@ -95,10 +95,13 @@ class _Mixed(BaseConfig):
     beta: float = Field(0.8, ge=0, le=1)
     """Share of unit credit; 1 - beta is credit of the outcome. 0: unit credit is logged, and only the outcome trains the policy."""
 
+    texts: ClassVar[str] = "no text for the reward model"
+    """Work of the reward model for an answer of K units, one text after another."""
+
     @property
     def cost(self) -> str:
         """Work of the reward model for an answer of K units."""
-        return "no text for the reward model"
+        return "1 pass of the reward model" if getattr(self, "probe", None) == "one_pass" else self.texts
 
 
 class _Read(_Mixed):
@@ -115,10 +118,7 @@ class _Probed(BaseConfig):
     probe: Literal["one_pass", "separate"] = "one_pass"
     """`one_pass`: compute the values after all units of an answer in one forward pass of the reward model. `separate`: one pass per unit; same values, for architectures where one pass is not supported."""
 
-    @property
-    def cost(self) -> str:
-        """Work of the reward model for an answer of K units."""
-        return "1 pass of the reward model" if self.probe == "one_pass" else "K texts for the reward model"
+    texts: ClassVar[str] = "K texts for the reward model"
 
 
 class PrefixCredit(_Probed, _Placed, _Read):
@@ -167,9 +167,7 @@ class LeaveOneOutCredit(_Read):
     type: Literal["loo"]
     """`loo`: outcome - value of the answer without the unit."""
 
-    @property
-    def cost(self) -> str:
-        return "K + 1 texts for the reward model"
+    texts: ClassVar[str] = "K + 1 texts for the reward model"
 
 
 class CompatibleCredit(_Read):
@@ -180,9 +178,7 @@ class CompatibleCredit(_Read):
     beta: float = Field(0.8, ge=0, le=1)
     """Share of unit credit; 1 - beta is the outcome, at the last token."""
 
-    @property
-    def cost(self) -> str:
-        return "K texts for the reward model"
+    texts: ClassVar[str] = "K texts for the reward model"
 
 
 CausalCredit = PrefixCredit | ShareCredit | LearnedCredit | CompatibleCredit
@@ -197,7 +193,7 @@ UnitCreditRecipe = Annotated[
 
 
 class UnitRewardsRecipe(BaseConfig):
-    """A reward for each unit of an answer, read at the unit's last token. The score of an answer is their aggregate."""
+    """A reward for each unit of an answer, read at the unit's last token. The score of an answer is their mean."""
 
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("loss/unevenness", "regularizer of unit rewards"),
@@ -208,8 +204,6 @@ class UnitRewardsRecipe(BaseConfig):
 
     segmenter: UnitsRecipe
     """How answers are segmented into units. `entropy` also loads the language model at `model.path`."""
-    aggregate: Literal["mean"] = "mean"
-    """How unit rewards are aggregated to the score of an answer. `mean`: their mean."""
     entropy_coefficient: float = Field(0.0, ge=0)
     """Weight of a regularizer that favours even rewards over the units of an answer. Too large a value makes all units equal. 0: off."""
     entropy_form: Literal["length_fair", "published"] = "length_fair"
@@ -220,7 +214,6 @@ class StoredUnits(BaseConfig):
     """The unit settings that a reward model stores in its `config.json`."""
 
     segmenter: UnitsRecipe
-    aggregate: Literal["mean"] = "mean"
     reference: Reads | None = None
     """`model.path` of the language model whose entropies segment units; null if not needed."""
 
@@ -228,4 +221,4 @@ class StoredUnits(BaseConfig):
 def stored_units(recipe: UnitRewardsRecipe, path: str) -> StoredUnits:
     """The unit settings to store with a model that `recipe` trained from the model at `path`."""
     needed = isinstance(recipe.segmenter, EntropyUnits)
-    return StoredUnits(segmenter=recipe.segmenter, aggregate=recipe.aggregate, reference=path if needed else None)
+    return StoredUnits(segmenter=recipe.segmenter, reference=path if needed else None)

@@ -4,6 +4,8 @@ import difflib
 import json
 import re
 import typing
+from functools import cache
+from importlib import resources
 from typing import Any
 
 from pydantic import ValidationError
@@ -11,7 +13,6 @@ from pydantic_core import ErrorDetails
 
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe, environment_classes
-from posttrain.recipe.foreign import native_key
 from posttrain.recipe.reference import allowed, either, keys_of, sections_of, tags_of
 from posttrain.recipe.sources import KeyPath, Layer
 from posttrain.recipe.stages import STAGES
@@ -30,6 +31,33 @@ def validation_errors(
         path = (*prefix, *_key_path(problem, _value(given.values, prefix)))
         sentences.setdefault(path, _sentence(problem, path, part, given, stage, prefix))
     return list(sentences.values())
+
+
+@cache
+def foreign_keys() -> dict[str, dict[str, Any]]:
+    """Names of keys in TRL, transformers, OpenRLHF and verl, from the rules of `posttrain import`.
+
+    `keys`: name -> the keys here. `reasons`: name -> why there is none. `units`: key here -> its unit.
+    """
+    return json.loads((resources.files("posttrain.recipe") / "foreign.json").read_text(encoding="utf-8"))
+
+
+def native_key(name: str, keys: list[str]) -> str | None:
+    """What to type for a dotted key of another framework, with a note on its unit; None if it is not known.
+
+    `keys`: the keys of the stage. The longest end of `name` that is known counts; of its keys, the first that the stage
+    has.
+    """
+    known = foreign_keys()
+    parts = name.replace("-", "_").split(".")
+    for end in (".".join(parts[start:]) for start in range(len(parts))):
+        native = next((key for key in known["keys"].get(end, ()) if key in keys), None)
+        if native is not None:
+            unit = known["units"].get(native)
+            return f"use {native} ({unit})" if unit else f"use {native}"
+        if end in known["reasons"]:
+            return f"it has no counterpart: {known['reasons'][end]}"
+    return None
 
 
 def nearest_type(name: str, choices: list[str]) -> str:
@@ -51,7 +79,9 @@ def _sentence(
         return f"{start}there is no key {dotted}; {_remedy(path, part, given, stage, prefix)}"
     if problem["type"] in ("value_error", "assertion_error"):
         message = str(problem["ctx"]["error"])
-        place = place if path else _place_named_in(message, path, given)
+        if not path:
+            keys = [tuple(key.split(".")) for key in re.findall(r"`([a-z_.]+)", message)]
+            place = next((given.origins[key] for key in reversed(keys) if key in given.origins), None)
         return (f"{place}: " if place else "") + (f"{dotted}: {message}" if path else message)
     if problem["type"] == "union_tag_invalid":
         choices = [tag.strip(" '") for tag in problem["ctx"]["expected_tags"].split(",")]
@@ -63,9 +93,11 @@ def _sentence(
     words = allowed(info) if info is not None else problem["msg"]
     sections = sections_of(info.annotation) if info is not None else []
     if problem["type"] == "missing":
-        if len(sections) == 1:
-            return f"{start}{dotted} is missing; set {_first_keys(dotted, sections[0])}"
-        return f"{start}{dotted} is missing; it must be {words}"
+        if len(sections) != 1:
+            return f"{start}{dotted} is missing; it must be {words}"
+        fields = sections[0].model_fields.items()
+        required = " and ".join(f"{dotted}.{name}" for name, field in fields if field.is_required())
+        return f"{start}{dotted} is missing; set {required or either([f'{dotted}.{name}' for name, _ in fields][:3])}"
     if problem["type"] in ("model_type", "model_attributes_type") and sections:
         words = f"a section with keys such as {', '.join(list(sections[0].model_fields)[:4])}"
         main = next((key for key in ("type", "path", "train") if key in sections[0].model_fields), None)
@@ -83,13 +115,6 @@ def _sentence(
     return f"{start}{dotted} is {_show(value)}{hint}; it must be {words}"
 
 
-def _first_keys(dotted: str, section: type[BaseConfig]) -> str:
-    """The required keys of a section; if there are none, its first keys."""
-    fields = section.model_fields.items()
-    names = [f"{dotted}.{name}" for name, info in fields if info.is_required()]
-    return " and ".join(names) if names else either([f"{dotted}.{name}" for name, _ in fields][:3])
-
-
 def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[BaseConfig], prefix: KeyPath) -> str:
     section, name = path[:-1], path[-1]
     dotted = ".".join(path)
@@ -100,8 +125,8 @@ def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[Bas
     inside = ".".join(prefix) + "."
     names = [key.path for key in keys_of(stage) if not prefix or not key.path.startswith(inside)]
     names += [key.path for key in keys_of(part, inside)] if prefix else []
-    own = not section or any(key.startswith(f"{'.'.join(section)}.") for key in names)
-    known = section and own and any(key.split(".")[-1] == name for key in names)
+    known_section = not section or any(key.startswith(f"{'.'.join(section)}.") for key in names)
+    known = section and known_section and any(key.split(".")[-1] == name for key in names)
     if not known and (native := native_key(dotted, [key.path for key in keys_of(stage)])):
         return native
     siblings = sorted(
@@ -114,7 +139,7 @@ def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[Bas
     )
     if close := difflib.get_close_matches(name, siblings, 1, 0.75):
         return f"the nearest is {'.'.join((*section, close[0]))}"
-    if not own and (close := difflib.get_close_matches(dotted, names, 1, 0.85)):
+    if not known_section and (close := difflib.get_close_matches(dotted, names, 1, 0.85)):
         return f"the nearest is {close[0]}"
     if elsewhere := sorted({key for key in names if key.split(".")[-1] == name}):
         return f"{' and '.join(elsewhere)} {'has' if len(elsewhere) == 1 else 'have'} that name"
@@ -179,13 +204,6 @@ def _key_path(problem: ErrorDetails, values: Any) -> KeyPath:
         elif not isinstance(values, dict):
             break
     return tuple(path)
-
-
-def _place_named_in(message: str, path: KeyPath, given: Layer) -> str | None:
-    """The origin of the last key that a message names and the user gave; None if there is none."""
-    keys = [tuple(key.split(".")) for key in re.findall(r"`([a-z_.]+)", message)]
-    places = [given.origins[(*path, *key)] for key in keys if (*path, *key) in given.origins]
-    return places[-1] if places else None
 
 
 def _value(values: Any, path: KeyPath) -> Any:

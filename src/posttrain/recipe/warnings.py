@@ -17,8 +17,8 @@ from posttrain.recipe.sources import read_file
 def recipe_warnings(recipe: StageRecipe) -> list[str]:
     """One sentence for each key without effect and each unusual value."""
     engine = getattr(recipe, "engine", None)
-    of_engine = engine.warnings(recipe.model) if engine is not None else []
-    return [*without_effect(recipe), *_thinking(recipe), *of_engine, *recipe.warnings()]
+    engine_warnings = engine.warnings(recipe.model) if engine is not None else []
+    return [*without_effect(recipe), *_thinking(recipe), *engine_warnings, *recipe.warnings()]
 
 
 def _thinking(recipe: StageRecipe) -> list[str]:

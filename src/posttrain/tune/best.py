@@ -1,6 +1,7 @@
 """The best trial of a study, and the retest of the best points with other seeds."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from posttrain.runs.intervals import Estimate, mean_difference, seed_mean
 from posttrain.runs.panels import metric_of
 from posttrain.runs.tables import show_line
 from posttrain.tune.study import from_storage
-from posttrain.tune.trial import Attempt, Outcome, outcome, run_jobs
+from posttrain.tune.trial import Attempt, Job, Outcome, outcome, run_jobs
 
 
 def ranked(study: Study, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
@@ -39,7 +40,7 @@ def no_best_reason(study: Study, trials: Sequence[FrozenTrial]) -> str:
     finished = [trial for trial in trials if trial.state == TrialState.COMPLETE]
     prefix = f"{study.directory}: "
     if failed and len(failed) == len(trials):
-        reason, count = most_frequent([trial.user_attrs.get("reason", "unknown") for trial in failed])
+        ((reason, count),) = Counter(trial.user_attrs.get("reason", "unknown") for trial in failed).most_common(1)
         how = "because" if count == len(failed) else f"most often ({count} of them) because"
         return f"{prefix}all {len(failed)} trials failed, {how}: {reason}; best.yaml is not written"
     if finished:
@@ -56,12 +57,6 @@ def no_best_reason(study: Study, trials: Sequence[FrozenTrial]) -> str:
             f"{nearest.number} ({violated} is required); best.yaml is not written"
         )
     return f"{prefix}no trial was finished, {len(failed)} failed and the others were pruned; best.yaml is not written"
-
-
-def most_frequent(reasons: Sequence[str]) -> tuple[str, int]:
-    """The most frequent reason (the first one on a tie) and its count. `reasons` must not be empty."""
-    best = max(dict.fromkeys(reasons), key=list(reasons).count)
-    return best, list(reasons).count(best)
 
 
 @dataclass
@@ -137,20 +132,14 @@ def verdict(study: Study, results: Sequence[RetestResult]) -> str:
     return f"Trial {first.trial.number} {how}, which contains 0: {names} do not differ significantly."
 
 
-class _RetestJob:
+class _RetestJob(Job):
     """The run of a retested point with one seed."""
 
     def __init__(self, study: Study, result: RetestResult, seed: int, console: Console) -> None:
-        self.study, self.result, self.seed, self.console = study, result, seed, console
         point = from_storage(study, result.trial.params)
         name = f"{result.trial.number:04d}-seed{seed}"
-        self.attempt = Attempt(study.at(point, study.directory / "retest", name, seed=seed))
-
-    def begin(self, device: str | None) -> None:
-        self.attempt.start(device)
-
-    def poll(self) -> None:
-        pass
+        super().__init__(study, Attempt(study.at(point, study.directory / "retest", name, seed=seed)))
+        self.result, self.seed, self.console = result, seed, console
 
     def end(self) -> None:
         text = self.attempt.failure()

@@ -71,7 +71,15 @@ def draw_importance(study: Study, optuna_study: optuna.Study, trials: Sequence[F
     for groups.
     """
     if study.recipe.groups:
-        ranges = _ranges(study, trials)
+        ranges: dict[str, float] = {}  # key -> range of the means over its values, among the trials of its group
+        for group in study.recipe.groups:
+            members = [trial for trial in _finished(trials) if trial.user_attrs.get("group") == group.name]
+            for key in group.grid:
+                by_value: dict[Any, list[float]] = {}
+                for trial in members:
+                    by_value.setdefault(trial.params[key], []).append(trial.value or 0.0)
+                if len(by_value) > 1:
+                    ranges[f"{key} ({group.name})"] = float(np.ptp([fmean(values) for values in by_value.values()]))
         if not ranges:
             return None
         _, axes = plt.subplots()
@@ -100,17 +108,3 @@ def draw_parallel(study: Study, optuna_study: optuna.Study, trials: Sequence[Fro
 
 def _finished(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
     return [trial for trial in trials if trial.state == TrialState.COMPLETE]
-
-
-def _ranges(study: Study, trials: Sequence[FrozenTrial]) -> dict[str, float]:
-    """Key -> range of the means over its values, among the finished trials of its group."""
-    ranges: dict[str, float] = {}
-    for group in study.recipe.groups:
-        members = [trial for trial in _finished(trials) if trial.user_attrs.get("group") == group.name]
-        for key in group.grid:
-            by_value: dict[Any, list[float]] = {}
-            for trial in members:
-                by_value.setdefault(trial.params[key], []).append(trial.value or 0.0)
-            if len(by_value) > 1:
-                ranges[f"{key} ({group.name})"] = float(np.ptp([fmean(values) for values in by_value.values()]))
-    return ranges

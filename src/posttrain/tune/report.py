@@ -1,6 +1,7 @@
 """The report of a study: tables of trials and retests, `best.yaml`, warnings and report.md."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,8 @@ _NARROW_NOTE = 40
 
 
 def trial_table(study: Study, trials: Sequence[FrozenTrial], narrow: bool = False) -> Table:
-    """All trials by number: state, objective, step of the best evaluation, limited metrics, searched keys, and a note.
+    """All trials by number: state, objective, step of the best evaluation (of a pruned trial: its last step), limited
+    metrics, searched keys, and a note.
 
     `narrow`: shorten keys and notes for a terminal.
     """
@@ -53,7 +55,9 @@ def trial_table(study: Study, trials: Sequence[FrozenTrial], narrow: bool = Fals
             note = f"{note[: _NARROW_NOTE - 1]}…"
         limited = attrs.get("limited", {})
         cells = [str(trial.number), *([attrs.get("group", "")] if groups else []), _STATES[trial.state]]
-        cells += ["–" if trial.value is None else f"{trial.value:.4g}", _step(trial)]
+        pruned = trial.state == TrialState.PRUNED and trial.intermediate_values
+        step = max(trial.intermediate_values) if pruned else attrs.get("step", "–")
+        cells += ["–" if trial.value is None else f"{trial.value:.4g}", str(step)]
         cells += [shown(limited[metric]) if metric in limited else "–" for metric in objective.within]
         cells += [shown(point[name], narrow) if name in point else "–" for name in named]
         cells += [f"{attrs['minutes']:.2g}" if "minutes" in attrs else "–", note]
@@ -71,13 +75,6 @@ def short_names(keys: Sequence[str]) -> list[str]:
         # No suffix is unique for `optimizer.learning_rate` beside `critic.optimizer.learning_rate`.
         names.append(next((end for end in ends if sum(f".{other}".endswith(f".{end}") for other in keys) == 1), key))
     return names
-
-
-def _step(trial: FrozenTrial) -> str:
-    """Step of the best evaluation; for a pruned trial, the last step."""
-    if trial.state == TrialState.PRUNED and trial.intermediate_values:
-        return str(max(trial.intermediate_values))
-    return str(trial.user_attrs.get("step", "–"))
 
 
 def retest_table(study: Study, results: Sequence[RetestResult]) -> Table:
@@ -122,9 +119,7 @@ def write_best(study: Study, trial: FrozenTrial, retested: RetestResult | None, 
 
 def summary_sentences(study: Study, trials: Sequence[FrozenTrial], results: Sequence[RetestResult]) -> list[str]:
     """Summary of the study: counts of trials, the best trial, and the verdict of the retest."""
-    counts: dict[str, int] = {}
-    for trial in trials:
-        counts[_STATES[trial.state]] = counts.get(_STATES[trial.state], 0) + 1
+    counts = Counter(_STATES[trial.state] for trial in trials)
     summary = [
         f"{len(trials)} {'trial' if len(trials) == 1 else 'trials'}: {', '.join(f'{count} {state}' for state, count in counts.items())}."
     ]
@@ -197,13 +192,11 @@ def warnings_of(study: Study) -> list[str]:
                 by_message.setdefault(message, []).append(f"{folder}/{path.name}")
     runs = sum(counts.values())
     ordered = sorted(by_message.items(), key=lambda item: -len(item[1]))
-    warnings = [f"{message} ({_run_list(names, runs)})" for message, names in ordered[:_MAX_WARNINGS]]
+    warnings = []
+    for message, names in ordered[:_MAX_WARNINGS]:
+        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        where = f"all {runs} runs" if len(names) == runs > 1 else ", ".join(names[:_MAX_NAMES]) + more
+        warnings.append(f"{message} ({where})")
     if len(ordered) > _MAX_WARNINGS:
         warnings.append(f"{len(ordered) - _MAX_WARNINGS} more warnings are in the report.md of the runs")
     return warnings
-
-
-def _run_list(names: Sequence[str], runs: int) -> str:
-    if len(names) == runs > 1:
-        return f"all {runs} runs"
-    return ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")

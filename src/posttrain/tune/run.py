@@ -1,7 +1,7 @@
 """Run a study from its first trial to its report, resume it, and choose the next trial."""
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections import Counter
+from functools import partial
 from typing import Any
 
 import optuna
@@ -13,7 +13,7 @@ from posttrain.planning.dry_run import batch_arithmetic
 from posttrain.recipe.study import Group, Range, choices_of, grid_of
 from posttrain.recipe.study_file import Study, shown
 from posttrain.runs.tables import Table, show_line
-from posttrain.tune.best import RetestResult, best_of, most_frequent, no_best_reason, ranked, retest
+from posttrain.tune.best import RetestResult, best_of, no_best_reason, ranked, retest
 from posttrain.tune.report import (
     retest_table,
     short_names,
@@ -51,7 +51,13 @@ def run_study(study: Study, resume: bool, console: Console, group: str | None = 
         show_line(console, f"warning: {text}")
     with study_lock(study):
         optuna_study = open_study(study, resume)
-        _require_finished(optuna_study, [one for one in study.recipe.groups if chosen not in (None, one)])
+        for other in study.recipe.groups if chosen is not None else ():
+            unfinished = sum(not trial.state.is_finished() for trial in _of_group(optuna_study, other))
+            if other is not chosen and unfinished:  # its trials would run together with those of the chosen group
+                raise InputError(
+                    f"{unfinished} trials of group {other.name} have not ended; run `posttrain tune STUDY --group "
+                    f"{other.name} --resume` first"
+                )
         try:
             search = Search(study, optuna_study, console, chosen)
             chain_error = ""
@@ -132,10 +138,7 @@ def chosen_group(study: Study, name: str | None) -> Group | None:
 
 def show_study(study: Study, console: Console, group: str | None = None) -> None:
     """Print the plan of the study, or of one group of it; raises `InputError` if no combination of values is valid."""
-
-    def say(text: str) -> None:
-        show_line(console, text)
-
+    say = partial(show_line, console)
     chosen = chosen_group(study, group)
     messages, recipe = check_space(study), study.recipe
     objective = recipe.objective
@@ -213,26 +216,6 @@ class Search:
         Raises `RunError` if a trial ended without a metric of the objective and no earlier trial had this metric,
         because the remaining trials would lack it too.
         """
-        self._stop_unmeasured()
-        while (trial := self._next()) is not None:
-            trial.set_user_attr("owner", owner(self.study))
-            point = from_storage(self.study, {name: self._suggest(trial, name) for name in self._names(trial)})
-            words = ", ".join(f"{name}={shown(value)}" for name, value in point.items())
-            try:
-                recipe = self.study.at(point, self._runs, f"{trial.number:04d}")
-            except InputError as error:
-                reason = " ".join(str(error).split())
-                record_failure(self.optuna_study, trial, reason)
-                self._say(f"trial {trial.number}: {words}: failed, {reason}")
-                continue
-            attempt = Attempt(recipe)
-            resumed = "resumed, " if attempt.run.path.exists() else ""
-            self._say(f"trial {trial.number}: {resumed}{words}")
-            self._jobs.append(_ReportedTrial(self.study, self.optuna_study, trial, attempt, self.console, self._warned))
-            return self._jobs[-1]
-        return None
-
-    def _stop_unmeasured(self) -> None:
         unmeasured = next((job for job in self._jobs if job.unmeasured), None)
         measured = (TrialState.COMPLETE, TrialState.PRUNED)
         if unmeasured is not None and not self.optuna_study.get_trials(deepcopy=False, states=measured):
@@ -240,10 +223,26 @@ class Search:
                 f"{self.study.directory}: stopped after trial {unmeasured.trial.number}, because no trial can be scored: "
                 f"{unmeasured.unmeasured}; correct `objective` and choose another `name`"
             )
-
-    @property
-    def _runs(self) -> Path:
-        return self.study.directory / "trials"
+        while (trial := self._next()) is not None:
+            trial.set_user_attr("owner", owner(self.study))
+            # With groups, the keys of its group and of the earlier groups that have run.
+            names = trial.user_attrs.get("names", list(self.study.recipe.search))
+            suggested = {name: trial._suggest(name, self._distributions[name]) for name in names}
+            point = from_storage(self.study, suggested)
+            words = ", ".join(f"{name}={shown(value)}" for name, value in point.items())
+            try:
+                recipe = self.study.at(point, self.study.directory / "trials", f"{trial.number:04d}")
+            except InputError as error:
+                reason = " ".join(str(error).split())
+                record_failure(self.optuna_study, trial, reason)
+                show_line(self.console, f"trial {trial.number}: {words}: failed, {reason}")
+                continue
+            attempt = Attempt(recipe)
+            resumed = "resumed, " if attempt.run.path.exists() else ""
+            show_line(self.console, f"trial {trial.number}: {resumed}{words}")
+            self._jobs.append(_ReportedTrial(self.study, self.optuna_study, trial, attempt, self.console, self._warned))
+            return self._jobs[-1]
+        return None
 
     def _next(self) -> optuna.Trial | None:
         if self._interrupted:
@@ -252,13 +251,6 @@ class Search:
             return self.optuna_study.ask() if self._enqueue_grid() else None
         started = [trial for trial in self.optuna_study.get_trials(deepcopy=False) if trial.state != TrialState.WAITING]
         return self.optuna_study.ask() if len(started) < self.study.recipe.number_of_trials else None
-
-    def _suggest(self, trial: optuna.Trial, name: str) -> Any:
-        return trial._suggest(name, self._distributions[name])
-
-    def _names(self, trial: optuna.Trial) -> list[str]:
-        """The keys searched in this trial; with groups, those of its group and of the earlier groups that have run."""
-        return trial.user_attrs.get("names", list(self.study.recipe.search))
 
     def _enqueue_grid(self) -> bool:
         """Whether a grid point is waiting. Enqueues the grid of a group once all trials of the previous group have
@@ -289,16 +281,13 @@ class Search:
     def _chosen(self, group: Group, trials: list[FrozenTrial]) -> dict[str, Any]:
         best = best_of(self.study, trials)
         if best is None:
-            reasons = [trial.user_attrs.get("reason", "its limits were not kept") for trial in trials]
-            reason, count = most_frequent(reasons)
+            reasons = Counter(trial.user_attrs.get("reason", "its limits were not kept") for trial in trials)
+            ((reason, count),) = reasons.most_common(1)
             raise RunError(
                 f"group {group.name}: none of its {len(trials)} trials can be chained to the next group; most frequent "
                 f"reason ({count} of them): {reason}"
             )
         return {key: value for key, value in from_storage(self.study, best.params).items() if key in group.grid}
-
-    def _say(self, text: str) -> None:
-        show_line(self.console, text)
 
 
 class _ReportedTrial(TrialJob):
@@ -319,44 +308,23 @@ class _ReportedTrial(TrialJob):
 
     def end(self) -> None:
         super().end()
-        for message in [] if self.damaged else warning_messages(self.attempt.lines()):
+        for message in [] if self.damage else warning_messages(self.attempt.lines()):
             if message not in self.warned:
                 self.warned.add(message)
-                self._say(f"trial {self.trial.number}: warning: {message}")
-        if self.study.recipe.weights == "best":
-            self._delete_weights()
-        ended = self.optuna_study.get_trials(deepcopy=False)[self.trial.number]
+                show_line(self.console, f"trial {self.trial.number}: warning: {message}")
+        trials = self.optuna_study.get_trials(deepcopy=False)
+        best = best_of(self.study, trials)
+        for trial in trials if self.study.recipe.weights == "best" else ():
+            if trial.state.is_finished() and trial is not best:
+                Attempt(self.attempt.recipe.model_copy(update={"name": f"{trial.number:04d}"})).delete_weights()
+        ended = trials[self.trial.number]
         metric = self.study.recipe.objective.metric
         if ended.state == TrialState.FAIL:
             result = f"failed, {ended.user_attrs['reason']}"
         else:
             how = "pruned, " if ended.state == TrialState.PRUNED else ""
             result = f"{how}{metric} {ended.value:.4g} at step {ended.user_attrs['step']}"
-        self._say(f"trial {ended.number}: {result}")
-
-    def _say(self, text: str) -> None:
-        show_line(self.console, text)
-
-    def _delete_weights(self) -> None:
-        """Delete the weights of all trials but the best."""
-        trials = self.optuna_study.get_trials(deepcopy=False)
-        best = best_of(self.study, trials)
-        for trial in trials:
-            if trial.state.is_finished() and trial is not best:
-                Attempt(self.attempt.recipe.model_copy(update={"name": f"{trial.number:04d}"})).delete_weights()
-
-
-def _require_finished(optuna_study: optuna.Study, groups: Sequence[Group]) -> None:
-    """Raises `InputError` if a trial of these groups has not ended, because it would run together with the chosen
-    group.
-    """
-    for group in groups:
-        unfinished = sum(not trial.state.is_finished() for trial in _of_group(optuna_study, group))
-        if unfinished:
-            raise InputError(
-                f"{unfinished} trials of group {group.name} have not ended; run `posttrain tune STUDY --group {group.name} "
-                "--resume` first"
-            )
+        show_line(self.console, f"trial {ended.number}: {result}")
 
 
 def _of_group(optuna_study: optuna.Study, group: Group) -> list[FrozenTrial]:

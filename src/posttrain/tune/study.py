@@ -3,9 +3,10 @@
 import fcntl
 import itertools
 import json
+import math
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from typing import Any
@@ -43,6 +44,18 @@ def open_study(study: Study, resume: bool) -> optuna.Study:
     if not resume and any(not path.name.startswith(".lock-") for path in study.directory.iterdir()):
         raise InputError(f"{study.directory} exists and is not a study; choose another `name`")
     url = study.recipe.storage or f"sqlite:///{study.directory / 'study.db'}"
+    resolved = {**study.recipe.model_dump(mode="json"), "base": study.base.values}
+    snapshot = (
+        "# The resolved study with every default and the searched recipe (`base`). Continue with\n"
+        f"# posttrain tune THE_STUDY.yaml --resume\n{dump_values(resolved)}"
+    )
+    pruners: dict[str, Callable[[Any], optuna.pruners.BasePruner]] = {
+        "none": lambda given: optuna.pruners.NopPruner(),
+        "median": lambda given: optuna.pruners.MedianPruner(given.startup_trials, given.warmup_steps),
+        "hyperband": lambda given: optuna.pruners.HyperbandPruner(
+            given.min_steps, given.max_steps or "auto", given.reduction
+        ),
+    }
     try:
         joins = resume and study.recipe.storage is not None and name in optuna.get_all_study_names(url)
         if resume and not file.is_file() and not joins:
@@ -50,13 +63,13 @@ def open_study(study: Study, resume: bool) -> optuna.Study:
         if not resume and study.recipe.storage and name in optuna.get_all_study_names(url):
             raise InputError(f"storage {url} has a study {name}; continue it with `--resume`, or choose another `name`")
         if not file.is_file() and not joins:
-            write_atomically(file, _snapshot_text(study))
+            write_atomically(file, snapshot)
         optuna_study = optuna.create_study(
             storage=url,
             study_name=name,
             direction=study.recipe.objective.direction,
             sampler=NumberedSampler(study.recipe.sampler),
-            pruner=_pruner(study),
+            pruner=pruners[study.recipe.pruner.type](study.recipe.pruner),
             load_if_exists=True,
         )
     except PosttrainError:
@@ -66,8 +79,8 @@ def open_study(study: Study, resume: bool) -> optuna.Study:
         raise InputError(
             f"storage {url} cannot be opened ({type(error).__name__}: {reason}); correct its URL"
         ) from error
-    _require_same(study, optuna_study)
-    write_atomically(file, _snapshot_text(study))
+    _require_same(study, optuna_study, json.loads(json.dumps(resolved)))
+    write_atomically(file, snapshot)
     for number, point in enumerate(study.recipe.start):
         optuna_study.enqueue_trial(to_storage(point), user_attrs={"start": number}, skip_if_exists=True)
     return optuna_study
@@ -102,38 +115,18 @@ def interrupted_trials(study: Study, optuna_study: optuna.Study) -> list[FrozenT
     running = optuna_study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
     if study.recipe.storage is None:
         return running
-    return [trial for trial in running if _interrupted(trial, owner(study))]
+    # Without an owner: killed before the owner was written, which takes another machine less than a minute.
+    old = datetime.now() - timedelta(minutes=1)
+    return [
+        trial
+        for trial in running
+        if trial.user_attrs.get("owner") == owner(study)
+        or ("owner" not in trial.user_attrs and trial.datetime_start is not None and trial.datetime_start < old)
+    ]
 
 
-def _interrupted(trial: FrozenTrial, us: str) -> bool:
-    if "owner" in trial.user_attrs:
-        return bool(trial.user_attrs["owner"] == us)
-    # Killed before the owner was written, which takes another machine less than a minute.
-    return trial.datetime_start is not None and datetime.now() - trial.datetime_start > timedelta(minutes=1)
-
-
-def _pruner(study: Study) -> optuna.pruners.BasePruner:
-    pruner = study.recipe.pruner
-    if pruner.type == "median":
-        return optuna.pruners.MedianPruner(n_startup_trials=pruner.startup_trials, n_warmup_steps=pruner.warmup_steps)
-    if pruner.type == "hyperband":
-        most = pruner.max_steps or "auto"
-        return optuna.pruners.HyperbandPruner(pruner.min_steps, most, pruner.reduction)
-    return optuna.pruners.NopPruner()
-
-
-def _snapshot(study: Study) -> dict[str, Any]:
-    return {**study.recipe.model_dump(mode="json"), "base": study.base.values}
-
-
-def _snapshot_text(study: Study) -> str:
-    header = "# The resolved study with every default and the searched recipe (`base`). Continue with\n"
-    return f"{header}# posttrain tune THE_STUDY.yaml --resume\n{dump_values(_snapshot(study))}"
-
-
-def _require_same(study: Study, optuna_study: optuna.Study) -> None:
-    """Store the search of a new study. Raises `InputError` if the search of an existing study differs."""
-    now = json.loads(json.dumps(_snapshot(study)))
+def _require_same(study: Study, optuna_study: optuna.Study, now: dict[str, Any]) -> None:
+    """Store the search `now` of a new study. Raises `InputError` if the search of an existing study differs."""
     before = optuna_study.user_attrs.get("study")
     if before is None:
         optuna_study.set_user_attr("study", now)
@@ -192,7 +185,16 @@ _MAX_CHECKED = 32
 
 def distributions(study: Study) -> dict[str, BaseDistribution]:
     """Name -> Optuna distribution, in the order of the study file."""
-    return {name: _distribution(values) for name, values in study.recipe.spaces.items()}
+    result: dict[str, BaseDistribution] = {}
+    for name, values in study.recipe.spaces.items():
+        if not isinstance(values, Range):
+            result[name] = CategoricalDistribution([_stored(choice) for choice in choices_of(values) or []])
+        elif values.int:
+            low, high, step = int(values.low), int(values.high), int(values.step or 1)
+            result[name] = IntDistribution(low, high, log=values.log, step=step)
+        else:
+            result[name] = FloatDistribution(values.low, values.high, log=values.log, step=values.step)
+    return result
 
 
 def to_storage(point: Point) -> dict[str, Any]:
@@ -237,11 +239,13 @@ def check_space(study: Study) -> list[str]:
 
 def _corners(study: Study) -> Iterator[dict[str, Any]]:
     """Points from choices and range ends: all combinations, or single changes and a random sample if there are many."""
-    ends = {name: _ends(values) for name, values in study.recipe.spaces.items()}
-    count = 1
-    for values in ends.values():
-        count *= len(values)
-    if count <= _MAX_CHECKED:
+    ends = {
+        name: ([int(values.low), int(values.high)] if values.int else [values.low, values.high])
+        if isinstance(values, Range)
+        else choices_of(values) or []
+        for name, values in study.recipe.spaces.items()
+    }
+    if math.prod(map(len, ends.values())) <= _MAX_CHECKED:
         yield from (dict(zip(ends, values, strict=True)) for values in itertools.product(*ends.values()))
         return
     first = {name: values[0] for name, values in ends.items()}
@@ -249,20 +253,6 @@ def _corners(study: Study) -> Iterator[dict[str, Any]]:
     draw = random_stream(study.recipe.sampler.seed, "corners")
     for _ in range(_MAX_CHECKED):
         yield {name: values[int(draw.integers(len(values)))] for name, values in ends.items()}
-
-
-def _ends(values: Any) -> list[Any]:
-    if not isinstance(values, Range):
-        return choices_of(values) or []
-    return [int(values.low), int(values.high)] if values.int else [values.low, values.high]
-
-
-def _distribution(values: Any) -> BaseDistribution:
-    if not isinstance(values, Range):
-        return CategoricalDistribution([_stored(choice) for choice in choices_of(values) or []])
-    if values.int:
-        return IntDistribution(int(values.low), int(values.high), log=values.log, step=int(values.step or 1))
-    return FloatDistribution(values.low, values.high, log=values.log, step=values.step)
 
 
 def _stored(value: Any) -> Any:

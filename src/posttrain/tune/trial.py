@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import optuna
 from optuna.trial import TrialState
@@ -22,7 +22,7 @@ from posttrain.distributed.launch import without_current_folder
 from posttrain.distributed.world import Interrupts
 from posttrain.errors import InputError, PosttrainError, RunError
 from posttrain.recipe.stages import Recipe
-from posttrain.recipe.study import Limit, Objective
+from posttrain.recipe.study import Objective
 from posttrain.recipe.study_file import Study
 from posttrain.runs.directory import RunDirectory, recipe_hash
 from posttrain.runs.metrics import read_metrics
@@ -144,14 +144,23 @@ def _run_process(path: str, variables: Mapping[str, str], reasons: Connection) -
     log = os.open(run.logs / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    _stop_with_parent()
+    study = multiprocessing.parent_process()
+    assert study is not None
+
+    def stop_with_study() -> None:
+        study.join()
+        os.kill(os.getpid(), signal.SIGTERM)  # no orphaned run occupies a GPU
+
+    threading.Thread(target=stop_with_study, daemon=True).start()
     from posttrain.stages import run_stage
     from posttrain.terminal import new_console
 
     code = 1
     try:
         _await_lock(run)
-        run_stage(_relocated_recipe(run), resume=True, console=new_console(width=140))
+        # The run may have moved since it began.
+        recipe = run.load_recipe(to_run=True).model_copy(update={"runs": str(run.path.parent), "name": run.path.name})
+        run_stage(recipe, resume=True, console=new_console(width=140))
         code = 0
     except PosttrainError as error:
         print(f"posttrain: {error}", flush=True)
@@ -162,23 +171,6 @@ def _run_process(path: str, variables: Mapping[str, str], reasons: Connection) -
         traceback.print_exc()
         reasons.send(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
     raise SystemExit(code)
-
-
-def _relocated_recipe(run: RunDirectory) -> Recipe:
-    """The recipe of the run with its current location, which may have moved."""
-    return run.load_recipe(to_run=True).model_copy(update={"runs": str(run.path.parent), "name": run.path.name})
-
-
-def _stop_with_parent() -> None:
-    """Stop as by SIGTERM when the study's process ends, so that no orphaned run occupies a GPU."""
-    study = multiprocessing.parent_process()
-    assert study is not None
-
-    def wait() -> None:
-        study.join()
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=wait, daemon=True).start()
 
 
 def _await_lock(run: RunDirectory) -> None:
@@ -194,24 +186,38 @@ def _await_lock(run: RunDirectory) -> None:
             time.sleep(0.2)
 
 
-class TrialJob:
+class Job:
+    """A run, and how its metrics are handled."""
+
+    def __init__(self, study: Study, attempt: Attempt) -> None:
+        self.study = study
+        self.attempt = attempt
+
+    def begin(self, device: str | None) -> None:
+        """Start the run, unless it is finished or pruned."""
+        self.attempt.start(device)
+
+    def poll(self) -> None:
+        """Read the metrics that are new since the last call."""
+
+    def end(self) -> None:
+        """Record the result; called when the process has ended or was never started."""
+        raise NotImplementedError
+
+
+class TrialJob(Job):
     """Runs one Optuna trial, or resumes it after an interruption."""
 
     def __init__(self, study: Study, optuna_study: optuna.Study, trial: optuna.Trial, attempt: Attempt) -> None:
-        self.study = study
+        super().__init__(study, attempt)
         self.optuna_study = optuna_study
         self.trial = trial
-        self.attempt = attempt
         self._reported = set(_frozen(optuna_study, trial).intermediate_values)
         self._pruned = False
-        self._damage = ""
+        self.damage = ""
+        """Why the metrics of the run are unreadable; empty if they are not."""
         self.unmeasured = ""
         """Why the finished run lacks a metric of the objective; empty otherwise."""
-
-    @property
-    def damaged(self) -> bool:
-        """Whether the metrics of the run are unreadable."""
-        return bool(self._damage)
 
     def begin(self, device: str | None) -> None:
         """Start the run, unless it is finished or was about to be pruned when the study was interrupted."""
@@ -226,7 +232,7 @@ class TrialJob:
         try:
             points = curve(self.attempt.lines(), self.study.recipe.objective)
         except PosttrainError as error:
-            self._damage = str(error)
+            self.damage = str(error)
             self.attempt.stop()
             return
         for step, value in points:
@@ -241,8 +247,8 @@ class TrialJob:
 
     def end(self) -> None:
         """Report the result to Optuna: a value, pruned, or failed with a reason."""
-        reason = self._damage or ("" if self._pruned else self.attempt.failure() or "")
-        if not self._damage:
+        reason = self.damage or ("" if self._pruned else self.attempt.failure() or "")
+        if not self.damage:
             self.trial.set_user_attr("minutes", round(self.attempt.minutes, 3))
         value = None
         if not reason:
@@ -288,24 +294,6 @@ _POLL_SECONDS = 0.25
 """Interval between polls of the runs' metrics."""
 
 
-class Job(Protocol):
-    """A run, and how its metrics are handled."""
-
-    attempt: Attempt
-
-    def begin(self, device: str | None) -> None:
-        """Start the run, unless it is finished or pruned."""
-        ...
-
-    def poll(self) -> None:
-        """Read the metrics that are new since the last call."""
-        ...
-
-    def end(self) -> None:
-        """Record the result; called when the process has ended or was never started."""
-        ...
-
-
 def run_jobs(take: Callable[[], Job | None], workers: int, devices: Sequence[str]) -> None:
     """Run the jobs returned by `take`, `workers` at a time, until it returns None and no job is running.
 
@@ -317,7 +305,10 @@ def run_jobs(take: Callable[[], Job | None], workers: int, devices: Sequence[str
         try:
             while True:
                 with interrupts.critical():
-                    _fill(active, take, workers, devices)
+                    while len(active) < workers and (job := take()) is not None:
+                        worker = next(number for number in range(workers) if number not in active)
+                        active[worker] = job
+                        job.begin(devices[worker % len(devices)] if devices else None)
                 if not active:
                     return
                 sentinels = [job.attempt.sentinel for job in active.values() if job.attempt.running]
@@ -331,26 +322,12 @@ def run_jobs(take: Callable[[], Job | None], workers: int, devices: Sequence[str
                             job.end()
                             del active[worker]
         except BaseException:
-            _stop_all([job.attempt for job in active.values()])
+            for job in active.values():
+                job.attempt.stop()
+            for job in active.values():
+                while job.attempt.running:
+                    wait([job.attempt.sentinel], timeout=_POLL_SECONDS)
             raise
-
-
-def _fill(active: dict[int, Job], take: Callable[[], Job | None], workers: int, devices: Sequence[str]) -> None:
-    while len(active) < workers:
-        job = take()
-        if job is None:
-            return
-        worker = next(number for number in range(workers) if number not in active)
-        active[worker] = job
-        job.begin(devices[worker % len(devices)] if devices else None)
-
-
-def _stop_all(attempts: Sequence[Attempt]) -> None:
-    for attempt in attempts:
-        attempt.stop()
-    for attempt in attempts:
-        while attempt.running:
-            wait([attempt.sentinel], timeout=_POLL_SECONDS)
 
 
 Line = Mapping[str, Any]
@@ -391,13 +368,25 @@ def outcome(lines: Sequence[Line], objective: Objective) -> Outcome:
     Step 0 is ignored, because all trials share it. Raises `RunError` if no evaluation has a value, and `MissingMetric`
     if none has the metric at all or a limited metric is missing.
     """
-    points = curve(lines, objective)
+    points, name = curve(lines, objective), objective.metric
     if not points:
-        raise _no_value(lines, objective.metric)
+        after = [line for line in _evaluations(lines) if line["step"] > 0]
+        if not after:
+            raise RunError("it has no evaluation after step 0")
+        if any(name in line for line in after):
+            raise RunError(f"{name} was never a number")
+        held_out = ("validation/", "success", "return", "score/")
+        known = [key for key in after[-1] if key.startswith(held_out) and not key.endswith(("_low", "_high"))]
+        # List the nearest names first, as a typo is the usual cause.
+        near = difflib.get_close_matches(name, known, len(known) or 1, 0.7)
+        raise MissingMetric(f"its evaluations have no {name}{_such_as(list(dict.fromkeys([*near, *known])))}")
     sign = 1 if objective.direction == "maximize" else -1
     step, value = max(points, key=lambda point: sign * point[1])
     limited = {metric: _limited(lines, metric, step) for metric in objective.within}
-    violations = {metric: _violation(limited[metric], limit) for metric, limit in objective.within.items()}
+    violations = {
+        metric: limited[metric] - limit.max if limit.max is not None else (limit.min or 0.0) - limited[metric]
+        for metric, limit in objective.within.items()
+    }
     return Outcome(step, value, limited, violations)
 
 
@@ -418,25 +407,6 @@ def _limited(lines: Sequence[Line], metric: str, step: int) -> float:
             f"neither evaluations nor training steps have {metric} of objective.within{_such_as(known)}"
         )
     return math.fsum(numbers) / len(numbers)
-
-
-def _violation(value: float, limit: Limit) -> float:
-    return value - limit.max if limit.max is not None else (limit.min or 0.0) - value
-
-
-def _no_value(lines: Sequence[Line], metric: str) -> RunError:
-    after = [line for line in _evaluations(lines) if line["step"] > 0]
-    if not after:
-        return RunError("it has no evaluation after step 0")
-    if any(metric in line for line in after):
-        return RunError(f"{metric} was never a number")
-    names = ("validation/", "success", "return", "score/")
-    known = [key for key in after[-1] if key.startswith(names) and not key.endswith(("_low", "_high"))]
-    # List the nearest names first, as a typo is the usual cause.
-    near = difflib.get_close_matches(metric, known, len(known) or 1, 0.7)
-    return MissingMetric(
-        f"its evaluations have no {metric}{_such_as([*near, *(key for key in known if key not in near)])}"
-    )
 
 
 def _such_as(known: Sequence[str]) -> str:
