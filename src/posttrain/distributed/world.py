@@ -185,8 +185,7 @@ def _joined(hardware: HardwareRecipe, device: str) -> Iterator[World]:
         )
     else:
         world = World(hardware)
-    on_gpu = _on_gpu(device)
-    if hardware.offload != "none" and not on_gpu:
+    if hardware.offload != "none" and not _on_gpu(device):
         raise InputError(
             "hardware.offload moves state from a GPU to CPU memory, but the device here is a CPU; remove it"
         )
@@ -197,7 +196,7 @@ def _joined(hardware: HardwareRecipe, device: str) -> Iterator[World]:
         finally:
             _state["world"] = _SINGLE_PROCESS
         return
-    store = _connect(world, on_gpu)
+    store = _connect(world, _on_gpu(device))
     if world.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         import torch
 

@@ -78,8 +78,8 @@ class ScoringServers:
         """
         ids = []
         for token in dict.fromkeys(np.linspace(0, vocabulary - 1, 8 * _PROBED).astype(int).tolist()):
-            text = decode(token)
-            if len(text.strip()) > 1 and text.strip().isalnum() and text.isascii() and len(ids) < _PROBED:
+            word = decode(token)
+            if len(word.strip()) > 1 and word.strip().isalnum() and word.isascii() and len(ids) < _PROBED:
                 ids.append(token)
         unknown = False
         for url, client in zip(self.recipe.urls, self._clients, strict=True):

@@ -119,7 +119,7 @@ class LearnerWorker(Worker):
         ) -> Any:
             return RayCritic(critics, has_gpus, updates, stored_statistics)
 
-        makers: list[tuple[Factory[Any, Any], list[WorkerClient], Callable[..., Any]]] = [
+        makers: list[tuple[Factory[..., Any], list[WorkerClient], Callable[..., Any]]] = [
             (open_engine, engines, make_engine),
             (environment_maker, environments, lambda environment: make_environment),
             (open_scorer, scorers, lambda source, policy: RayScorer(source, scorers, policy)),

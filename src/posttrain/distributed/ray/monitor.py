@@ -133,7 +133,8 @@ class WorkerMonitor:
 
     def heartbeat(self, heartbeat: Heartbeat) -> tuple[str, list[str]]:
         """Receive a heartbeat. Returns a command for the worker (`stop` or none) and, for learner 0, unreported deaths."""
-        now, progressed = time.monotonic(), None
+        now = time.monotonic()
+        progressed: float | None = None
         if heartbeat.name in self.last:
             before, _, progressed = self.last[heartbeat.name]
             if before.pid != heartbeat.pid:

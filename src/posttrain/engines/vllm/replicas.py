@@ -203,11 +203,12 @@ class ServerReplica:
         content: bytes | Path = json.dumps(arguments, default=str).encode()
         headers = self._headers
         if not self.same_machine and name in ("receive_weights", "load_adapter"):
-            content, headers = arguments["path"], headers | {"content-type": "application/octet-stream"}
+            content = path = Path(arguments["path"])
+            headers = headers | {"content-type": "application/octet-stream"}
             if name == "load_adapter":
-                config = " ".join((content / "adapter_config.json").read_text().split())
+                config = " ".join((path / "adapter_config.json").read_text().split())
                 headers |= {"x-adapter": config, "x-version": str(arguments["version"])}
-                content /= "adapter_model.safetensors"
+                content = path / "adapter_model.safetensors"
         return (await http_request(self.url, f"/{name}", headers, content))["result"]
 
     def request_stop(self) -> None:
