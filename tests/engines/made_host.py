@@ -1,7 +1,9 @@
 """A substitute for vLLM behind the engine's server; it starts at once because it does not import torch."""
 
 import asyncio
+import json
 import threading
+from pathlib import Path
 
 
 class MadeHost:
@@ -13,7 +15,7 @@ class MadeHost:
         self.cancelled = threading.Event()
         self.loaded = {}
 
-    def info(self):
+    async def info(self):
         return {"version": 7}
 
     async def generate(self, job):
@@ -30,6 +32,13 @@ class MadeHost:
         from safetensors.torch import load_file  # imports torch, which most servers of the tests do not need
 
         self.loaded |= load_file(path)
+
+    async def load_adapter(self, path, version):
+        from safetensors.torch import load_file
+
+        self.loaded["adapter"] = load_file(Path(path) / "adapter_model.safetensors")["w"]
+        self.loaded["config"] = json.loads((Path(path) / "adapter_config.json").read_text())
+        self.loaded["version"] = version
 
     def close(self):
         print("closed", flush=True)

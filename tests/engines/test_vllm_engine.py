@@ -53,6 +53,9 @@ class Made:
         self.starts += 1
         self.got, self.held, self.hangs = {}, {}, False
 
+    async def call(self, name, **arguments):
+        return await getattr(self, name)(**arguments)
+
     async def ping(self):
         while self.hangs:
             await asyncio.sleep(0.01)
@@ -365,25 +368,26 @@ def served():
     thread.join(10)
 
 
-def asked(url, method, path, content=b"", token="secret", **headers):
-    return asyncio.run(http_request(url, method, path, {"authorization": f"Bearer {token}", **headers}, content))
+def asked(url, path, content=b"", token="secret"):
+    answer = asyncio.run(http_request(url, path, {"authorization": f"Bearer {token}"}, content))
+    return answer["result"]
 
 
 def test_token_ids_are_transferred_unchanged(served):
     ids = list(range(0, 200_000, 7))
-    body = f'{{"seed": 0, "prompt_ids": {ids}}}'.encode()
-    assert asked(served[1], "POST", "/generate", body) == {"ids": ids}
+    body = json.dumps({"job": {"seed": 0, "prompt_ids": ids}}).encode()
+    assert asked(served[1], "/generate", body) == {"ids": ids}
 
 
 def test_errors_name_the_reason(served):
     url = served[1]
     with pytest.raises(EngineRefused, match="token"):
-        asked(url, "GET", "/info", token="other")
+        asked(url, "/info", token="other")
     with pytest.raises(EngineRefused, match="no such seed"):
-        asked(url, "POST", "/generate", b'{"seed": -1}')
-    with pytest.raises(EngineRefused, match="unknown route POST /weights/bucket"):
-        asked(url, "POST", "/weights/bucket", b'{"path": "/etc/passwd"}')
-    assert asked(url, "GET", "/info") == {"version": 7}
+        asked(url, "/generate", b'{"job": {"seed": -1}}')
+    with pytest.raises(EngineRefused, match="unknown call receive_weights"):
+        asked(url, "/receive_weights", b'{"path": "/etc/passwd"}')
+    assert asked(url, "/info") == {"version": 7}
 
 
 def test_weights_cross_as_bytes(served, tmp_path):
@@ -391,8 +395,15 @@ def test_weights_cross_as_bytes(served, tmp_path):
     store = WeightStore(keep=True, expected_bytes=1)
     weights = {"w": torch.randn(1000, 1001)}
     path = store.put(weights, "w.safetensors")
-    asked(url, "POST", "/weights/bucket", path, **{"content-type": "application/octet-stream"})
+    replica = ServerReplica("remote", url, "secret", 5, same_machine=False)
+    assert asyncio.run(replica.call("receive_weights", path=path)) is None
     assert torch.equal(host.loaded["w"], weights["w"])
+    adapter = store.put(weights, "adapter-1/adapter_model.safetensors").parent
+    (adapter / "adapter_config.json").write_text('{\n  "r": 4\n}')
+    asyncio.run(replica.call("load_adapter", path=adapter, version=3))
+    assert torch.equal(host.loaded["adapter"], weights["w"])
+    assert host.loaded["config"] == {"r": 4}
+    assert host.loaded["version"] == 3
     store.close()
 
 
@@ -402,7 +413,7 @@ def test_an_answer_without_waiters_is_cancelled(served):
     async def give_up():
         task = asyncio.ensure_future(
             http_request(
-                url, "POST", "/generate", {"authorization": "Bearer secret"}, b'{"seed": 100, "prompt_ids": []}'
+                url, "/generate", {"authorization": "Bearer secret"}, b'{"job": {"seed": 100, "prompt_ids": []}}'
             )
         )
         await asyncio.sleep(0.3)
@@ -438,7 +449,7 @@ def test_a_server_without_its_trainer_ends_and_deletes_its_files(tmp_path):
             assert server.poll() is None
             time.sleep(0.05)
         url = f"http://127.0.0.1:{announced.read_text()}"
-        asked(url, "POST", "/weights/bucket", json.dumps({"path": str(path)}).encode())
+        asked(url, "/receive_weights", json.dumps({"path": str(path)}).encode())
         server.stdin.close()
         assert server.wait(20) == 0
     finally:
@@ -458,7 +469,7 @@ def test_terminating_the_server_closes_vllm(number, tmp_path):
         while not announced.exists():
             assert server.poll() is None
             time.sleep(0.05)
-        asked(f"http://127.0.0.1:{announced.read_text()}", "GET", "/info")
+        asked(f"http://127.0.0.1:{announced.read_text()}", "/info")
         server.send_signal(number)
         said, _ = server.communicate(timeout=20)
     finally:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -174,13 +175,13 @@ def test_a_server_elsewhere_gets_weights_as_bytes(engine, policy, monkeypatch):
     other.close()
     stranger = ServerReplica("a stranger", state.replica.url, "wrong", 5, same_machine=False)
     with pytest.raises(EngineRefused, match="token"):
-        asyncio.run(stranger.info())
+        asyncio.run(stranger.call("info"))
 
 
 @pytest.mark.parametrize("stopped", ["server", "scheduler"])
 def test_an_engine_that_hangs_is_restarted(stopped, engine, policy, monkeypatch):
     (state,) = engine._replicas
-    monkeypatch.setattr(state, "detector", HangDetector(state.replica.ping, 20))
+    monkeypatch.setattr(state, "detector", HangDetector(partial(state.replica.call, "ping"), 20))
     asked = [request(number, WARM, tokens=100, seed=number) for number in range(3)]
     undisturbed, restarts, hung = answers(engine, asked), engine.restarts, state.replica.pid
     children = [int(child) for child in Path(f"/proc/{hung}/task/{hung}/children").read_text().split()]

@@ -11,8 +11,8 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +42,8 @@ def launch(recipe: "Recipe", resume: bool, overwrite: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="posttrain-") as name:
         folder = Path(name)
         # Without an engine that was not given: the processes choose it for their devices.
-        unset = {"engine"} - recipe.model_fields_set
-        job = {"recipe": recipe.model_dump(mode="json", exclude=unset), "resume": resume, "overwrite": overwrite}
+        excluded = {"engine"} - recipe.model_fields_set
+        job = {"recipe": recipe.model_dump(mode="json", exclude=excluded), "resume": resume, "overwrite": overwrite}
         job |= {"debug": "--debug" in sys.argv, "path": sys.path}
         (folder / "job.json").write_text(json.dumps(job))
         config = LaunchConfig(
@@ -59,7 +59,23 @@ def launch(recipe: "Recipe", resume: bool, overwrite: bool) -> None:
             logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
         )
         failed: dict[int, Any] = {}
-        with _environment(count), _quiet(), _forwarded_signals(folder), deleted_with_this_process(folder):
+
+        def forward(number: int) -> None:
+            (folder / "stop").write_text(str(number))  # for processes that have not started yet
+            for file in folder.glob("pid-*"):
+                with suppress(ProcessLookupError, ValueError):
+                    os.kill(int(file.read_text()), number)
+
+        variables = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // count))}
+        if sys.platform == "linux":
+            variables["GLOO_SOCKET_IFNAME"] = "lo"
+        unset = {name: value for name, value in variables.items() if name not in os.environ}
+        with (
+            environment(unset),
+            _quiet(),
+            stop_signals_to(forward),
+            deleted_with_this_process(folder),
+        ):
             try:
                 # `-m` alone would import from the current folder, where files of somebody else may lie beside their run.
                 elastic_launch(config, sys.executable)("-P", "-m", MODULE, name)
@@ -76,48 +92,36 @@ def _raise_first_error(folder: Path, failed: dict[int, Any], recipe: "Recipe") -
     ends = [json.loads(file.read_text()) for file in sorted(folder.glob("end-*.json"))]
     if any(end["code"] == 130 for end in ends):
         raise KeyboardInterrupt
-    hint = f"continue with `posttrain {recipe.stage} --resume {recipe.runs}/{recipe.name}`"
+    for end in ends:
+        if end["message"] and not end["lost"]:
+            raise (InputError if end["code"] == 2 else RunError)(end["message"])
+    # Killed processes first: the others may have failed because of them.
     killed = {rank: code for rank, code in failed.items() if code < 0 and not (folder / f"end-{rank}.json").exists()}
-    causes = [end for end in ends if end["message"] and not end["lost"]]
-    if causes:
-        kind = InputError if causes[0]["code"] == 2 else RunError
-        raise kind(causes[0]["message"])
-    if killed:
-        rank, code = next(iter(killed.items()))
-        raise RunError(f"process {rank} of the run was ended by {signal.Signals(-code).name}; {hint}")
-    if failed:
-        rank, code = next(iter(failed.items()))
-        raise RunError(f"process {rank} of the run ended with exit code {code}; {hint}")
+    for rank, code in (killed | failed).items():
+        how = f"was ended by {signal.Signals(-code).name}" if rank in killed else f"ended with exit code {code}"
+        hint = f"continue with `posttrain {recipe.stage} --resume {recipe.runs}/{recipe.name}`"
+        raise RunError(f"process {rank} of the run {how}; {hint}")
 
 
 @contextmanager
-def without_current_folder() -> Iterator[None]:
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables inside the block."""
+    before = dict(os.environ)
+    os.environ |= variables
+    try:
+        yield
+    finally:
+        for name in variables.keys() - before:
+            del os.environ[name]
+        os.environ |= {name: before[name] for name in variables.keys() & before.keys()}
+
+
+def without_current_folder() -> AbstractContextManager[None]:
     """In this context, Python processes that start import nothing from the current folder because it is current.
 
     The `posttrain` command does not either: a run of somebody else may have been unpacked there with other files.
     """
-    before = dict(os.environ)
-    os.environ["PYTHONSAFEPATH"] = "1"
-    try:
-        yield
-    finally:
-        del os.environ["PYTHONSAFEPATH"]
-        os.environ.update(before)
-
-
-@contextmanager
-def _environment(count: int) -> Iterator[None]:
-    """Set variables for the processes: each one's share of the cores, and the loopback interface for gloo."""
-    defaults = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // count))}
-    if sys.platform == "linux":
-        defaults["GLOO_SOCKET_IFNAME"] = "lo"
-    added = {name: value for name, value in defaults.items() if name not in os.environ}
-    os.environ |= added
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]
+    return environment({"PYTHONSAFEPATH": "1"})
 
 
 @contextmanager
@@ -130,22 +134,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
-
-
-@contextmanager
-def _forwarded_signals(folder: Path) -> Iterator[None]:
-    """Forward Ctrl-C and SIGTERM to the processes; the file `stop` stops those that have not started yet."""
-
-    def forward(number: int) -> None:
-        (folder / "stop").write_text(str(number))
-        for file in folder.glob("pid-*"):
-            try:
-                os.kill(int(file.read_text()), number)
-            except (ProcessLookupError, ValueError):
-                continue
-
-    with stop_signals_to(forward):
-        yield
 
 
 @contextmanager

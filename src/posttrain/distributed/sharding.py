@@ -108,20 +108,15 @@ class ShardedModel:
         if self._held:
             self._held = False
             self.reshard()
-            self._forget_order()
+            for group in self._groups:
+                # FSDP records the order of forward passes to prefetch for the backward pass, but the ranks did not run
+                # the same passes while weights were held.
+                state = group._get_fsdp_state()
+                state._comm_ctx.post_forward_order.clear()
+                for parameters in state._fsdp_param_groups:
+                    parameters._post_forward_indices.clear()
             for group in self._groups[:-1]:
                 group.set_reshard_after_forward(self._reshards, recurse=False)
-
-    def _forget_order(self) -> None:
-        """Clear the recorded order of forward passes while weights were held.
-
-        FSDP uses this order to prefetch for the backward pass, but the ranks did not run the same passes.
-        """
-        for group in self._groups:
-            state = group._get_fsdp_state()
-            state._comm_ctx.post_forward_order.clear()
-            for parameters in state._fsdp_param_groups:
-                parameters._post_forward_indices.clear()
 
     @contextmanager
     def whole(self) -> Iterator[None]:

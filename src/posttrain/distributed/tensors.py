@@ -17,43 +17,37 @@ def write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor], backgrou
     """Write the tensors to `directory`, sharded ones by shard. All ranks call it; a tensor that is not sharded and that all
     ranks name is written once. It returns when all have written. `background`: in the thread that writes checkpoints."""
     writer = dcp.FileSystemWriter(directory, single_file_per_rank=True, sync_files=True)
-    try:
-        with _no_process_group_warning():
-            dcp.save(dict(tensors), storage_writer=writer, **_process_group(background))
-    except CheckpointException as error:
-        raise _cause(error) from error
+    with _explained():
+        dcp.save(dict(tensors), storage_writer=writer, **_process_group(background))
 
 
 def read_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Read into the given tensors in place. Their sharding may differ from that at the time of writing."""
-    try:
-        with _no_process_group_warning():
-            dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(directory), **_process_group())
-    except CheckpointException as error:
-        raise _cause(error) from error
+    with _explained():
+        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(directory), **_process_group())
 
 
 def read_all(directory: Path) -> dict[str, torch.Tensor]:
     """All tensors of `directory`, whole, in this process alone. For inspection and tests."""
     stored: Any = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
     tensors = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in stored.items()}
-    with _no_process_group_warning():
+    with _explained():
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
     return tensors
 
 
 @contextmanager
-def _no_process_group_warning() -> Iterator[None]:
-    """Silence torch's warning about a missing process group, which is issued even with `no_dist=True`."""
+def _explained() -> Iterator[None]:
+    """Silence torch's warning about a missing process group, which is issued even with `no_dist=True`, and raise the error
+    of the first failed rank, such as a full disk, instead of torch's collection of errors.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        yield
+        try:
+            yield
+        except CheckpointException as error:
+            raise next((failure[0] for failure in error.failures.values()), error) from error
 
 
 def _process_group(background: bool = False) -> dict[str, Any]:
     return {"no_dist": True} if current_world().size == 1 else {"process_group": control_group(background)}
-
-
-def _cause(error: CheckpointException) -> BaseException:
-    """The error of the first failed rank, such as a full disk, instead of torch's collection of errors."""
-    return next((failure[0] for failure in error.failures.values()), error)

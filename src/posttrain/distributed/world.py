@@ -4,6 +4,7 @@ Every process runs the same stage on the same recipe. Decisions that concern all
 `World`, which all ranks call in the same order. Only rank 0 writes the run directory and prints to the user.
 """
 
+import itertools
 import os
 import signal
 import time
@@ -73,9 +74,14 @@ class World:
 
     def gather(self, items: Sequence[T]) -> list[T]:
         """The items of all ranks, in rank order, on every rank. Items must be picklable."""
-        return (
-            list(items) if self.size == 1 else [item for of_rank in self._all_gather(list(items)) for item in of_rank]
-        )
+        if self.size == 1:
+            return list(items)
+        import torch.distributed as dist
+
+        gathered: list[Any] = [None] * self.size
+        with _explain_failure():
+            dist.all_gather_object(gathered, list(items), group=control_group())
+        return list(itertools.chain.from_iterable(gathered))
 
     def broadcast(self, item: T) -> T:
         """Rank 0's `item`, which must be picklable, on every rank."""
@@ -113,42 +119,27 @@ class World:
 
     def on_rank0(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and return its result on every rank. A PosttrainError on rank 0 is raised on all."""
-        if self.size == 1:
-            return work()
-        return self._gather_results([_attempt(work) if self.is_rank0 else None])[0]
+        return self._attempt(work, self.is_rank0)[0]
 
     def on_all_ranks(self, work: Callable[[], T]) -> list[T]:
         """Run `work` on every rank and return the results in rank order. A PosttrainError on any rank is raised on all."""
-        return [work()] if self.size == 1 else self._gather_results([_attempt(work)])
+        return self._attempt(work, True)
 
-    def _gather_results(self, results: list["_Result | None"]) -> list[Any]:
-        gathered = [result for result in self.gather(results) if result is not None]
-        for result in gathered:
-            if result.error is not None:
-                raise result.error
-        return [result.value for result in gathered]
-
-    def _all_gather(self, item: Any) -> list[Any]:
-        import torch.distributed as dist
-
-        items: list[Any] = [None] * self.size
-        with _explain_failure():
-            dist.all_gather_object(items, item, group=control_group())
-        return items
-
-
-class _Result:
-    """The value of a function call, or the error it raised."""
-
-    def __init__(self, value: Any = None, error: PosttrainError | None = None) -> None:
-        self.value, self.error = value, error
-
-
-def _attempt(work: Callable[[], Any]) -> _Result:
-    try:
-        return _Result(work())
-    except PosttrainError as error:
-        return _Result(error=error)
+    def _attempt(self, work: Callable[[], T], mine: bool) -> list[T]:
+        """The results of the ranks for which `mine` is set."""
+        if self.size == 1:
+            return [work()]
+        result: list[tuple[Any, PosttrainError | None]] = []
+        if mine:
+            try:
+                result = [(work(), None)]
+            except PosttrainError as error:
+                result = [(None, error)]
+        gathered = self.gather(result)
+        for _, error in gathered:
+            if error is not None:
+                raise error
+        return [value for value, _ in gathered]
 
 
 _SINGLE_PROCESS = World(HardwareRecipe())
@@ -205,9 +196,11 @@ def _joined(hardware: HardwareRecipe, device: str) -> Iterator[World]:
         finally:
             _state["world"] = _SINGLE_PROCESS
         return
-    on_gpu = _on_gpu(device)
-    store = _connect(world, on_gpu)
-    _divide_threads(world)
+    store = _connect(world, _on_gpu(device))
+    if world.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        import torch
+
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
     _state["world"] = world
     try:
         yield world
@@ -215,16 +208,13 @@ def _joined(hardware: HardwareRecipe, device: str) -> Iterator[World]:
     except BaseException as error:
         error = communication_error(error) or error
         if world.size > 1 and not _claim_report(store, world):
-            code = (
-                error.exit_code
-                if isinstance(error, PosttrainError)
-                else 130
-                if isinstance(error, KeyboardInterrupt)
-                else 1
-            )
-            raise AlreadyReported(code) from error
+            code = 130 if isinstance(error, KeyboardInterrupt) else 1
+            raise AlreadyReported(error.exit_code if isinstance(error, PosttrainError) else code) from error
         raise error
-    _disconnect()
+    import torch.distributed as dist
+
+    _state["world"], _state["control"], _state["background"] = _SINGLE_PROCESS, None, None
+    dist.destroy_process_group()
 
 
 @contextmanager
@@ -253,22 +243,21 @@ def use_deterministic_kernels(hardware: HardwareRecipe, device: str) -> None:
     Call it before the first product there: cuBLAS reads its setting once. An operation without such a kernel raises
     RuntimeError. See https://docs.pytorch.org/docs/stable/notes/randomness.html
     """
-    if not (hardware.deterministic and _on_gpu(device)):
-        return
-    import torch
+    if hardware.deterministic and _on_gpu(device):
+        import torch
 
-    # cuBLAS needs workspaces of a fixed size, whatever is in flight.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # By default torch also fills new memory with NaN, which costs time; nothing reads memory before it is written.
-    settings: Any = torch.utils.deterministic
-    settings.fill_uninitialized_memory = False
-    torch.use_deterministic_algorithms(True)
+        # cuBLAS needs workspaces of a fixed size, whatever is in flight.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # By default torch also fills new memory with NaN, which costs time; nothing reads memory before it is written.
+        settings: Any = torch.utils.deterministic
+        settings.fill_uninitialized_memory = False
+        torch.use_deterministic_algorithms(True)
 
 
 @contextmanager
 def _kernels(hardware: HardwareRecipe, device: str) -> Iterator[None]:
     """`use_deterministic_kernels` inside the block only."""
-    if not (hardware.deterministic and _on_gpu(device)):
+    if not hardware.deterministic:
         yield
         return
     import torch
@@ -318,21 +307,6 @@ def _connect(world: World, on_gpu: bool) -> Any:
     _state["control"] = dist.new_group(backend="gloo", timeout=timeout)
     _state["background"] = dist.new_group(backend="gloo", timeout=timeout)
     return store
-
-
-def _disconnect() -> None:
-    import torch.distributed as dist
-
-    _state["world"], _state["control"], _state["background"] = _SINGLE_PROCESS, None, None
-    dist.destroy_process_group()
-
-
-def _divide_threads(world: World) -> None:
-    """Divide the machine's cores among its processes, unless OMP_NUM_THREADS is set."""
-    if world.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        import torch
-
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
 
 
 def control_group(background: bool = False) -> Any:

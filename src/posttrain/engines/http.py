@@ -121,9 +121,6 @@ class _Backend:
     def connect_tcp(self, *args: Any, **kwargs: Any) -> Any:
         return _Stream(self._inner.connect_tcp(*args, **kwargs), self._limits)
 
-    def connect_unix_socket(self, *args: Any, **kwargs: Any) -> Any:
-        return _Stream(self._inner.connect_unix_socket(*args, **kwargs), self._limits)
-
     def sleep(self, seconds: float) -> None:
         self._inner.sleep(seconds)
 
@@ -147,8 +144,5 @@ class _Stream:
     def start_tls(self, *args: Any, **kwargs: Any) -> Any:
         return _Stream(self._inner.start_tls(*args, **kwargs), self._limits)
 
-    def close(self) -> None:
-        self._inner.close()
-
-    def get_extra_info(self, info: str) -> Any:
-        return self._inner.get_extra_info(info)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)  # closing and information

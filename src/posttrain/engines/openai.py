@@ -208,7 +208,12 @@ def _completion(response: Any, where: str) -> ChatCompletion:
     try:
         choice = response.choices[0]
         message, reason = choice.message, choice.finish_reason
-        text, calls = message.content, tuple(_calls(message))
+        calls = []
+        for call in getattr(message, "tool_calls", None) or ():
+            function = getattr(call, "function", None)
+            name, arguments = getattr(function, "name", ""), getattr(function, "arguments", "") or "{}"
+            calls.append((encodable(str(name)), encodable(str(arguments))))
+        text = message.content
     except (AttributeError, LookupError, TypeError, RecursionError) as error:
         raise ChatRequestError(f"{where} sent no chat completion: {shortened(str(response))}") from error
     if text is not None and not isinstance(text, str):
@@ -220,14 +225,8 @@ def _completion(response: Any, where: str) -> ChatCompletion:
         tokens if isinstance(tokens, int) and tokens >= 0 else None,
         reason not in _CUT_OFF,
         encodable(reasoning) if isinstance(reasoning, str) else "",
-        calls,
+        tuple(calls),
     )
-
-
-def _calls(message: Any) -> Iterator[tuple[str, str]]:
-    for call in getattr(message, "tool_calls", None) or ():
-        function = getattr(call, "function", None)
-        yield encodable(str(getattr(function, "name", ""))), encodable(str(getattr(function, "arguments", "") or "{}"))
 
 
 def _cause(error: Exception) -> str:

@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,12 +76,11 @@ class ScoringServers:
         Raises:
             InputError: a text differs, so the teacher has another tokenizer; or a server does not answer.
         """
-        ids = [
-            token
-            for token in np.linspace(0, vocabulary - 1, 8 * _PROBED).astype(int).tolist()
-            if len(decode(token).strip()) > 1 and decode(token).strip().isalnum() and decode(token).isascii()
-        ]
-        ids = list(dict.fromkeys(ids))[:_PROBED]
+        ids = []
+        for token in dict.fromkeys(np.linspace(0, vocabulary - 1, 8 * _PROBED).astype(int).tolist()):
+            word = decode(token)
+            if len(word.strip()) > 1 and word.strip().isalnum() and word.isascii() and len(ids) < _PROBED:
+                ids.append(token)
         unknown = False
         for url, client in zip(self.recipe.urls, self._clients, strict=True):
             try:
@@ -94,11 +94,8 @@ class ScoringServers:
                         f"{self.what}.urls: the model at {url} does not have the tokenizer of the policy: token {token} is {text!r} "
                         f"there and {decode(token)!r} here; distill from a teacher with the policy's tokenizer"
                     )
-        if not unknown:
-            return []
-        return [
-            f"{self.what}.urls: the server reports no text of tokens, so its tokenizer cannot be compared with the policy's"
-        ]
+        reason = "the server reports no text of tokens, so its tokenizer cannot be compared with the policy's"
+        return [f"{self.what}.urls: {reason}"] if unknown else []
 
     def _score(self, client: Any, ids: list[int], top: int) -> ScoredPrompt:
         model = self._model_name(client)
@@ -136,10 +133,9 @@ class ScoringServers:
                 where = f"the {self.what} at {str(client.base_url).rstrip('/')}"
                 with request_errors(where, client, "", []):
                     listed = client.models.list()
-                try:
+                name = None
+                with suppress(AttributeError, LookupError, TypeError):
                     name = listed.data[0].id
-                except (AttributeError, LookupError, TypeError):
-                    name = None
                 if not isinstance(name, str):
                     raise ChatRequestError(f"{where} lists no model; set {self.what}.model")
                 self._model = name

@@ -193,18 +193,17 @@ def _as_in_rows(messages: list[dict[str, Any]]) -> list[Message]:
         raise CallRefused(str(error)) from error
 
 
-def _call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
-    if not isinstance(name, str) or not name:
-        raise CallRefused("a tool call has no name")
-    return {"id": str(id), "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
 # -- OpenAI -----------------------------------------------------------------------------------------------------------
 
 
 def openai_usage(prompt_tokens: int, tokens: int) -> dict[str, int]:
     """The numbers of tokens of prompts and of answers."""
     return {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
+
+
+def openai_head(id: str, kind: str, model: str) -> dict[str, Any]:
+    """The fields that every answer and every chunk begins with."""
+    return {"id": id, "object": kind, "model": model, "created": int(time.time())}
 
 
 def openai_error(message: str, kind: str) -> dict[str, Any]:
@@ -245,14 +244,15 @@ class OpenAIFormat:
             calls = {"tool_calls": cls._calls(answer)} if answer.calls else {}
             choices.append({"index": index, "message": message | calls, **cls._ending(answer)})
         usage = openai_usage(answers[0].prompt_tokens, sum(answer.tokens for answer in answers))
-        return cls._head(call, "chat.completion") | {"choices": choices, "usage": usage}
+        head = openai_head(f"chatcmpl-{call.number}", "chat.completion", call.options.model)
+        return head | {"choices": choices, "usage": usage}
 
     @classmethod
     async def events(
         cls, call: ChatCall, prompt_tokens: int, parts: AsyncIterator[str | ChatAnswer]
     ) -> AsyncIterator[str]:
         """The parts as server-sent events of a streamed chat completion."""
-        head = cls._head(call, "chat.completion.chunk")
+        head = openai_head(f"chatcmpl-{call.number}", "chat.completion.chunk", call.options.model)
 
         def chunk(delta: dict[str, Any], **ending: Any) -> str:
             return event(head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None, **ending}]})
@@ -271,11 +271,6 @@ class OpenAIFormat:
                 if call.options.wants_usage:
                     yield event(head | {"choices": [], "usage": openai_usage(prompt_tokens, part.tokens)})
         yield "data: [DONE]\n\n"
-
-    @staticmethod
-    def _head(call: ChatCall, kind: str) -> dict[str, Any]:
-        named = {"id": f"chatcmpl-{call.number}", "object": kind, "model": call.options.model}
-        return named | {"created": int(time.time())}
 
     @staticmethod
     def _calls(answer: ChatAnswer) -> list[dict[str, Any]]:
@@ -403,7 +398,10 @@ def _blocks(role: str, content: Any) -> list[Message]:
         block = _mapping(block, "a block")
         kind = block.get("type")
         if kind == "tool_use" and role == "assistant":
-            calls.append(_call(block.get("id"), block.get("name"), _get(block, "input", dict, {})))
+            if not isinstance(block.get("name"), str) or not block["name"]:
+                raise CallRefused("a tool call has no name")
+            function = {"name": block["name"], "arguments": _get(block, "input", dict, {})}
+            calls.append({"id": str(block.get("id")), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
             text = _text(block.get("content"), "a tool result")
             results.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": text})

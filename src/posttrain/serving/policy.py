@@ -6,7 +6,6 @@ at the request's temperature and before top-p, top-k and min-p, as the learner c
 
 import asyncio
 import inspect
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from posttrain.serving.formats import (
     Options,
     event,
     openai_error,
+    openai_head,
     openai_usage,
     shown_text,
 )
@@ -151,7 +151,6 @@ class PolicyServer:
 
     async def stream(self, call: ChatCall, request: Any) -> tuple[int, AsyncIterator[str | ChatAnswer]]:
         """As `ChatBackend.stream`."""
-        _require_one(call.options)
         prompt = self._prompt(call)
 
         async def parts() -> AsyncIterator[str | ChatAnswer]:
@@ -168,7 +167,7 @@ class PolicyServer:
         if call.options.top_logprobs:
             raise CallRefused("top_logprobs must be 0; the engine returns the log-probability of the sampled token")
         if self.renderer.surely_longer(call.messages, call.tools, self.context):
-            raise self._too_long(f"more than {self.context}")
+            self._require_room(None)
         prompt = self.renderer.prompt(call.messages, tools=call.tools)
         self._require_room(prompt)
         return prompt
@@ -203,21 +202,22 @@ class PolicyServer:
             raise CallRefused(f"the request asks for {count} answers; ask for at most {MAX_CHOICES}")
         for one in prompts:
             if isinstance(one, str) and self.renderer.surely_longer([{"content": one}], [], self.context):
-                raise self._too_long(f"more than {self.context}")
-        found = [list(tokenizer(one)["input_ids"]) if isinstance(one, str) else list(one) for one in prompts]
-        if bad := [id for ids in found for id in ids if not 0 <= id < len(tokenizer)]:
+                self._require_room(None)
+        encoded = [list(tokenizer(one)["input_ids"]) if isinstance(one, str) else list(one) for one in prompts]
+        if bad := [id for ids in encoded for id in ids if not 0 <= id < len(tokenizer)]:
             raise CallRefused(f"the prompt has token {bad[0]}, and the model has {len(tokenizer)} tokens")
-        for ids in found:
+        for ids in encoded:
             self._require_room(ids)
-        return found
+        return encoded
 
-    def _require_room(self, prompt: Sequence[int]) -> None:
-        if not 0 < len(prompt) < self.context:
-            raise self._too_long(str(len(prompt)))
-
-    def _too_long(self, tokens: str) -> CallRefused:
-        limits = f"at least 1 and fewer than the model's {self.context}"
-        return CallRefused(f"the prompt has {tokens} tokens; it must have {limits}", kind="context_length_exceeded")
+    def _require_room(self, prompt: Sequence[int] | None) -> None:
+        """CallRefused unless the prompt leaves room for an answer; None: a prompt that surely does not."""
+        if prompt is None or not 0 < len(prompt) < self.context:
+            tokens = f"more than {self.context}" if prompt is None else len(prompt)
+            raise CallRefused(
+                f"the prompt has {tokens} tokens; it must have at least 1 and fewer than the model's {self.context}",
+                kind="context_length_exceeded",
+            )
 
     async def _texts(self, options: Options) -> dict[str, Any]:
         prompts = self._prompts(options)
@@ -234,7 +234,6 @@ class PolicyServer:
         return self._head(options) | {"choices": shown, "usage": usage}
 
     async def _text_stream(self, options: Options) -> AsyncIterator[str]:
-        _require_one(options)
         if options.echo:
             raise CallRefused("echo is not supported with stream; leave out one of them")
         prompts = self._prompts(options)
@@ -302,14 +301,15 @@ class PolicyServer:
 
     def _head(self, options: Options) -> dict[str, Any]:
         self._count += 1
-        named = {"id": f"cmpl-{self._count}", "object": "text_completion", "model": options.model or self.name}
-        return named | {"created": int(time.time())}
+        return openai_head(f"cmpl-{self._count}", "text_completion", options.model or self.name)
 
 
 def _check(options: Options) -> None:
     """CallRefused or InputError for options that are not supported or not allowed."""
     if options.unsupported:
         raise CallRefused(f"{options.unsupported} is not supported; leave it out")
+    if options.stream and options.n > 1:
+        raise CallRefused("n must be 1 in a stream; send several requests")
     options.sampling()
 
 
@@ -321,8 +321,3 @@ async def _all(coroutines: Any) -> list[_Choice]:
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
-
-
-def _require_one(options: Options) -> None:
-    if options.n > 1:
-        raise CallRefused("n must be 1 in a stream; send several requests")

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import itertools
 import json
 import os
 import socket
@@ -43,8 +44,8 @@ class RemoteRewardModel:
         self.tokenizer: Any = load_tokenizer(ModelRecipe(path=source.path))
         self.end_tokens = load_end_tokens(source.path, self.tokenizer)
         self.end_token = end_token_of(self.tokenizer, self.end_tokens)
-        self.units = self._ask("the units", "units")
-        self._calls = 0
+        self._calls = itertools.count()
+        self.units = self._next("the units", "units")
 
     def rewards(self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> "torch.Tensor":
         """As `RewardModel.rewards`, without gradient."""
@@ -57,11 +58,8 @@ class RemoteRewardModel:
         return self._next("rewards of prefixes", "prefix_rewards", streams, lengths)
 
     def _next(self, what: str, method: str, *arguments: Any) -> Any:
-        self._calls += 1
-        return self._ask(what, method, *arguments, worker=self._calls % len(self.workers))
-
-    def _ask(self, what: str, method: str, *arguments: Any, worker: int = 0) -> Any:
-        return current_world().on_rank0(lambda: self.workers[worker].call(what, method, *arguments))
+        worker = self.workers[next(self._calls) % len(self.workers)]
+        return current_world().on_rank0(lambda: worker.call(what, method, *arguments))
 
 
 class RayScorer(RewardScorer):
@@ -148,34 +146,28 @@ class RayEnvironment(Environment):
 
     def _call(self, what: str, method: str, *arguments: Any) -> Any:
         """The result of a method. If the worker died, the episode is first replayed on the restarted worker."""
+        lost = False
         while True:
             restart = self._worker.restarts
             try:
+                if lost and method == "step":
+                    self._replay()
                 return self._worker.call_once(what, method, *arguments)
             except WorkerDied as died:
                 self._worker.wait_for_restart(restart, died)
             except UnknownEnvironment:
                 pass
-            if method == "step":
-                self._rebuild()
+            lost = True
 
-    def _rebuild(self) -> None:
-        while True:
-            restart = self._worker.restarts
-            try:
-                digests = self._worker.call_once(
-                    "a replay", "replay", self._id, self._values, self._seed, self._actions
+    def _replay(self) -> None:
+        values = (self._id, self._values, self._seed, self._actions)
+        digests = self._worker.call_once("a replay", "replay", *values)
+        for turn, (replayed, before) in enumerate(zip(digests, self._digests, strict=True)):
+            if replayed != before:
+                raise ReplayDiffers(
+                    f"its worker died, and a replay with seed {self._seed} and the same actions differs at turn {turn}, so "
+                    "its state is lost"
                 )
-            except WorkerDied as died:
-                self._worker.wait_for_restart(restart, died)
-                continue
-            for turn, (replayed, before) in enumerate(zip(digests, self._digests, strict=True)):
-                if replayed != before:
-                    raise ReplayDiffers(
-                        f"its worker died, and a replay with seed {self._seed} and the same actions differs at turn {turn}, so "
-                        "its state is lost"
-                    )
-            return
 
 
 def _close(actor: Any, environment_id: str) -> None:
@@ -269,20 +261,10 @@ class EngineWorker(Worker):
         ahead = rollout.async_rollouts > 0
         return open_engine(self.policy, engine, rollout.tokens_per_episode, rollout.sampling, weights_change=ahead)
 
-    async def get_pid(self) -> int:  # type: ignore[override]
-        return os.getpid()
-
     async def load_weights(self, version: int, buckets: list[Any]) -> EngineCounters:
         """Cancel all requests and load the weights; returns the work done so far."""
         from posttrain.distributed.ray.engine import load_bucket
 
-        await self._cancel_all()
-        for reference in buckets:
-            load_bucket(self.policy, await reference)
-        await asyncio.to_thread(self.engine.load_weights, version)
-        return replace(self.engine.counters)
-
-    async def _cancel_all(self) -> None:
         left = list(self._tasks)
         for task in left:
             task.cancel()
@@ -292,6 +274,10 @@ class EngineWorker(Worker):
         if left and self.recipe.engine.type == "local":
             self.engine = self._open()
         self._tasks, self._episodes = {}, []
+        for reference in buckets:
+            load_bucket(self.policy, await reference)
+        await asyncio.to_thread(self.engine.load_weights, version)
+        return replace(self.engine.counters)
 
     async def compute(
         self, opened: int, requests: tuple[tuple[int, Request], ...]

@@ -9,22 +9,23 @@ separately.
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import fields
 from typing import Any
+
+import torch
 
 from posttrain.distributed.ray.worker_group import WorkerClient, WorkerDied
 from posttrain.distributed.sharding import full_tensor
 from posttrain.engines.protocol import Completion, EngineCounters, Request
+from posttrain.engines.vllm.transfer import Entry, packed, unpacked
+from posttrain.engines.vllm.weights import buckets
 from posttrain.models.cuda.copies import copied_to_cpu
 from posttrain.models.policy import Policy
 
 BUCKET_BYTES = 256 * 2**20
 """Maximum size of a bucket; a larger tensor gets its own bucket."""
-
-Bucket = list[tuple[str, str, tuple[int, ...], Any]]
-"""Name, dtype, shape and bytes of tensors. The bytes are numpy arrays, which readers on one machine share."""
 
 
 def weight_buckets(policy: Policy, keep: bool) -> list[Any]:
@@ -35,39 +36,27 @@ def weight_buckets(policy: Policy, keep: bool) -> list[Any]:
     """
     import ray
 
-    return [ray.put(bucket) for bucket in _buckets(policy, keep)]
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in policy.trainable():
+            # In the dtype that the engine computes in: shards are float32.
+            tensor = full_tensor(parameter).detach()
+            if keep:
+                yield name, copied_to_cpu([tensor])[0]
+
+    stored = []
+    for bucket in buckets(gathered(), BUCKET_BYTES):
+        buffer, entries = packed(bucket)
+        stored.append(ray.put((buffer.numpy(), entries)))  # readers on one machine share a numpy array
+    return stored
 
 
-def _buckets(policy: Policy, keep: bool) -> Iterator[Bucket]:
-    import torch
-
-    bucket: Bucket = []
-    size = 0
-    for name, parameter in policy.trainable():
-        # In the dtype that the engine computes in: shards are float32.
-        tensor = full_tensor(parameter).detach()
-        if not keep:
-            continue
-        # numpy has no bfloat16, so tensors are sent as bytes.
-        raw = copied_to_cpu([tensor])[0].reshape(-1).view(torch.uint8).numpy()
-        if bucket and size + raw.nbytes > BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), raw))
-        size += raw.nbytes
-    if bucket:
-        yield bucket
-
-
-def load_bucket(policy: Policy, bucket: Bucket) -> None:
+def load_bucket(policy: Policy, bucket: tuple[Any, list[Entry]]) -> None:
     """Copy the tensors of a bucket into a policy of the same recipe."""
-    import torch
-
     parameters = dict(policy.trainable())
+    raw, entries = bucket
     with torch.no_grad():
-        for name, dtype, shape, raw in bucket:
-            # Copy: the object store's memory is read-only, and torch warns about that.
-            tensor = torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype)).reshape(shape)
+        # Copy: the object store's memory is read-only, and torch warns about that.
+        for name, tensor in unpacked(torch.frombuffer(bytearray(raw), dtype=torch.uint8), entries):
             parameters[name].copy_(tensor)
 
 
@@ -118,7 +107,7 @@ class _EngineClient:
 
     async def generate(self, request: Request) -> Completion:
         if not self.lockstep:
-            return await self._generate_async(request)
+            return await self._compute("a completion", "generate", request)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._new.append((self._numbers, request))
         self._waiting[self._numbers] = future
@@ -128,17 +117,6 @@ class _EngineClient:
             # An interrupt stops the loop from inside this task; asyncio would report it as never retrieved.
             self._pump.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await future
-
-    async def _generate_async(self, request: Request) -> Completion:
-        while True:
-            restart = self.worker.restarts
-            try:
-                completion, counters = await self.worker.call_once_async("a completion", "generate", request)
-            except WorkerDied as died:
-                await self._restore(restart, died)
-                continue
-            self._count(counters)
-            return completion
 
     async def _run(self) -> None:
         """Run rounds until nothing is in flight."""
@@ -151,7 +129,8 @@ class _EngineClient:
                 round_: Round = (self.open, tuple(self._new))
                 self._new = []
                 self._rounds.append(round_)
-                for number, completion in await self._compute(round_):
+                what = f"{len(self._waiting)} requests" if len(self._waiting) > 1 else "a request"
+                for number, completion in await self._compute(what, "compute", *round_):
                     future = self._waiting.pop(number)
                     if not future.done():
                         future.set_result(completion)
@@ -162,17 +141,20 @@ class _EngineClient:
                     future.set_exception(error)
             self._waiting, self._new = {}, []
 
-    async def _compute(self, round_: Round) -> list[tuple[int, Completion]]:
-        """The completions that the engine finishes next; if it dies, those of the restarted engine."""
+    async def _compute(self, what: str, method: str, *arguments: Any) -> Any:
+        """The completions of a method of the engine; if it dies, those of the restarted engine."""
         while True:
             restart = self.worker.restarts
-            what = f"{len(self._waiting)} requests" if len(self._waiting) > 1 else "a request"
             try:
-                finished, counters = await self.worker.call_once_async(what, "compute", *round_)
+                finished, counters = await self.worker.call_once_async(what, method, *arguments)
             except WorkerDied as died:
                 await self._restore(restart, died)
                 continue
-            self._count(counters)
+            # Replayed work is not counted.
+            for name, done in vars(counters).items():
+                more = getattr(self.counters, name) + done - getattr(self._counted, name)
+                setattr(self.counters, name, more)
+            self._counted = counters
             return finished
 
     async def _restore(self, restart: int, died: WorkerDied) -> None:
@@ -192,13 +174,6 @@ class _EngineClient:
                     return
                 except WorkerDied as again:
                     died = again
-
-    def _count(self, now: EngineCounters) -> None:
-        """Add the new work to the counters; replayed work is not counted."""
-        for name in (field.name for field in fields(EngineCounters)):
-            more = getattr(now, name) - getattr(self._counted, name)
-            setattr(self.counters, name, getattr(self.counters, name) + more)
-        self._counted = now
 
 
 class RayEngine:
@@ -239,7 +214,9 @@ class RayEngine:
             return
         for client in self._clients:
             client.begin(version, buckets)
-        _run_parallel([client.send_weights for client in self._clients])
+        with ThreadPoolExecutor(len(self._clients)) as pool:
+            for sent in [pool.submit(client.send_weights) for client in self._clients]:
+                sent.result()
 
     def sleep(self) -> None:
         """Put all engines to sleep. An engine that dies meanwhile is restarted and gets the next weights."""
@@ -249,15 +226,3 @@ class RayEngine:
                 client.worker.call_once("sleep", "sleep")
             except WorkerDied as died:
                 client.worker.wait_for_restart(restart, died)
-
-
-def _run_parallel(functions: Sequence[Any]) -> None:
-    """Call all functions concurrently, each in a thread. The first error is raised."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    if len(functions) == 1:
-        functions[0]()
-        return
-    with ThreadPoolExecutor(len(functions)) as pool:
-        for future in [pool.submit(function) for function in functions]:
-            future.result()

@@ -16,7 +16,7 @@ from posttrain.distributed.ray.connection import connected
 from posttrain.distributed.ray.learner import INTERRUPTED, Job, LearnerExit, LearnerWorker
 from posttrain.distributed.ray.models import CriticWorker, ReferenceWorker, rank_variables
 from posttrain.distributed.ray.monitor import KILLED, WorkerMonitor, dead_machine, find_hangs
-from posttrain.distributed.ray.worker_group import WorkerDied, WorkerGroup, WorkerHandle, unwrap_ray_error
+from posttrain.distributed.ray.worker_group import WorkerDied, WorkerHandle, unwrap_ray_error
 from posttrain.errors import InputError, RunError
 from posttrain.planning.workers import (
     CRITIC,
@@ -59,7 +59,7 @@ def launch(recipe: Recipe, resume: bool, overwrite: bool, console: Console) -> N
     placed = placed_recipe(recipe)
     refuse_placement(placed)
     assert placed.hardware.ray is not None
-    with connected(placed.hardware.ray, placed.hardware) as ray:
+    with connected(placed.hardware.ray) as ray:
         run = ClusterRun(placed, resume, overwrite, console, ray)
         if run.gpus and isinstance(getattr(placed, "engine", None), LocalEngineRecipe):
             reason = "it is not chosen by device on a cluster; with engine.type=vllm, decoding uses CUDA graphs"
@@ -94,6 +94,7 @@ class ClusterRun:
         self.monitor = ray.remote(WorkerMonitor).options(**options).remote(MAX_RESTARTS)
         self.actors: dict[str, Any] = {}
         self.handles: dict[str, list[WorkerHandle]] = {}
+        """The workers that the learners call, by role."""
         self.critics: list[WorkerHandle] = []
         self.past_events: list[str] = []
         self._before = self._run_id()
@@ -113,12 +114,9 @@ class ClusterRun:
         with stop_signals_to(self._forward_signal):
             self._start_learners()
             self._start_others()
-            while True:
-                ended = self._wait_for_learners(self._start_stage())
-                if ended is None:
-                    self._restart_learners()
-                    continue
-                return self._raise_errors(ended)
+            while (ended := self._wait_for_learners(self._start_stage())) is None:
+                self._restart_learners()
+            self._raise_errors(ended)
 
     def close(self) -> None:
         """Kill all workers."""
@@ -129,31 +127,25 @@ class ClusterRun:
 
     def _reserve(self) -> None:
         """Create the placement group: one bundle per worker; a colocated engine shares the bundle of its learners."""
-        self.bundles: list[dict[str, float]] = []
+        bundles: list[dict[str, float]] = []
         self.bundle_of: dict[str, int] = {}
         size = self.recipe.hardware.engines.devices
-        hosted: dict[str, int] = {}
+        hosts: dict[str, str] = {}
         for worker in self.workers:
             if worker.colocated:
-                for number in range(worker.number * size, (worker.number + 1) * size):
-                    hosted[f"{LEARNER} {number}"] = worker.number
-                hosted[worker.name] = worker.number
-        shared: dict[int, int] = {}
+                learners = range(worker.number * size, (worker.number + 1) * size)
+                hosts |= {f"{LEARNER} {number}": worker.name for number in learners}
         for worker in self.workers:
-            host = hosted.get(worker.name)
-            if host is not None and host in shared:
-                index = shared[host]
-            else:
-                index = len(self.bundles)
-                self.bundles.append({"CPU": 0.0})
-                if host is not None:
-                    shared[host] = index
-            bundle = self.bundles[index]
+            host = hosts.get(worker.name, worker.name)
+            if host not in self.bundle_of:
+                self.bundle_of[host] = len(bundles)
+                bundles.append({"CPU": 0.0})
+            self.bundle_of[worker.name] = self.bundle_of[host]
+            bundle = bundles[self.bundle_of[host]]
             bundle["CPU"] = round(bundle["CPU"] + worker.cpus, 4)
             if worker.gpus:
                 bundle["GPU"] = bundle.get("GPU", 0) + worker.gpus
-            self.bundle_of[worker.name] = index
-        self._group = self.ray.util.placement_group(self.bundles, strategy="PACK")
+        self._group = self.ray.util.placement_group(bundles, strategy="PACK")
         if not self._group.wait(_PLACEMENT_SECONDS):
             raise RunError(
                 f"hardware: the cluster had no room for {counted(self.workers)} within {_PLACEMENT_SECONDS:.0f} s; wait for other "
@@ -166,31 +158,20 @@ class ClusterRun:
 
         devices: tuple[int, ...] | None = None
         if worker.colocated:
-            devices = self._devices_of(worker)
+            # The GPUs that Ray assigned to the learners of the engine.
+            size = self.recipe.hardware.engines.devices
+            hosts = range(worker.number * size, (worker.number + 1) * size)
+            devices = tuple(device for host in hosts for device in self.locations[host][3])
         elif not worker.gpus:
             devices = ()  # Ray leaves all GPUs visible to an actor that requests none.
-        strategy = PlacementGroupSchedulingStrategy(
+        options |= {"num_cpus": worker.cpus, "num_gpus": worker.gpus, "max_restarts": restarts}
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
             self._group, placement_group_bundle_index=self.bundle_of[worker.name]
         )
-        actor = (
-            self.ray.remote(kind)
-            .options(
-                num_cpus=worker.cpus,
-                num_gpus=worker.gpus,
-                max_restarts=restarts,
-                scheduling_strategy=strategy,
-                **options,
-            )
-            .remote(*first, worker.name, self.monitor_name, self.heartbeat_seconds, os.getcwd(), devices)
-        )
+        common = (worker.name, self.monitor_name, self.heartbeat_seconds, os.getcwd(), devices)
+        actor = self.ray.remote(kind).options(**options).remote(*first, *common)
         self.actors[worker.name] = actor
         return actor
-
-    def _devices_of(self, engine: Worker) -> tuple[int, ...]:
-        """The GPUs that Ray assigned to the learners of a colocated engine."""
-        size = self.recipe.hardware.engines.devices
-        hosts = range(engine.number * size, (engine.number + 1) * size)
-        return tuple(device for i in hosts for device in self.locations[i][3])
 
     def _start_learners(self) -> None:
         self.learners = [
@@ -199,12 +180,12 @@ class ClusterRun:
         self.locations = self._call_all("learners", "location", self.learners)
         # The state of the critic is in the run's checkpoints, so it starts and ends with the learners.
         self.critics = [
-            WorkerHandle(worker.name, self._create_actor(CriticWorker, worker, (self.document,), 0))
+            (worker.name, self._create_actor(CriticWorker, worker, (self.document,), 0))
             for worker in self.workers
             if worker.role == CRITIC
         ]
-        found = self._call_all("processes of the critic", "location", [handle.actor for handle in self.critics])
-        self.critic_nodes = {handle.name: place[2] for handle, place in zip(self.critics, found, strict=True)}
+        places = self._call_all("processes of the critic", "location", [actor for _, actor in self.critics])
+        self.critic_nodes = {name: place[2] for (name, _), place in zip(self.critics, places, strict=True)}
 
     def _call_all(self, what: str, method: str, actors: list[Any]) -> list[Any]:
         try:
@@ -213,28 +194,27 @@ class ClusterRun:
             raise RunError(f"the {what} could not be started on the cluster: {unwrap_ray_error(error)}") from error
 
     def _start_others(self) -> None:
-        kinds: dict[str, tuple[type, tuple[Any, ...], dict[str, Any]]] = {
-            ENGINE: (EngineWorker, (self.document,), {}),
-            REWARD: (RewardWorker, (self.document,), {}),
-            REFERENCE: (ReferenceWorker, (self.reference_document,), {}),
-            ENVIRONMENTS: (EnvironmentWorker, (), {"max_concurrency": THREADS}),
+        kinds: dict[str, tuple[Any, ...]] = {
+            ENGINE: (EngineWorker, self.document),
+            REWARD: (RewardWorker, self.document),
+            REFERENCE: (ReferenceWorker, self.reference_document),
+            ENVIRONMENTS: (EnvironmentWorker,),
         }
-        begun = {
-            worker: self._create_actor(
-                kinds[worker.role][0], worker, kinds[worker.role][1], -1, **kinds[worker.role][2]
-            )
-            for worker in self.workers
-            if worker.role in kinds
-        }
+        begun = {}
+        for worker in self.workers:
+            if worker.role in kinds:
+                kind, *first = kinds[worker.role]
+                options = {"max_concurrency": THREADS} if worker.role == ENVIRONMENTS else {}
+                begun[worker] = self._create_actor(kind, worker, tuple(first), -1, **options)
         self.handles = {role: [] for role in kinds}
         for worker, actor in begun.items():
             try:
                 self.ray.get(actor.get_pid.remote())
-                self.handles[worker.role].append(WorkerHandle(worker.name, actor))
             except Exception as error:
                 cause = unwrap_ray_error(error)
-                kind_of = InputError if isinstance(cause, InputError) else RunError
-                raise kind_of(f"{worker.name} could not be started: {cause}") from error
+                kind = InputError if isinstance(cause, InputError) else RunError
+                raise kind(f"{worker.name} could not be started: {cause}") from error
+            self.handles[worker.role].append((worker.name, actor))
 
     # -- learning -----------------------------------------------------------------------------------------------------
 
@@ -242,28 +222,17 @@ class ClusterRun:
         """Start the stage on all learners; returns references to their results."""
         run_id = self._run_id()
         begun = run_id is not None and (self.resume or run_id != self._before)
-        others = self.handles
-        workers = WorkerGroup(others[ENGINE], others[REWARD], others[ENVIRONMENTS], others[REFERENCE], self.critics)
-        references = []
+        workers = self.handles | {CRITIC: self.critics}
         columns = {"COLUMNS": str(shutil.get_terminal_size((120, 24)).columns)}
-        of_ranks = rank_variables(self.locations, self.gpus > 0)
-        for rank, (learner, variables) in enumerate(zip(self.learners, of_ranks, strict=True)):
-            job = Job(
-                self.document,
-                self.resume or begun,
-                self.overwrite and not begun,
-                workers,
-                columns | variables,
-                tuple(self.past_events) if rank == 0 else (),
-            )
+        references = []
+        variables = rank_variables(self.locations, self.gpus > 0)
+        for rank, learner in enumerate(self.learners):
+            events = tuple(self.past_events) if rank == 0 else ()
+            resume, overwrite = self.resume or begun, self.overwrite and not begun
+            job = Job(self.document, resume, overwrite, workers, columns | variables[rank], events)
             references.append(learner.run.remote(job))
         self.past_events, self._learning = [], True
         return references
-
-    @property
-    def _resume_command(self) -> str:
-        """The command that continues the run."""
-        return f"posttrain {self.recipe.stage} --resume {self.recipe.runs}/{self.recipe.name}"
 
     def _run_id(self) -> str | None:
         """The id of the run in the recipe's directory; None if there is no run."""
@@ -301,7 +270,7 @@ class ClusterRun:
                 if time.monotonic() - since_lost > _LOST_RANK_SECONDS:
                     self._record_death(LEARNER, "processes lost each other", self.locations[0][4])
                     return None
-            elif ends and any(end.code for end in ends.values()) and left:
+            elif left and any(end.code for end in ends.values()):
                 since_lost = since_lost or time.monotonic()
                 if time.monotonic() - since_lost > _LOST_RANK_SECONDS:
                     break
@@ -312,7 +281,8 @@ class ClusterRun:
         sentence, too_many = self.ray.get(self.monitor.record_death.remote(name, reason, pid))
         if too_many:
             raise RunError(
-                f"{sentence}, after {MAX_RESTARTS} restarts of workers; find the cause, then continue with `{self._resume_command}`"
+                f"{sentence}, after {MAX_RESTARTS} restarts of workers; find the cause, then continue with "
+                f"`posttrain {self.recipe.stage} --resume {self.recipe.runs}/{self.recipe.name}`"
             )
         # Events that an earlier learner logged after its last checkpoint are lost with it, so repeat them.
         earlier = self.ray.get(self.monitor.all_deaths.remote())[:-1]
@@ -323,26 +293,23 @@ class ClusterRun:
     def _restart_learners(self) -> None:
         """Kill the remaining learners and start all of them again, with the engines on their GPUs."""
         self._learning = False
-        for actor in [*self.learners, *(handle.actor for handle in self.critics)]:
+        for actor in [*self.learners, *(actor for _, actor in self.critics)]:
             self.ray.kill(actor)
-        self._wait_for_lock()
-        self._start_learners()
-        if self.gpus and self.handles[ENGINE]:
-            for handles in self.handles.values():
-                for handle in handles:
-                    self.ray.kill(handle.actor)
-            self._start_others()
-
-    def _wait_for_lock(self) -> None:
-        """Wait until no earlier learner holds the lock of the run directory."""
+        # Wait until no earlier learner holds the lock of the run directory.
         path = Path(self.recipe.runs) / self.recipe.name
         ends = time.monotonic() + 60
         while path.is_dir() and time.monotonic() < ends:
             try:
                 with RunDirectory(path).lock():
-                    return
+                    break
             except InputError:
                 time.sleep(0.2)
+        self._start_learners()
+        if self.gpus and self.handles[ENGINE]:
+            for handles in self.handles.values():
+                for _, actor in handles:
+                    self.ray.kill(actor)
+            self._start_others()
 
     def _raise_errors(self, ended: list[LearnerExit]) -> None:
         """Raise the error of the stage, if there was one."""
@@ -377,7 +344,6 @@ class ClusterRun:
                 continue
             self.console.print(f"{hang.sentence}; it is restarted", markup=False, soft_wrap=True)
             self.ray.get(self.monitor.set_reason.remote(hang.name, f"hung ({hang.sentence})"))
-            self.ray.get(self.monitor.forget.remote(hang.name))
             self.ray.kill(self.actors[hang.name], no_restart=hang.name.startswith(LEARNER))
 
     def _forward_signal(self, number: int) -> None:

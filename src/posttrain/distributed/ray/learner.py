@@ -1,17 +1,19 @@
 """The learner process of a cluster: it runs the usual stage with engines, environments and scoring models on other workers."""
 
+import itertools
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.distributed.ray.actors import Worker, recipe_from
-from posttrain.distributed.ray.worker_group import StateLost, WorkerClient, WorkerGroup, WorkerHandle
+from posttrain.distributed.ray.worker_group import StateLost, WorkerClient, WorkerHandle
 from posttrain.environments.protocol import Environment
 from posttrain.errors import PosttrainError
-from posttrain.recipe.components import EnvironmentRecipe
+from posttrain.planning.workers import CRITIC, ENGINE, ENVIRONMENTS, REFERENCE, REWARD
+from posttrain.recipe.components import EnvironmentRecipe, Factory
 from posttrain.runs.metrics import record_event
 
 INTERRUPTED = 130
@@ -38,7 +40,8 @@ class Job:
     """The recipe as JSON."""
     resume: bool
     overwrite: bool
-    workers: WorkerGroup
+    workers: Mapping[str, Sequence[WorkerHandle]]
+    """The workers that serve the learners, by role."""
     variables: dict[str, str] = field(default_factory=dict)
     """Environment variables with the rank and the addresses of the process group."""
     past_events: tuple[str, ...] = ()
@@ -67,7 +70,7 @@ class LearnerWorker(Worker):
         recipe = recipe_from(job.document)
         try:
             with ExitStack() as stack:
-                self._use_workers(recipe, job.workers, stack)
+                self._use_workers(job.workers, stack)
                 run_in_process(recipe, job.resume, job.overwrite)
         except KeyboardInterrupt as stop:
             return LearnerExit(INTERRUPTED, *getattr(stop, "__notes__", [])[:1])
@@ -81,64 +84,48 @@ class LearnerWorker(Worker):
             return LearnerExit(error.exit_code, str(error))
         return LearnerExit(0)
 
-    def _use_workers(self, recipe: Any, workers: WorkerGroup, stack: ExitStack) -> None:
+    def _use_workers(self, workers: Mapping[str, Sequence[WorkerHandle]], stack: ExitStack) -> None:
         """Create engines, environments, scorers, reference model and critic on the workers until `stack` closes."""
+        import ray
+
+        from posttrain.distributed.ray.actors import RayEnvironment, RayScorer
+        from posttrain.distributed.ray.engine import RayEngine
+        from posttrain.distributed.ray.models import RayCritic, RayReference
         from posttrain.engines.factory import open_engine
         from posttrain.environments.protocol import environment_maker
         from posttrain.training.critic import open_critic
         from posttrain.training.reference import open_reference
         from posttrain.training.reward_scorer import open_scorer
 
-        def clients(handles: Sequence[WorkerHandle]) -> list[WorkerClient]:
-            return [WorkerClient(handle, self.heartbeat.monitor, self.heartbeat) for handle in handles]
+        monitor, is_rank0, has_gpus = (
+            self.heartbeat.monitor,
+            os.environ.get("RANK", "0") == "0",
+            bool(ray.get_gpu_ids()),
+        )
+        engines, scorers, environments, references, critics = (
+            [WorkerClient(handle, monitor, self.heartbeat) for handle in workers.get(role, ())]
+            for role in (ENGINE, REWARD, ENVIRONMENTS, REFERENCE, CRITIC)
+        )
+        numbers = itertools.count(1)
 
-        if workers.engines:
-            from posttrain.distributed.ray.engine import RayEngine
+        def make_engine(policy: Any, engine: Any, *more: Any, **named: Any) -> Any:
+            return RayEngine(policy, engines, engine.slots, engine.type == "local", is_rank0)
 
-            engines, is_rank0 = clients(workers.engines), os.environ.get("RANK", "0") == "0"
+        def make_environment(environment: EnvironmentRecipe) -> Environment:
+            return RayEnvironment(environment, environments[next(numbers) % len(environments)])
 
-            def make_engine(policy: Any, engine: Any, *more: Any, **named: Any) -> Any:
-                return RayEngine(policy, engines, engine.slots, engine.type == "local", is_rank0)
+        def make_critic(
+            settings: Any, policy: Any, learner: Any, updates: int, seed: int, stored_statistics: bool
+        ) -> Any:
+            return RayCritic(critics, has_gpus, updates, stored_statistics)
 
-            stack.enter_context(open_engine.placed_by(make_engine))
-        if workers.environments:
-            from posttrain.distributed.ray.actors import RayEnvironment
-
-            environment_workers, next_worker = clients(workers.environments), [0]
-
-            def make_environment(environment: EnvironmentRecipe) -> Environment:
-                next_worker[0] += 1
-                return RayEnvironment(environment, environment_workers[next_worker[0] % len(environment_workers)])
-
-            stack.enter_context(environment_maker.placed_by(lambda environment: make_environment))
-        if workers.rewards:
-            from posttrain.distributed.ray.actors import RayScorer
-
-            copies = clients(workers.rewards)
-
-            def make_scorer(source: Any, policy: Any) -> Any:
-                return RayScorer(source, copies, policy)
-
-            stack.enter_context(open_scorer.placed_by(make_scorer))
-        if workers.references:
-            from posttrain.distributed.ray.models import RayReference
-
-            references = clients(workers.references)
-
-            def make_reference(policy: Any, learner: Any) -> Any:
-                return RayReference(references)
-
-            stack.enter_context(open_reference.placed_by(make_reference))
-        if workers.critics:
-            import ray
-
-            from posttrain.distributed.ray.models import RayCritic
-
-            critics, has_gpus = clients(workers.critics), bool(ray.get_gpu_ids())
-
-            def make_critic(
-                settings: Any, policy: Any, learner: Any, updates: int, seed: int, stored_statistics: bool
-            ) -> Any:
-                return RayCritic(critics, has_gpus, updates, stored_statistics)
-
-            stack.enter_context(open_critic.placed_by(make_critic))
+        makers: list[tuple[Factory[..., Any], list[WorkerClient], Callable[..., Any]]] = [
+            (open_engine, engines, make_engine),
+            (environment_maker, environments, lambda environment: make_environment),
+            (open_scorer, scorers, lambda source, policy: RayScorer(source, scorers, policy)),
+            (open_reference, references, lambda policy, learner: RayReference(references)),
+            (open_critic, critics, make_critic),
+        ]
+        for factory, clients, maker in makers:
+            if clients:
+                stack.enter_context(factory.placed_by(maker))

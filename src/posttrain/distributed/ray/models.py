@@ -28,20 +28,13 @@ def rank_variables(locations: Sequence[tuple[Any, ...]], has_gpus: bool) -> list
     if len(locations) == 1:
         return [{}]
     (address, port, *_), nodes = locations[0], [location[2] for location in locations]
+    shared = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(len(locations))}
     variables = []
     for rank, node in enumerate(nodes):
         # Ray makes only its own GPUs visible to a process.
         local, local_size = (0, 1) if has_gpus else (nodes[:rank].count(node), nodes.count(node))
-        variables.append(
-            {
-                "MASTER_ADDR": address,
-                "MASTER_PORT": str(port),
-                "RANK": str(rank),
-                "WORLD_SIZE": str(len(locations)),
-                "LOCAL_RANK": str(local),
-                "LOCAL_WORLD_SIZE": str(local_size),
-            }
-        )
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(local_size)}
+        variables.append(shared | ranks)
     return variables
 
 

@@ -8,8 +8,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -116,20 +117,12 @@ def dead_machine(node: str) -> str:
 
 
 @dataclass
-class _LastHeartbeat:
-    heartbeat: Heartbeat
-    received: float
-    """Time of arrival."""
-    progressed: float
-    """Time of the last progress."""
-
-
-@dataclass
 class WorkerMonitor:
     """The actor that receives all heartbeats and counts deaths. Its methods are short and run one at a time."""
 
     max_restarts: int
-    last: dict[str, _LastHeartbeat] = field(default_factory=dict)
+    last: dict[str, tuple[Heartbeat, float, float]] = field(default_factory=dict)
+    """By worker: the last heartbeat, the time of its arrival, and that of the last progress."""
     commands: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     deaths: list[str] = field(default_factory=list)
@@ -140,19 +133,18 @@ class WorkerMonitor:
 
     def heartbeat(self, heartbeat: Heartbeat) -> tuple[str, list[str]]:
         """Receive a heartbeat. Returns a command for the worker (`stop` or none) and, for learner 0, unreported deaths."""
-        now, before = time.monotonic(), self.last.get(heartbeat.name)
-        if before is not None and before.heartbeat.pid != heartbeat.pid:
-            # The worker died while it was idle and was restarted before its next call.
-            reason = dead_machine(before.heartbeat.node) or KILLED
-            sentence, _, first = self._count(heartbeat.name, reason, before.heartbeat.pid)
-            if first:
-                self.unreported.append(f"{sentence}; it was idle and was restarted")
-        same = before is not None and (
-            before.heartbeat.pid,
-            before.heartbeat.node,
-            before.heartbeat.progress,
-        ) == (heartbeat.pid, heartbeat.node, heartbeat.progress)
-        self.last[heartbeat.name] = _LastHeartbeat(heartbeat, now, before.progressed if same and before else now)
+        now = time.monotonic()
+        progressed: float | None = None
+        if heartbeat.name in self.last:
+            before, _, progressed = self.last[heartbeat.name]
+            if before.pid != heartbeat.pid:
+                # The worker died while it was idle and was restarted before its next call.
+                sentence, _, first = self._count(heartbeat.name, dead_machine(before.node) or KILLED, before.pid)
+                if first:
+                    self.unreported.append(f"{sentence}; it was idle and was restarted")
+            if replace(heartbeat, position="", calls=()) != replace(before, position="", calls=()):
+                progressed = None
+        self.last[heartbeat.name] = (heartbeat, now, now if progressed is None else progressed)
         unreported: list[str] = []
         if heartbeat.name == "learner 0":
             unreported, self.unreported = self.unreported, []
@@ -162,26 +154,23 @@ class WorkerMonitor:
         """Send a command to workers with the response to their next heartbeat."""
         self.commands |= dict.fromkeys(names, command)
 
-    def forget(self, name: str) -> None:
-        """Discard the last heartbeat of a worker that is being restarted."""
-        self.last.pop(name, None)
-
     def statuses(self) -> dict[str, WorkerStatus]:
         """The status of every worker."""
         now = time.monotonic()
         return {
-            name: WorkerStatus(last.heartbeat, now - last.received, last.received - last.progressed)
-            for name, last in self.last.items()
+            name: WorkerStatus(heartbeat, now - received, received - progressed)
+            for name, (heartbeat, received, progressed) in self.last.items()
         }
 
     def set_reason(self, name: str, reason: str) -> None:
-        """Set the reason for the next death of a worker that is about to be killed."""
+        """Set the reason for the next death of a worker that is about to be killed, and discard its last heartbeat."""
         self.reasons[name] = reason
+        self.last.pop(name, None)
 
     def record_death(self, name: str, reason: str, pid: int) -> tuple[str, bool]:
         """Count the death of a process once. Returns a sentence about it and whether there have been too many deaths."""
         sentence, too_many, _ = self._count(name, reason, pid)
-        self.forget(name)
+        self.last.pop(name, None)
         return sentence, too_many
 
     def _count(self, name: str, reason: str, pid: int) -> tuple[str, bool, bool]:
@@ -217,18 +206,19 @@ class HeartbeatSender:
         """A function whose value grows with the work, added to `progress`."""
         threading.Thread(target=self._run, daemon=True, name="heartbeat").start()
 
-    def begin_call(self, target: str, what: str) -> int:
-        """Record a call to `target`; returns a number for `end_call`."""
+    @contextmanager
+    def in_flight(self, target: str, what: str) -> Iterator[None]:
+        """Report a call to `target`, which returns at the end of the block."""
         with self._lock:
             self._numbers += 1
-            self._calls[target, self._numbers] = (what, time.monotonic())
-            return self._numbers
-
-    def end_call(self, target: str, number: int) -> None:
-        """Record that the call has returned."""
-        with self._lock:
-            self._calls.pop((target, number), None)
-            self.progress += 1
+            call = target, self._numbers
+            self._calls[call] = (what, time.monotonic())
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._calls[call]
+                self.progress += 1
 
     def _run(self) -> None:
         import ray

@@ -3,12 +3,11 @@
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 from posttrain.distributed.ray.monitor import KILLED, HeartbeatSender, dead_machine
-from posttrain.errors import PosttrainError, RunError, WorkersLost
+from posttrain.errors import RunError, WorkersLost
 from posttrain.runs.metrics import record_event
 
 _RETRY_SECONDS = 0.2
@@ -18,23 +17,8 @@ _RESTART_SECONDS = 3600.0
 """Maximum wait for a worker to restart, for instance until another machine joins the cluster."""
 
 
-@dataclass(frozen=True)
-class WorkerHandle:
-    """A worker that the launching process created: its name in messages and its Ray actor."""
-
-    name: str
-    actor: Any
-
-
-@dataclass(frozen=True)
-class WorkerGroup:
-    """The workers that serve the learners, by role."""
-
-    engines: Sequence[WorkerHandle] = ()
-    rewards: Sequence[WorkerHandle] = ()
-    environments: Sequence[WorkerHandle] = ()
-    references: Sequence[WorkerHandle] = ()
-    critics: Sequence[WorkerHandle] = ()
+WorkerHandle = tuple[str, Any]
+"""A worker that the launching process created: its name in messages and its Ray actor."""
 
 
 class WorkerDied(Exception):
@@ -57,7 +41,7 @@ class WorkerClient:
 
     def __init__(self, handle: WorkerHandle, monitor: Any, heartbeat: HeartbeatSender) -> None:
         """`heartbeat` reports the calls that are in flight to the monitor."""
-        self.name, self.actor = handle.name, handle.actor
+        self.name, self.actor = handle
         self.monitor, self.heartbeat = monitor, heartbeat
         self.restarts = 0
         """Number of deaths noticed by this client."""
@@ -78,23 +62,22 @@ class WorkerClient:
         """The result of a method. Raises WorkerDied if the worker dies before it returns."""
         import ray
 
-        number = self.heartbeat.begin_call(self.name, what)
-        try:
+        with self._in_flight(what):
             return ray.get(getattr(self.actor, method).remote(*arguments))
-        except Exception as error:
-            raise unwrap_ray_error(error) from error
-        finally:
-            self.heartbeat.end_call(self.name, number)
 
     async def call_once_async(self, what: str, method: str, *arguments: Any) -> Any:
         """As `call_once`, for an event loop."""
-        number = self.heartbeat.begin_call(self.name, what)
-        try:
+        with self._in_flight(what):
             return await getattr(self.actor, method).remote(*arguments)
-        except Exception as error:
-            raise unwrap_ray_error(error) from error
-        finally:
-            self.heartbeat.end_call(self.name, number)
+
+    @contextlib.contextmanager
+    def _in_flight(self, what: str) -> Iterator[None]:
+        """Report a call to the monitor, and replace Ray's errors by the worker's, or WorkerDied."""
+        with self.heartbeat.in_flight(self.name, what):
+            try:
+                yield
+            except Exception as error:
+                raise unwrap_ray_error(error) from error
 
     def wait_for_restart(self, restart: int, error: WorkerDied) -> None:
         """Wait until the worker runs again after the death of its process number `restart`, raised as `error`.
@@ -122,8 +105,7 @@ class WorkerClient:
         import ray
 
         since = time.monotonic()
-        number = self.heartbeat.begin_call(self.name, "start")
-        try:
+        with self._in_flight("start"):
             while True:
                 try:
                     return ray.get(self.actor.get_pid.remote())
@@ -132,8 +114,6 @@ class WorkerClient:
                     if not isinstance(cause, WorkerDied) or time.monotonic() - since > _RESTART_SECONDS:
                         raise WorkersLost(f"{sentence}, and {self.name} could not be started: {cause}") from error
                     time.sleep(_RETRY_SECONDS)
-        finally:
-            self.heartbeat.end_call(self.name, number)
 
     def _death_reason(self) -> str:
         """The reason for the death: the worker's machine, which Ray notices only after some seconds, or only its
@@ -160,8 +140,5 @@ def unwrap_ray_error(error: Exception) -> Exception:
 
     if isinstance(error, RayActorError | NodeDiedError | ObjectLostError):
         return WorkerDied(" ".join(str(error).split())[:300])
-    if isinstance(error, RayTaskError):
-        cause = error.cause
-        if isinstance(cause, PosttrainError | Exception) and not isinstance(cause, RayTaskError):
-            return cause
-    return error
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    return cause if isinstance(cause, Exception) and not isinstance(cause, RayTaskError) else error

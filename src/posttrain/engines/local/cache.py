@@ -9,9 +9,8 @@ import ctypes
 import math
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,9 +20,8 @@ from posttrain.models.cpu.attention import MaskCache, attend_segments
 from posttrain.models.forward import upload
 from posttrain.models.layers import Bounds, RowSegment, causal_attention
 
-_DONT_NEED: int | None = mmap.MADV_DONTNEED if sys.platform == "linux" else None
-"""On other systems memory cannot be returned, so the whole cache is allocated at once."""
 _LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
+"""On other systems memory cannot be returned, so the whole cache is allocated at once."""
 MAX_SLOT_GAP = 8
 """Maximum gap of unneeded slots that a block includes, because reading them costs less than another product."""
 MIN_SAVED_TOKENS = 512
@@ -97,7 +95,7 @@ class KeyValuePages:
     def bytes(self) -> int:
         """Bytes of memory that the cache occupies."""
         stores = [*self.keys.values(), *self.values.values()]
-        return int(self.resident.sum()) * sum(_page_bytes(store) for store in stores)
+        return int(self.resident.sum()) * sum(math.prod(store.shape[2:]) * store.itemsize for store in stores)
 
     def fill(self, slot: int, tokens: int) -> None:
         """Count the pages with the first `tokens` tokens of a slot as occupied."""
@@ -108,8 +106,15 @@ class KeyValuePages:
     def drop(self, slot: int, pages: int = 0) -> None:
         """Return the memory of a slot beyond its first `pages` pages to the system."""
         for store in (*self.keys.values(), *self.values.values()):
+            if store.device.type != "cpu" or _LIBRARY is None:
+                break
             for page in range(pages, int(self.resident[slot])):
-                _return_memory(store[page, slot])
+                # Only whole pages of the system inside the tensor, which are zero afterwards: its neighbors are in use.
+                memory = store[page, slot]
+                start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+                size = (memory.data_ptr() + memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
+                if size > 0:
+                    _LIBRARY.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
         self.resident[slot] = min(self.resident[slot], pages)
         self._written[slot] = min(self._written[slot], pages)
 
@@ -179,28 +184,11 @@ class KeyValuePages:
     def _empty(self, heads: int, like: torch.Tensor) -> torch.Tensor:
         # Zeros: masked entries are still multiplied, so they must be finite.
         shape = (self.pages, self.slots, heads, PAGE, like.shape[-1])
-        if like.device.type != "cpu" or _DONT_NEED is None:
+        if like.device.type != "cpu" or _LIBRARY is None:
             return like.new_zeros(shape)
         # Anonymous memory is zero, and occupies none before it is written.
         region = mmap.mmap(-1, math.prod(shape) * like.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.frombuffer(region, dtype=like.dtype).view(shape)
-
-
-def _page_bytes(store: torch.Tensor) -> int:
-    """Bytes of one page of one slot in a tensor [pages, slots, H_kv, PAGE, D]."""
-    return math.prod(store.shape[2:]) * store.itemsize
-
-
-def _return_memory(page: torch.Tensor) -> None:
-    """Return the memory of a contiguous tensor of anonymous memory, which is zero afterwards, to the system."""
-    if page.device.type != "cpu" or _DONT_NEED is None:
-        return
-    # Only whole pages of the system inside the tensor: its neighbors are in use.
-    start = -(-page.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    stop = (page.data_ptr() + page.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if stop > start:
-        assert _LIBRARY is not None
-        _LIBRARY.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _DONT_NEED)
 
 
 # -- plan of decoding -------------------------------------------------------------------------------------------------
@@ -241,7 +229,7 @@ def plan_decoding(singles: Sequence[Segment], window: int | None, share: bool) -
     shared = shared_pages(singles) if share else []
     skipped = {slot: group.pages for group in shared for slot in group.slots}
     pages = max(s.start for s in singles) // PAGE + 1
-    blocks = []
+    blocks: list[Block] = []
     for page in range(pages):
         slots = [
             s.slot
@@ -249,7 +237,12 @@ def plan_decoding(singles: Sequence[Segment], window: int | None, share: bool) -
             if skipped.get(s.slot, 0) <= page <= s.start // PAGE
             and (window is None or (page + 1) * PAGE > s.start + 1 - window)
         ]
-        blocks += _blocks(page, slots)
+        begun = len(blocks)
+        for slot in slots:
+            if len(blocks) > begun and slot - blocks[-1].stop <= MAX_SLOT_GAP:
+                blocks[-1] = Block(page, blocks[-1].first, slot + 1)
+            else:
+                blocks.append(Block(page, slot, slot + 1))
     return Plan(singles[0].slot, singles[-1].slot + 1, pages, blocks, shared)
 
 
@@ -263,25 +256,12 @@ def shared_pages(singles: Sequence[Segment]) -> list[SharedPages]:
     return [group for group in shared if (len(group.slots) - 1) * group.pages * PAGE >= MIN_SAVED_TOKENS]
 
 
-def _blocks(page: int, slots: Sequence[int]) -> list[Block]:
-    blocks: list[Block] = []
-    for slot in slots:
-        if blocks and slot - blocks[-1].stop <= MAX_SLOT_GAP:
-            blocks[-1] = Block(page, blocks[-1].first, slot + 1)
-        else:
-            blocks.append(Block(page, slot, slot + 1))
-    return blocks
-
-
 # -- decoding attention -----------------------------------------------------------------------------------------------
 
 
-class PagedAttention(Protocol):
-    """Attention of several segments of a pass over the cache, for all layers with one window."""
-
-    def __call__(self, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Outputs [B, H_kv, G, D] for queries `rows` [B, H_kv, G, D]; keys and values [pages, slots, H_kv, PAGE, D]."""
-        ...
+PagedAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+"""`attend(keys, values, rows, scaling)`: attention of several segments of a pass over the cache, for all layers with one
+window. Outputs [B, H_kv, G, D] for queries `rows` [B, H_kv, G, D]; keys and values [pages, slots, H_kv, PAGE, D]."""
 
 
 class CompiledAttention:
@@ -291,11 +271,11 @@ class CompiledAttention:
         self._kernel = kernel
         groups = shared_pages(segments) if window is None else []
         shared = {slot: (group.slots[0], group.pages) for group in groups for slot in group.slots}
-        of_segments = np.array([(s.slot, *shared.get(s.slot, (s.slot, 0))) for s in segments], dtype=np.int64)
+        reads = np.array([(s.slot, *shared.get(s.slot, (s.slot, 0))) for s in segments], dtype=np.int64)
         stops = np.concatenate([np.arange(s.start + 1, s.start + s.count + 1) for s in segments])
         firsts = np.zeros_like(stops) if window is None else np.maximum(0, stops - window)
-        of_tokens = np.repeat(of_segments, [s.count for s in segments], axis=0)
-        self.rows = torch.from_numpy(np.column_stack([of_tokens, firsts, stops]))
+        token_reads = np.repeat(reads, [s.count for s in segments], axis=0)
+        self.rows = torch.from_numpy(np.column_stack([token_reads, firsts, stops]))
 
     def __call__(self, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, scaling: float) -> torch.Tensor:
         # Some models compute queries head by head.
@@ -338,11 +318,17 @@ class TorchDecodingAttention:
             page = keys[block.page, block.first : block.stop]
             scores[local, ..., block.page * PAGE : (block.page + 1) * PAGE] = _scores(page, queries[local])
         for group, slots in self._groups:
-            scores[slots, ..., : group.pages * PAGE] = self._shared_scores(group, slots, keys, queries).float()
+            # All rows of the group with its shared pages, by one product per key head.
+            stacked = queries[slots].transpose(0, 1).flatten(1, 2)
+            common = keys[: group.pages, group.slots[0]].transpose(0, 1).flatten(1, 2)
+            products = (stacked @ common.transpose(1, 2)).unflatten(1, (len(slots), groups)).transpose(0, 1)
+            scores[slots, ..., : group.pages * PAGE] = products.float()
         weights = scores.masked_fill_(self._hidden, -torch.inf).softmax(-1).to(rows.dtype)
         out = rows.new_zeros(self.span, heads, groups, size)
         for group, slots in self._groups:
-            out.index_add_(0, slots, self._shared_values(group, slots, values, weights))
+            stacked = weights[slots, ..., : group.pages * PAGE].transpose(0, 1).flatten(1, 2)
+            common = values[: group.pages, group.slots[0]].transpose(0, 1).flatten(1, 2)
+            out.index_add_(0, slots, (stacked @ common).unflatten(1, (len(slots), groups)).transpose(0, 1))
             # A block may include slots of the group; it must not add their shared pages again.
             weights[slots, ..., : group.pages * PAGE] = 0
         for block in self.plan.blocks:
@@ -350,23 +336,6 @@ class TorchDecodingAttention:
             part = weights[local, ..., block.page * PAGE : (block.page + 1) * PAGE]
             out[local] += part @ values[block.page, block.first : block.stop]
         return out if self._slots is None else out[self._slots]
-
-    def _shared_scores(
-        self, group: SharedPages, slots: torch.Tensor, keys: torch.Tensor, queries: torch.Tensor
-    ) -> torch.Tensor:
-        """Scores [R, H_kv, G, columns] of a group's R rows with its shared pages, by one product per key head."""
-        rows = queries[slots]
-        stacked = rows.transpose(0, 1).flatten(1, 2)
-        common = keys[: group.pages, group.slots[0]].transpose(0, 1).flatten(1, 2)
-        return (stacked @ common.transpose(1, 2)).unflatten(1, rows.shape[::2][:2]).transpose(0, 1)
-
-    def _shared_values(
-        self, group: SharedPages, slots: torch.Tensor, values: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        """Weighted values [R, H_kv, G, D] of the shared pages for a group's R rows."""
-        rows = weights[slots, ..., : group.pages * PAGE]
-        common = values[: group.pages, group.slots[0]].transpose(0, 1).flatten(1, 2)
-        return (rows.transpose(0, 1).flatten(1, 2) @ common).unflatten(1, rows.shape[::2][:2]).transpose(0, 1)
 
 
 def _scores(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
@@ -484,25 +453,31 @@ class CachedLayout:
         kernel = None
         if usual and query.device.type == "cpu":
             kernel = decoding_kernel(query.dtype, query.shape[2], query.shape[1] // kv_heads)
-        together = self.singles if kernel is None else self.singles + self.short
+        paged = self.singles if kernel is None else self.singles + self.short
         if not usual:
-            together = []
-        offset = sum(s.count for s in together)
+            paged = []
+        offset = sum(s.count for s in paged)
         outputs = []
-        if together:
+        if paged:
             # Query heads that share a key head become rows of one small matrix, so keys are not repeated.
             rows = query[:offset].unflatten(1, (kv_heads, -1))
-            attend = self._paged_attention(kernel, together, window)
+            attend = self._paged_attention(kernel, paged, window)
             outputs.append(attend(keys, values, rows, scaling).flatten(1, 2))
-        for segment in self.segments[len(together) :]:
+        for segment in self.segments[len(paged) :]:
             span = slice(offset, offset + segment.count)
             offset = span.stop
             queries, seen_keys, seen_values = (part[span].transpose(0, 1) for part in (query, key, value))
             if segment.start:
                 seen = segment.start + segment.count
                 seen_keys, seen_values = (self.cache.tokens(store, segment.slot, seen) for store in (keys, values))
-            if usual:
-                attended = self._prefill(queries, seen_keys, seen_values, scaling, window)
+            if usual and query.device.type == "cpu":
+                # `attend_segments` takes queries of all positions, of which it computes those of the segment.
+                before = seen_keys.shape[1] - segment.count
+                if before:
+                    queries = torch.cat([queries.new_empty(len(queries), before, queries.shape[2]), queries], dim=1)
+                row = RowSegment(before, seen_keys.shape[1], ((0, before),) if before else ())
+                attended = attend_segments(queries, seen_keys, seen_values, [row], scaling, window, self._masks)
+                attended = attended[:, before:]
             else:
                 attended = causal_attention(queries, seen_keys, seen_values, scaling, window, bounds)
             outputs.append(attended.transpose(0, 1))
@@ -524,18 +499,6 @@ class CachedLayout:
         if heads not in self._rows:
             self._rows[heads] = upload(self.cache.rows(self.segments, heads), self.device)
         return self._rows[heads]
-
-    def _prefill(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
-    ) -> torch.Tensor:
-        """Attention [H, Q, D] of the last Q of K positions: `query` [H, Q, D], `key` and `value` [H_kv, K, D]."""
-        if query.device.type != "cpu":
-            return causal_attention(query, key, value, scaling, window)
-        before = key.shape[1] - query.shape[1]
-        if before:
-            query = torch.cat([query.new_empty(len(query), before, query.shape[2]), query], dim=1)
-        segment = RowSegment(before, key.shape[1], ((0, before),) if before else ())
-        return attend_segments(query, key, value, [segment], scaling, window, self._masks)[:, before:]
 
     def _paged_attention(
         self, kernel: DecodingKernel | None, segments: Sequence[Segment], window: int | None

@@ -89,7 +89,12 @@ class StreamlinedDecoder:
         self._rotary = body.rotary_emb
         dtype = next(self._embed.parameters()).dtype
         self._layers = [_Layer(layer, inner.config, dtype) for layer in body.layers]
-        self._compiled = _compiled(self._layers)
+        one, compiled = self._layers[0], [layer.compiled for layer in self._layers]
+        self._compiled: CompiledLayers | None = None
+        """All layers as one call, if all operations of all layers are compiled."""
+        if one.kernel is not None and None not in compiled:
+            whole = [layer for layer in compiled if layer]
+            self._compiled = CompiledLayers(whole, one.kernel, one.keys, one.head, one.epsilon)
         self._norm = body.norm
         self._head = _sampling_head(inner.get_output_embeddings())
 
@@ -145,7 +150,10 @@ class _Layer:
         width = getattr(attention.q_proj, "base_layer", attention.q_proj).out_features
         self.queries = width // self.head
         self.keys = getattr(attention.k_proj, "base_layer", attention.k_proj).out_features // self.head
-        weights = _weights(layer)
+        norms = [self.before, self.between, *(self.head_norms or ())]
+        linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+        linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        weights = [getattr(module, "base_layer", module).weight for module in (*norms, *linears)]
         # The kernel gets pointers, so one weight of another dtype would be read beyond its end.
         fits = all(weight.is_cpu and weight.dtype == dtype for weight in weights)
         self.kernel = decoding_kernel(dtype, self.head, self.queries // self.keys) if fits else None
@@ -157,19 +165,16 @@ class _Layer:
         """`x` [T, hidden], `cos` and `sin` [T, D] -> [T, hidden]."""
         heads = self.project(self._normed(self.before, x)).view(len(x), -1, self.head)
         if self.kernel is not None:
-            attended = layout.attend_fused(
-                self.index,
-                heads,
-                self.keys,
-                self.kernel,
-                (cos, sin),
-                self.norms,
-                self.epsilon,
-                self.scaling,
-                self.window,
-            )
+            settings = (self.norms, self.epsilon, self.scaling, self.window)
+            attended = layout.attend_fused(self.index, heads, self.keys, self.kernel, (cos, sin), *settings)
         else:
-            attended = self._attend(heads, cos[:, None], sin[:, None], layout)
+            rotated, value = heads[:, : self.queries + self.keys], heads[:, self.queries + self.keys :]
+            if self.head_norms is not None:
+                parts = zip(self.head_norms, rotated.split([self.queries, self.keys], dim=1), strict=True)
+                rotated = torch.cat([_normed(norm, part) for norm, part in parts], dim=1)
+            rotated = rotate(rotated, cos[:, None], sin[:, None])
+            query, key = rotated[:, : self.queries], rotated[:, self.queries :]
+            attended = layout.attend_tokens(self.index, query, key, value, self.scaling, self.window)
         x = self.combine.plus(attended.flatten(1), x)
         inputs = self._normed(self.between, x)
         return self.down.plus(self.up.times(inputs, self.gate.silu(inputs)), x)
@@ -186,38 +191,10 @@ class _Layer:
         norms = self.norms and (self.norms[0].detach(), self.norms[1].detach())
         return CompiledLayer(self.index, before, between, norms, products, self.scaling, self.window)
 
-    def _attend(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: CachedLayout) -> torch.Tensor:
-        rotated = heads[:, : self.queries + self.keys]
-        if self.head_norms is not None:
-            parts = rotated.split([self.queries, self.keys], dim=1)
-            rotated = torch.cat([_normed(norm, part) for norm, part in zip(self.head_norms, parts, strict=True)], dim=1)
-        rotated = rotate(rotated, cos, sin)
-        query, key = rotated[:, : self.queries], rotated[:, self.queries :]
-        value = heads[:, self.queries + self.keys :]
-        return layout.attend_tokens(self.index, query, key, value, self.scaling, self.window)
-
     def _normed(self, norm: Any, x: torch.Tensor) -> torch.Tensor:
         if self.kernel is not None and x.shape[-1] % 32 == 0:
             return self.kernel.normalize(x, norm.weight, norm.variance_epsilon)
         return _normed(norm, x)
-
-
-def _weights(layer: Any) -> list[torch.Tensor]:
-    """The weights of the norms and linear modules of a layer, without adapters."""
-    attention, mlp = layer.self_attn, layer.mlp
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
-    linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-    linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    return [getattr(module, "base_layer", module).weight for module in (*norms, *linears)]
-
-
-def _compiled(layers: Sequence[_Layer]) -> CompiledLayers | None:
-    """All layers as one call; None if an operation of a layer is not compiled."""
-    one, compiled = layers[0], [layer.compiled for layer in layers]
-    if one.kernel is None or None in compiled:
-        return None
-    return CompiledLayers([layer for layer in compiled if layer], one.kernel, one.keys, one.head, one.epsilon)
 
 
 def _normed(norm: Any, x: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ for any timing of the environments.
 import asyncio
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from posttrain.distributed.sharding import compute_dtype
 from posttrain.engines.local.cache import CachedLayout, Prefix, Segment
 from posttrain.engines.local.cpu.kernel import PAGE
 from posttrain.engines.local.decoder import Decoder, sample
-from posttrain.engines.local.gate import Parts, choose_decoding
+from posttrain.engines.local.gate import choose_decoding
 from posttrain.engines.protocol import Completion, EngineCounters, Request, StopStrings
 from posttrain.episode import StopReason
 from posttrain.errors import InputError, RunError
@@ -103,8 +103,11 @@ class Slots:
         free = self.free
         if not free:
             return None
-        # The last token is always computed: its output predicts the first sampled token.
-        cached = [self._cached(slot, prompt, length) for slot in self.slots]
+        cached = []
+        for slot in self.slots:
+            # The last token is always computed: its output predicts the first sampled token.
+            count = common_prefix(slot.ids, prompt[:-1]) if slot.length == length else 0
+            cached.append(count if not self._whole or (count == len(slot.ids) and not slot.busy) else 0)
         source = int(np.argmax(cached))
         shared = cached[source]
         if pending >= shared + MIN_PENDING_TOKENS:
@@ -115,18 +118,21 @@ class Slots:
         target = in_place[0] if in_place else min(free, key=lambda i: (self.slots[i].last_used, i))
         return Placement(target, target if cached[target] == shared else source, shared)
 
-    def _cached(self, slot: Slot, prompt: np.ndarray, length: int) -> int:
-        """Number of first tokens of `prompt` that a sequence can take from `slot`."""
-        count = common_prefix(slot.ids, prompt[:-1]) if slot.length == length else 0
-        return count if not self._whole or (count == len(slot.ids) and not slot.busy) else 0
-
     def acquire(self, placement: Placement, prompt: np.ndarray, clock: int, length: int = 0) -> None:
         """Mark the slot as used by a sequence; its shared tokens count as cached."""
-        slot, source = self.slots[placement.slot], self.slots[placement.source]
-        if slot is not source:
-            slot.prefix = self._common(source, placement.shared)
-        elif slot.prefix is not None and slot.prefix.tokens > placement.shared:
+        slot, source, shared = self.slots[placement.slot], self.slots[placement.source], placement.shared
+        known = source.prefix
+        if slot is source:
+            if known is not None and known.tokens > shared:
+                slot.prefix = None
+        elif known is not None and 0 <= shared - known.tokens <= PREFIX_SLACK:
+            slot.prefix = known
+        elif shared < MIN_PENDING_TOKENS:
             slot.prefix = None
+        else:
+            slot.prefix = Prefix(shared)
+            if known is None or known.tokens < shared:
+                source.prefix = slot.prefix
         slot.ids, slot.busy, slot.last_used, slot.length = prompt[: placement.shared], True, clock, length
 
     def clear(self, index: int, length: int = 0) -> None:
@@ -139,27 +145,9 @@ class Slots:
         slot = self.slots[index]
         slot.ids, slot.busy, slot.last_used = ids, False, clock
 
-    def gaps(self) -> Iterator[tuple[int, int]]:
-        """Pairs (free, busy) of slots to swap so that the busy slots come first."""
-        busy = [i for i, slot in enumerate(self.slots) if slot.busy]
-        free = [i for i in range(len(busy)) if not self.slots[i].busy]
-        return zip(free, reversed(busy), strict=False)
-
     def swap(self, one: int, other: int) -> None:
         """Swap the contents of two slots."""
         self.slots[one], self.slots[other] = self.slots[other], self.slots[one]
-
-    def _common(self, source: Slot, shared: int) -> Prefix | None:
-        """The prefix mark of a slot that has `shared` tokens in common with `source`."""
-        known = source.prefix
-        if known is not None and 0 <= shared - known.tokens <= PREFIX_SLACK:
-            return known
-        if shared < MIN_PENDING_TOKENS:
-            return None
-        prefix = Prefix(shared)
-        if known is None or known.tokens < shared:
-            source.prefix = prefix
-        return prefix
 
 
 def common_prefix(ids: np.ndarray, prompt: np.ndarray) -> int:
@@ -172,22 +160,16 @@ def common_prefix(ids: np.ndarray, prompt: np.ndarray) -> int:
     return first if differs[first] else length
 
 
-def _flash_supports(policy: Policy) -> bool:
-    """Whether the flash kernel attends for the policy's model."""
-    if policy.device.type == "cpu":
-        return False
-    config = transformer(policy.model).config
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return supports(policy.device, compute_dtype(next(policy.model.parameters())), size)
+def _head_size(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def page_bytes(policy: Policy) -> int:
     """Bytes of one page of the cache of one sequence: keys and values of all layers."""
     config = transformer(policy.model).config
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = compute_dtype(next(policy.model.parameters())).itemsize
-    return 2 * config.num_hidden_layers * heads * PAGE * size * width
+    return 2 * config.num_hidden_layers * heads * PAGE * _head_size(config) * width
 
 
 # -- the engine -------------------------------------------------------------------------------------------------------
@@ -236,14 +218,6 @@ class _Sequence:
         """The sampled token ids [n] int64."""
         return self.tokens[self.prompt : self.length]
 
-    def append(self, token: int, logprob: float, version: int) -> None:
-        self.tokens[self.length] = token
-        self.length += 1
-        self.logprobs.append(logprob)
-        self.versions.append(version)
-        if self.on_token is not None:
-            self.on_token(token)
-
 
 class LocalEngine:
     """Engine over a `Policy` in this process. It samples with the policy's own weights.
@@ -274,7 +248,13 @@ class LocalEngine:
         """Called before each forward pass, when every open episode waits for the engine. It may load weights and cancel
         requests. The same calls before the same passes give bit-identical results.
         """
-        self._parts = self._choose_parts()
+        flash = policy.device.type != "cpu" and supports(
+            policy.device,
+            compute_dtype(next(policy.model.parameters())),
+            _head_size(transformer(policy.model).config),
+        )
+        with policy.sharded.whole() if policy.sharded is not None else nullcontext():
+            self._parts = choose_decoding(policy.model, flash, cache_directory() / "gate")
         self._lengths = lengths_of(base_decoder(policy.model))
         self._flash = self._parts.kind == "flash"
         self._page_limit: int | None = None
@@ -306,16 +286,6 @@ class LocalEngine:
         self._open_episodes = 0
         self._clock = 0
         self._pump: asyncio.Task[None] | None = None
-
-    def _choose_parts(self) -> Parts:
-        """The parts that decode exactly, measured with whole weights."""
-        sharded = self.policy.sharded
-        if sharded is not None:
-            sharded.hold()
-        parts = choose_decoding(self.policy.model, _flash_supports(self.policy), cache_directory() / "gate")
-        if sharded is not None:
-            sharded.release()
-        return parts
 
     # -- the protocol -------------------------------------------------------------------------------------------------
 
@@ -373,7 +343,10 @@ class LocalEngine:
     async def _run(self) -> None:
         """Run forward passes until nothing is in flight."""
         while self._waiting or self._running:
-            await self._wait_for_episodes()
+            polls = 0
+            while not self._all_waiting():  # environments run meanwhile
+                polls += 1
+                await asyncio.sleep(0 if polls < 100 else 0.001)
             try:
                 if self.before_forward is not None:
                     self.before_forward()
@@ -382,41 +355,39 @@ class LocalEngine:
                         continue  # cancelled episodes start again, or others take their place
                 self._step()
             except Exception as error:
-                self._fail(error)
+                for sequence in self._waiting + self._running:
+                    if not sequence.future.done():
+                        sequence.future.set_exception(RunError(f"the engine failed: {type(error).__name__}: {error}"))
+                self._waiting, self._running = [], []
+                self._slots = Slots(self.capacity, self._parts.streams)
                 return
             await asyncio.sleep(0)
 
-    async def _wait_for_episodes(self) -> None:
-        """Let environments run until every open episode has sent its next request or closed."""
-        polls = 0
-        while not self._all_waiting():
-            polls += 1
-            await asyncio.sleep(0 if polls < 100 else 0.001)
-
     def _all_waiting(self) -> bool:
+        """Whether every open episode has sent its next request."""
         return len(self._waiting) + len(self._running) >= self._open_episodes
-
-    def _fail(self, error: Exception) -> None:
-        """Fail all requests in flight with the error of the engine."""
-        for sequence in self._waiting + self._running:
-            if not sequence.future.done():
-                sequence.future.set_exception(RunError(f"the engine failed: {type(error).__name__}: {error}"))
-        self._waiting, self._running = [], []
-        self._slots = Slots(self.capacity, self._parts.streams)
 
     def _step(self) -> None:
         """Admit requests, run one forward pass, sample, and return finished completions."""
         self._clock += 1
         self._drop_cancelled()
-        if not self._waiting and not self._running:
-            return
         self._admit()
         if not self._running:
             return
         # With a limit, sequences stay in their slots, because swapping two slots needs the memory of both.
         if not self._flash and not self._parts.streams and self._page_limit is None:
-            self._close_gaps()
-        self._recompute_crossed()
+            # Move running sequences to the first slots, so that decoding reads contiguous memory.
+            by_slot = {sequence.slot: sequence for sequence in self._running}
+            gaps = [slot for slot in self._slots.free if slot < len(by_slot)]
+            for free, busy in zip(gaps, sorted(by_slot, reverse=True), strict=False):
+                self._cache.swap(free, busy, max(len(self._slots[free].ids), by_slot[busy].computed))
+                self._slots.swap(free, busy)
+                by_slot[busy].slot = free
+        for sequence in self._running if self._lengths is not None else ():
+            # The cached keys of a sequence may have the frequencies of another length.
+            if self._slots[sequence.slot].length != (length := self._length(sequence)):
+                self._slots.clear(sequence.slot, length)
+                sequence.computed = 0
         layout, ordered = self._schedule()
         begun = time.perf_counter()
         self._compute(layout, ordered)
@@ -456,10 +427,13 @@ class LocalEngine:
         # Read from a GPU together; float64 represents ids and float32 numbers exactly.
         numbers = torch.stack([tokens.double(), logprobs.double()]).cpu().tolist()
         for sequence, token, logprob in zip(sequences, *numbers, strict=True):
-            sequence.append(int(token), logprob, self.version)
-            reason = self._stop_reason(sequence)
-            if reason is not None:
-                self._finish(sequence, reason)
+            sequence.tokens[sequence.length] = int(token)
+            sequence.length += 1
+            sequence.logprobs.append(logprob)
+            sequence.versions.append(self.version)
+            if sequence.on_token is not None:
+                sequence.on_token(int(token))
+            self._finish_if_stopped(sequence)
 
     def _schedule(self) -> tuple[CachedLayout, list[tuple[_Sequence, Segment]]]:
         """The next pass in row order: all decoding sequences, then prompts up to `tokens_per_forward`, or whole."""
@@ -487,7 +461,9 @@ class LocalEngine:
             if self._page_limit is not None and sequence.pages > self._page_limit:
                 sequence.future.set_exception(RunError(self._too_small(len(sequence.tokens))))
                 continue
-            if not free or not self._has_pages(sequence):
+            # All running sequences may reach their maximum lengths.
+            running = [*self._running, sequence]
+            if not free or (self._page_limit is not None and sum(s.pages for s in running) > self._page_limit):
                 kept_waiting += self._waiting[index:]
                 break
             prompt = sequence.tokens[: sequence.prompt]
@@ -519,21 +495,6 @@ class LocalEngine:
         """The length that decides the rotary frequencies of the next token of `sequence`."""
         return 0 if self._lengths is None else self._lengths.of(sequence.length)
 
-    def _recompute_crossed(self) -> None:
-        """Compute sequences again whose cached keys have the frequencies of another length."""
-        for sequence in self._running if self._lengths is not None else ():
-            if self._slots[sequence.slot].length != (length := self._length(sequence)):
-                self._slots.clear(sequence.slot, length)
-                sequence.computed = 0
-
-    def _has_pages(self, sequence: _Sequence) -> bool:
-        """Whether the limit has room for `sequence` in addition to the running sequences, all at their maximum
-        lengths.
-        """
-        if self._page_limit is None:
-            return True
-        return sum(s.pages for s in self._running) + sequence.pages <= self._page_limit
-
     def _make_room(self, sequence: _Sequence, placement: Placement) -> Placement:
         """Drop cached tokens of free slots, least recently used first, until `sequence` fits; returns where to start
         it.
@@ -548,17 +509,14 @@ class LocalEngine:
         copied = source != placement.slot
         resident = self._cache.resident
         while kept and resident[kept].sum() + copied * resident[source] > room:
-            self._evict(kept.pop(0))
+            self._slots.clear(kept[0])
+            self._cache.drop(kept.pop(0))
         if copied and resident[kept].sum() + resident[source] > room:
-            self._evict(placement.slot)
+            self._slots.clear(placement.slot)
+            self._cache.drop(placement.slot)
             placement = Placement(source, source, placement.shared)
         self._cache.drop(placement.slot, min(sequence.pages, int(resident[placement.slot])))
         return placement
-
-    def _evict(self, index: int) -> None:
-        """Discard the cached tokens of a free slot, and return its memory."""
-        self._slots.clear(index)
-        self._cache.drop(index)
 
     def _too_small(self, tokens: int) -> str:
         """Why a sequence of `tokens` tokens does not fit `cache_bytes`."""
@@ -568,26 +526,19 @@ class LocalEngine:
             f"{needed:,} bytes; set engine.cache_bytes to {needed:,} or more, or lower rollout.tokens_per_episode"
         )
 
-    def _close_gaps(self) -> None:
-        """Move running sequences to the first slots, so that decoding reads contiguous memory."""
-        by_slot = {sequence.slot: sequence for sequence in self._running}
-        for free, busy in self._slots.gaps():
-            self._cache.swap(free, busy, max(len(self._slots[free].ids), by_slot[busy].computed))
-            self._slots.swap(free, busy)
-            by_slot[busy].slot = free
-
-    def _stop_reason(self, sequence: _Sequence) -> StopReason | None:
+    def _finish_if_stopped(self, sequence: _Sequence) -> None:
         sampled = sequence.sampled
         if int(sampled[-1]) in self.policy.end_tokens:
-            return StopReason.END_TOKEN
-        if sequence.request.stop_strings and sequence.stops.matched(sampled.tolist()):
-            return StopReason.STOP_STRING
-        return StopReason.TURN_BUDGET if len(sampled) >= sequence.request.max_tokens else None
-
-    def _finish(self, sequence: _Sequence, reason: StopReason) -> None:
+            reason = StopReason.END_TOKEN
+        elif sequence.request.stop_strings and sequence.stops.matched(sampled.tolist()):
+            reason = StopReason.STOP_STRING
+        elif len(sampled) >= sequence.request.max_tokens:
+            reason = StopReason.TURN_BUDGET
+        else:
+            return
         self._release(sequence)
         if not sequence.future.done():
-            ids = tuple(sequence.sampled.tolist())
+            ids = tuple(sampled.tolist())
             sequence.future.set_result(Completion(ids, tuple(sequence.logprobs), tuple(sequence.versions), reason))
 
     def _release(self, sequence: _Sequence) -> None:

@@ -5,8 +5,8 @@ The engine's parts are compared with the learner on the loaded weights, from the
 """
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -86,8 +86,8 @@ def _verdict(model: torch.nn.Module, kinds: tuple[Decoding, ...]) -> dict[str, A
     inner, reason = transformer(model), ""
     # A GPU's kernels for bfloat16 do not compute in float32, and FSDP frees the weights that it has gathered.
     exchanged = next(inner.parameters()).is_cpu and not current_world().sharded
-    arithmetic = computing_in_float32 if exchanged else _as_it_is
-    with arithmetic(inner) as dtype, short_windows(inner), torch.no_grad():
+    arithmetic = computing_in_float32(inner) if exchanged else nullcontext(next(inner.parameters()).dtype)
+    with arithmetic as dtype, short_windows(inner), torch.no_grad():
         limit = tolerance(dtype)
         rows = gate_rows(inner)
         references = _learned(model, rows)
@@ -101,11 +101,6 @@ def _verdict(model: torch.nn.Module, kinds: tuple[Decoding, ...]) -> dict[str, A
                 return {"kind": kind, "reason": reason}
             reason = f"{kind} decoding differs from the learner by {found.nats:.2g} nats per token"
     return {"kind": "whole", "reason": reason}
-
-
-@contextmanager
-def _as_it_is(model: torch.nn.Module) -> Iterator[torch.dtype]:
-    yield next(model.parameters()).dtype
 
 
 def _counts(row: torch.Tensor) -> list[int]:

@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import json
+import math
 import os
 import sys
 import tempfile
@@ -11,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +36,7 @@ from posttrain.engines.vllm.settings import Settings
 from posttrain.engines.vllm.transfer import address_for, broadcast, joined_group, packed, shared_memory
 from posttrain.engines.vllm.weights import Bucket, WeightStore, buckets
 from posttrain.episode import StopReason
-from posttrain.errors import InputError, PosttrainError, RunError
+from posttrain.errors import InputError, RunError
 from posttrain.models.adapters import adapted_beside_layers
 from posttrain.models.load import resolve_path
 from posttrain.models.policy import Policy
@@ -104,9 +105,13 @@ class VllmEngine:
         """Number of requests sent again because the replica that had them died."""
         self._assigned: ContextVar[list[_ReplicaState] | None] = ContextVar("assigned", default=None)
         self._replicas = [
-            _ReplicaState(replica, asyncio.Lock(), HangDetector(replica.ping, HANG_SECONDS)) for replica in replicas
+            _ReplicaState(replica, asyncio.Lock(), HangDetector(partial(replica.call, "ping"), HANG_SECONDS))
+            for replica in replicas
         ]
-        self._store = WeightStore(recipe.max_restarts > 0 or bool(recipe.urls), self._stored_bytes())
+        # The largest number of bytes in files at a time. A byte of 4-bit weights is sent as two numbers of two bytes.
+        kept = recipe.max_restarts > 0 or bool(recipe.urls)
+        widths = ((p.numel(), p.element_size() if p.is_floating_point() else 4) for p in policy.model.parameters())
+        self._store = WeightStore(kept, sum(map(math.prod, widths)) if kept else 2 * BUCKET_BYTES)
         self._adapter: Path | None = None
         self._sent = 0
         self._source = policy
@@ -136,7 +141,7 @@ class VllmEngine:
         begun = time.monotonic()
         names = ", ".join(state.replica.name for state in self._replicas)
         print(f"waiting for {names}; starting vLLM takes about a minute", file=sys.stderr, flush=True)
-        self._run(self._on_replicas(lambda state: state.replica.start()))
+        self._wait(self._on_replicas(lambda state: state.replica.start()))
         self.sleep()
         print(f"vLLM is ready after {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
 
@@ -144,21 +149,21 @@ class VllmEngine:
 
     async def generate(self, request: Request) -> Completion:
         """Sample one completion. If the replica dies, the request is sent again with the same seed."""
-        sampling = request.sampling
         job = {
             "prompt_ids": list(request.prompt_ids),
             "seed": request.seed,
             "max_tokens": request.max_tokens,
             "end_tokens": sorted(self.policy.end_tokens),
             "stop_strings": list(request.stop_strings),
-            **sampling.model_dump(),
+            **request.sampling.model_dump(),
         }
         assigned = self._assigned.get()
-        if assigned is None:
-            with self._assignment([]) as lone:
-                result = await self._send(lone, job)
-        else:
-            result = await self._send(assigned, job)
+        with nullcontext(assigned) if assigned is not None else self._assignment() as replica:
+            if not replica:
+                replica.append(min(self._replicas, key=lambda state: state.load))
+                replica[0].load += 1
+            call = asyncio.run_coroutine_threadsafe(self._generate(replica[0], job), self._loop)
+            result = await asyncio.wrap_future(call)
         self.counters.sampled += len(result["ids"])
         self.counters.reused += result["reused"]
         self.counters.prefilled += len(request.prompt_ids) - result["reused"]
@@ -168,7 +173,7 @@ class VllmEngine:
     @contextmanager
     def episode(self, group: int = 0) -> Iterator[None]:
         """Send all requests of the episode to one replica, whose cache has the earlier turns."""
-        with self._assignment([]) as assigned:
+        with self._assignment() as assigned:
             token = self._assigned.set(assigned)
             try:
                 yield
@@ -181,23 +186,29 @@ class VllmEngine:
         # The replicas wake up to receive weights, and again to allocate their cache.
         source.release_cached_memory()
         # Wait for replicas that are being restarted: they read the weights whose files are removed next.
-        self._run(self._on_replicas(lambda state: state.lock.acquire()))
+        self._wait(self._on_replicas(lambda state: state.lock.acquire()))
         try:
             self._store.clear()
             self._adapter = None
+            self._sent += 1
             if self.recipe.adapters == "adapter_only":
-                self._write_adapter(source)
-                self._run(self._on_replicas(lambda state: self._if_alive(state, self._send_adapter(state, version))))
+                self._send_adapter(source, version)
             else:
                 self._send_weights(source, version)
             self.version = version
         finally:
-            self._run(self._on_replicas(self._release))
-        self._run(self._on_replicas(self._restart_if_dead))
+            for state in self._replicas:
+                self._loop.call_soon_threadsafe(state.lock.release)
+
+        async def restart_if_dead(state: _ReplicaState) -> None:
+            if not state.alive:
+                await self._restart(state, state.starts, "while weights were sent")
+
+        self._wait(self._on_replicas(restart_if_dead))
 
     def sleep(self) -> None:
         """Free as much memory of every replica as possible."""
-        self._run(self._on_replicas(lambda state: self._if_alive(state, state.replica.sleep())))
+        self._wait(self._on_alive("sleep"))
 
     def close(self) -> None:
         """Stop the replicas that this process started."""
@@ -206,25 +217,20 @@ class VllmEngine:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _assignment(self, assigned: list[_ReplicaState]) -> Iterator[list[_ReplicaState]]:
-        """`assigned` receives the replica of its first request, whose load counts it until the end of the block."""
+    def _assignment(self) -> Iterator[list[_ReplicaState]]:
+        """An empty list for the replica of the first request, whose load counts it until the end of the block."""
+        assigned: list[_ReplicaState] = []
         try:
             yield assigned
         finally:
             for state in assigned:
                 state.load -= 1
 
-    async def _send(self, assigned: list[_ReplicaState], job: dict[str, Any]) -> dict[str, Any]:
-        if not assigned:
-            assigned.append(min(self._replicas, key=lambda state: state.load))
-            assigned[0].load += 1
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._generate(assigned[0], job), self._loop))
-
     async def _generate(self, state: _ReplicaState, job: dict[str, Any]) -> dict[str, Any]:
         for attempt in range(self.recipe.retries + 1):
             starts = state.starts
             try:
-                return await state.detector.run(state.replica.generate(job))
+                return await state.detector.run(state.replica.call("generate", job=job))
             except EngineRefused as error:
                 raise RunError(f"{state.replica.name} refused a request: {error}") from error
             except EngineDied as error:
@@ -267,14 +273,6 @@ class VllmEngine:
                 "requests are sent again"
             )
 
-    async def _release(self, state: _ReplicaState) -> None:
-        state.lock.release()
-
-    async def _restart_if_dead(self, state: _ReplicaState) -> None:
-        """Restart a replica that died while weights were sent."""
-        if not state.alive:
-            await self._restart(state, state.starts, "while weights were sent")
-
     async def _if_alive(self, state: _ReplicaState, work: Coroutine[Any, Any, Any]) -> None:
         """Run `work`. A replica that dies during it is marked as dead and restarted later."""
         if not state.alive:
@@ -285,43 +283,41 @@ class VllmEngine:
         except EngineDied:
             state.alive = False
 
+    def _on_alive(self, name: str, **arguments: Any) -> concurrent.futures.Future[Any]:
+        """Call the method `name` of all live replicas."""
+        return self._on_replicas(lambda state: self._if_alive(state, state.replica.call(name, **arguments)))
+
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def _send_weights(self, source: Policy, version: int) -> None:
         """Read the weights in this thread, bucket by bucket, and send each to every replica before reading the next."""
-        self._sent += 1
-        self._run(self._on_replicas(lambda state: self._if_alive(state, state.replica.begin_weights(version))))
+        self._wait(self._on_alive("begin_weights", version=version))
         self._source = source
-        send = {"files": self._send_file, "ipc": self._send_shared, "nccl": self._send_broadcast}
         if self.recipe.weight_transfer == "nccl":
             self._join_group(source)
         for number, bucket in enumerate(buckets(source.weights(), BUCKET_BYTES)):
             if self._replicas:
-                send[self.recipe.weight_transfer](bucket, number)
+                self._send_bucket(bucket, number)
         source.release_cached_memory()
-        self._run(self._on_replicas(lambda state: self._if_alive(state, self._finish(state))))
+        self._wait(self._on_replicas(lambda state: self._if_alive(state, self._finish(state))))
 
-    def _send_file(self, bucket: Bucket, number: int) -> None:
-        path = self._store.put(bucket, f"{self._sent}-{number}.safetensors")
-        self._run(self._on_replicas(partial(self._receive, path=path)))
-        self._store.discard(path)
-
-    def _send_shared(self, bucket: Bucket, number: int) -> None:
-        """Let the replica open a bucket in the learner's memory. The bucket stays there until it is read."""
+    def _send_bucket(self, bucket: Bucket, number: int) -> None:
+        if self.recipe.weight_transfer == "files":
+            path = self._store.put(bucket, f"{self._sent}-{number}.safetensors")
+            self._wait(self._on_alive("receive_weights", path=path))
+            self._store.discard(path)
+            return
         buffer, entries = packed(bucket)
-        torch.cuda.current_stream(buffer.device).synchronize()
-        described = {"shared": shared_memory(buffer), "entries": entries}
-        self._run(self._on_replicas(partial(self._receive_buffer, described=described)))
-        del buffer
-        torch.cuda.ipc_collect()
-
-    def _send_broadcast(self, bucket: Bucket, number: int) -> None:
-        buffer, entries = packed(bucket)
-        described = {"size": buffer.numel(), "entries": entries}
-        received = asyncio.run_coroutine_threadsafe(
-            self._on_replicas(partial(self._receive_buffer, described=described)), self._loop
-        )
-        self._beside(received, lambda wanted: broadcast(self._group[1], buffer, wanted))
+        if self.recipe.weight_transfer == "ipc":
+            # The buffer stays in the learner's memory until every replica has read it.
+            torch.cuda.current_stream(buffer.device).synchronize()
+            described = {"shared": shared_memory(buffer), "entries": entries}
+            self._wait(self._on_alive("receive_buffer", described=described))
+            del buffer
+            torch.cuda.ipc_collect()
+        else:
+            received = self._on_alive("receive_buffer", described={"size": buffer.numel(), "entries": entries})
+            self._beside(received, lambda wanted: broadcast(self._group[1], buffer, wanted))
 
     def _join_group(self, source: Policy) -> None:
         """Make the process group with all workers, again after every restart of a replica."""
@@ -332,18 +328,16 @@ class VllmEngine:
         each = self.recipe.tensor_parallel
         size = 1 + each * len(self._replicas)
 
-        async def join(state: _ReplicaState) -> None:
+        def join(state: _ReplicaState) -> Coroutine[Any, Any, None]:
             first = 1 + each * self._replicas.index(state)
-            await self._if_alive(state, state.replica.join_transfer(address, port, first, size))
+            named = {"address": address, "port": port, "first": first, "size": size}
+            return self._if_alive(state, state.replica.call("join_transfer", **named))
 
-        joined = asyncio.run_coroutine_threadsafe(self._on_replicas(join), self._loop)
-        group: list[Any] = []
-        self._beside(
-            joined, lambda wanted: group.append(joined_group(address, port, 0, size, source.device.type == "cuda"))
-        )
-        self._group = starts, group[0]
+        on_gpu = source.device.type == "cuda"
+        group = self._beside(self._on_replicas(join), lambda wanted: joined_group(address, port, 0, size, on_gpu))
+        self._group = starts, group
 
-    def _beside(self, calls: concurrent.futures.Future[Any], work: Callable[[Callable[[], None]], None]) -> None:
+    def _beside(self, calls: concurrent.futures.Future[Any], work: Callable[[Callable[[], None]], T]) -> T:
         """Do this process's part of a collective call while the replicas do theirs."""
 
         def still_wanted() -> None:
@@ -353,7 +347,7 @@ class VllmEngine:
                     raise EngineDied("it died while weights were sent")
 
         try:
-            work(still_wanted)
+            result = work(still_wanted)
             calls.result()
         except (RuntimeError, EngineDied, EngineRefused) as error:
             self._group = (), None
@@ -361,15 +355,10 @@ class VllmEngine:
                 f"the weights could not be sent to every vLLM worker ({str(error).splitlines()[0]}); continue with --resume, "
                 "or set engine.weight_transfer=files"
             ) from error
-
-    async def _receive_buffer(self, state: _ReplicaState, described: dict[str, Any]) -> None:
-        await self._if_alive(state, state.replica.receive_buffer(described))
-
-    async def _receive(self, state: _ReplicaState, path: Path) -> None:
-        await self._if_alive(state, state.replica.receive_weights(path))
+        return result
 
     async def _finish(self, state: _ReplicaState) -> None:
-        missing = await state.replica.finish_weights()
+        missing = await state.replica.call("finish_weights")
         if missing:
             raise RunError(
                 f"{state.replica.name} lacks {len(missing)} weights of {self.model_path}, the first of them {missing[0]}; it "
@@ -378,30 +367,28 @@ class VllmEngine:
 
     async def _resend(self, state: _ReplicaState) -> None:
         if self._adapter is not None:
-            await self._send_adapter(state, self.version)
+            await state.replica.call("load_adapter", path=self._adapter, version=self.version)
             return
-        await state.replica.begin_weights(self.version)
+        await state.replica.call("begin_weights", version=self.version)
         if self.recipe.weight_transfer != "files" and not self._store.files:
             # The restarted replica loads these files; the next weights are sent directly again.
             for number, bucket in enumerate(buckets(self._source.weights(), BUCKET_BYTES)):
                 self._store.put(bucket, f"{self._sent}-{number}.safetensors")
         for path in self._store.files:
-            await state.replica.receive_weights(path)
+            await state.replica.call("receive_weights", path=path)
         await self._finish(state)
 
-    def _write_adapter(self, source: Policy) -> None:
-        self._sent += 1
-        folder = f"adapter-{self._sent}"
+    def _send_adapter(self, source: Policy, version: int) -> None:
         weights = dict(source.adapter_weights())
         if not self._replicas:
             return
-        self._adapter = self._store.put(weights, f"{folder}/adapter_model.safetensors").parent
-        config = self._adapter / "adapter_config.json"
-        config.write_text(json.dumps(_adapter_config(source), default=sorted))
-
-    async def _send_adapter(self, state: _ReplicaState, version: int) -> None:
-        assert self._adapter is not None
-        await state.replica.load_adapter(self._adapter, version)
+        self._adapter = self._store.put(weights, f"adapter-{self._sent}/adapter_model.safetensors").parent
+        model: Any = source.model
+        config = model.peft_config["default"].to_dict()
+        if config.get("task_type", "") is None:
+            del config["task_type"]
+        (self._adapter / "adapter_config.json").write_text(json.dumps(config, default=sorted))
+        self._wait(self._on_alive("load_adapter", path=self._adapter, version=version))
 
     # -- between threads ----------------------------------------------------------------------------------------------
 
@@ -410,39 +397,25 @@ class VllmEngine:
         """`model.path` of the policy, for messages."""
         return self.policy.recipe.path
 
-    def _stored_bytes(self) -> int:
-        """Largest number of bytes of weights in files at a time."""
-        bucket = BUCKET_BYTES
-        if self.recipe.max_restarts == 0 and not self.recipe.urls:
-            return 2 * bucket
-        # A byte of 4-bit weights is sent as two numbers of two bytes.
-        widths = ((p, p.element_size() if p.is_floating_point() else 4) for p in self.policy.model.parameters())
-        return sum(parameter.numel() * width for parameter, width in widths)
-
-    async def _on_replicas(self, call: Callable[[_ReplicaState], Coroutine[Any, Any, T]]) -> list[T]:
-        """Call all replicas concurrently and return the results; after all have ended, raise the first error."""
-        tasks = [asyncio.ensure_future(call(state)) for state in self._replicas]
-        results = await asyncio.gather(*tasks, return_exceptions=True)
+    async def _gather(self, call: Callable[[_ReplicaState], Coroutine[Any, Any, T]]) -> list[T]:
+        results = await asyncio.gather(*map(call, self._replicas), return_exceptions=True)
         for error in results:
             if isinstance(error, BaseException):
                 raise error
         return [result for result in results if not isinstance(result, BaseException)]
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` in the event loop of the engine's thread and wait for the result."""
+    def _on_replicas(
+        self, call: Callable[[_ReplicaState], Coroutine[Any, Any, T]]
+    ) -> concurrent.futures.Future[list[T]]:
+        """Call all replicas concurrently. The results, or the first error, come after all calls have ended."""
+        return asyncio.run_coroutine_threadsafe(self._gather(call), self._loop)
+
+    def _wait(self, work: concurrent.futures.Future[T]) -> T:
+        """The result of `work`, which runs in the event loop of the engine's thread."""
         try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-        except PosttrainError:
-            raise
+            return work.result()
         except EngineRefused as error:
             raise RunError(f"vLLM refused a request: {error}") from error
-
-
-def _adapter_config(policy: Policy) -> dict[str, Any]:
-    """The contents of peft's `adapter_config.json`."""
-    model: Any = policy.model
-    config = model.peft_config["default"].to_dict()
-    return {key: value for key, value in config.items() if not (key == "task_type" and value is None)}
 
 
 def _close(
@@ -553,23 +526,15 @@ def settings_of(
 
 
 def _make_replicas(recipe: VllmEngineRecipe, settings: Settings, logs: Path | None) -> list[ServerReplica]:
-    if recipe.urls:
-        token = os.environ.get(TOKEN) or None
-        return [
-            ServerReplica(
-                f"the vLLM server at {url}",
-                url.rstrip("/"),
-                token,
-                START_SECONDS,
-                same_machine=False,
-                required=settings,
-            )
-            for url in recipe.urls
-        ]
-    folder = logs or Path(tempfile.mkdtemp(prefix="posttrain-vllm-logs-"))
+    token = os.environ.get(TOKEN) or None
     replicas: list[ServerReplica] = []
-    for number in range(recipe.servers):
-        first = recipe.first_device + number * recipe.tensor_parallel
-        devices = list(range(first, first + recipe.tensor_parallel))
-        replicas.append(LaunchedServerReplica(number, settings, recipe.python, devices, START_SECONDS, folder))
+    for url in recipe.urls:
+        name = f"the vLLM server at {url}"
+        replicas.append(ServerReplica(name, url.rstrip("/"), token, START_SECONDS, False, required=settings))
+    if not recipe.urls:
+        folder, size = logs or Path(tempfile.mkdtemp(prefix="posttrain-vllm-logs-")), recipe.tensor_parallel
+        for number in range(recipe.servers):
+            first = recipe.first_device + number * size
+            devices = list(range(first, first + size))
+            replicas.append(LaunchedServerReplica(number, settings, recipe.python, devices, START_SECONDS, folder))
     return replicas

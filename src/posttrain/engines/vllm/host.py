@@ -25,6 +25,7 @@ class Host:
         self._numbers = itertools.count()
         self._adapter: Any = None
         self._tokenizer: Any = None
+        """The tokenizer of the model's files, loaded for the first request with stop strings."""
 
     @classmethod
     async def open(cls, settings: Settings) -> "Host":
@@ -43,7 +44,7 @@ class Host:
         await engine.collective_rpc("end_with_parent", args=(os.getpid(),))
         return host
 
-    def info(self) -> dict[str, Any]:
+    async def info(self) -> dict[str, Any]:
         """vLLM's version, the version of the weights, whether the engine sleeps, and its settings."""
         import vllm
 
@@ -83,7 +84,13 @@ class Host:
             # vLLM's front end cannot keep up with one message per token of every request in flight.
             output_kind=RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY,
         )
-        stops = StopStrings(self.tokenizer if job["stop_strings"] else None, job["stop_strings"])
+        if job["stop_strings"] and self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                self.settings.model, trust_remote_code=self.settings.trust_remote_code
+            )
+        stops = StopStrings(self._tokenizer, job["stop_strings"])
         name, adapter, version = f"request-{next(self._numbers)}", self._adapter, self.version
         ids: list[int] = []
         logprobs: list[float] = []
@@ -149,15 +156,15 @@ class Host:
             await self._resume(self._pending_version)
         return names
 
-    async def load_adapter(self, directory: str, version: int) -> None:
-        """Sample with the adapters that peft wrote to `directory`, which must exist until the next ones are loaded."""
+    async def load_adapter(self, path: str, version: int) -> None:
+        """Sample with the adapters that peft wrote to the folder `path`, which must exist until the next are loaded."""
         from vllm.lora.request import LoRARequest
 
         await self._pause()
         if self._asleep and self.has_gpu:
             await self.engine.wake_up(["weights"])
         number = 1 + next(self._numbers)
-        adapter = LoRARequest(f"policy-{version}-{number}", number, directory)
+        adapter = LoRARequest(f"policy-{version}-{number}", number, path)
         await self.engine.add_lora(adapter)
         self._adapter = adapter
         for older in sorted(await self.engine.list_loras()):
@@ -192,19 +199,6 @@ class Host:
         if self._paused:
             await self.engine.resume_generation()
             self._paused = False
-
-    # -- tokenizer and shutdown ---------------------------------------------------------------------------------------
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer of the model's files, loaded for the first request with stop strings."""
-        if self._tokenizer is None:
-            from transformers import AutoTokenizer
-
-            self._tokenizer = AutoTokenizer.from_pretrained(
-                self.settings.model, trust_remote_code=self.settings.trust_remote_code
-            )
-        return self._tokenizer
 
     def close(self) -> None:
         """Stop vLLM's processes."""

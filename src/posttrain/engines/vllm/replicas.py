@@ -1,6 +1,7 @@
 """vLLM replicas: engines behind existing servers, or behind servers that this process starts."""
 
 import asyncio
+import io
 import json
 import os
 import secrets
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,7 +49,7 @@ class HangDetector:
         task = asyncio.ensure_future(call)
         self._calls.add(task)
         if len(self._calls) == 1:
-            self._pinging = asyncio.ensure_future(self._ping_while_called())
+            self._pinging = asyncio.ensure_future(self._ping_until_cancelled())
         try:
             return await task
         except asyncio.CancelledError:
@@ -61,8 +62,7 @@ class HangDetector:
             if not self._calls:
                 self._pinging.cancel()
 
-    async def _ping_while_called(self) -> None:
-        """Ping until cancelled, when no call is in flight any more."""
+    async def _ping_until_cancelled(self) -> None:
         while True:
             await asyncio.sleep(self._timeout / 4)
             calls = set(self._calls)
@@ -74,19 +74,15 @@ class HangDetector:
                 for task in self._hung:
                     task.cancel()
             except (EngineDied, EngineRefused):
-                # The calls themselves raise it.
-                pass
+                pass  # the calls raise it as well
 
 
 _CONNECT_SECONDS = 10
 _CHUNK_BYTES = 2**20
 
 
-async def http_request(
-    url: str, method: str, path: str, headers: dict[str, str], content: bytes | Path = b""
-) -> dict[str, Any]:
-    """Send a request to the server at `url` and return the JSON of its response. `content` is the body or a file with
-    it.
+async def http_request(url: str, path: str, headers: dict[str, str], content: bytes | Path) -> dict[str, Any]:
+    """POST `content`, the body or a file with it, to the server at `url`, and return the JSON of its response.
 
     Raises EngineRefused for a status other than 200 and EngineDied if the connection fails or closes early.
     """
@@ -97,19 +93,30 @@ async def http_request(
         async with asyncio.timeout(_CONNECT_SECONDS):
             reader, writer = await asyncio.open_connection(address.hostname, port, ssl=secure)
     except (OSError, TimeoutError) as error:
-        raise EngineDied(_message(error)) from error
+        raise EngineDied(str(error) or type(error).__name__) from error
     try:
-        _enable_keepalive(writer.get_extra_info("socket"))
+        # Responses may take any time, so that the other machine is gone shows by TCP keep-alive only.
+        connection = writer.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+            if hasattr(socket, option):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         length = content.stat().st_size if isinstance(content, Path) else len(content)
         lines = {"host": address.netloc, "connection": "close", "content-length": str(length)} | headers
         head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-        writer.write(f"{method} {address.path.rstrip('/')}{path} HTTP/1.1\r\n{head}\r\n".encode())
-        async for chunk in _chunks(content):
-            writer.write(chunk)
-            await writer.drain()
-        status, body = await _response(reader)
-    except (OSError, asyncio.IncompleteReadError) as error:
-        raise EngineDied(_message(error)) from error
+        writer.write(f"POST {address.path.rstrip('/')}{path} HTTP/1.1\r\n{head}\r\n".encode())
+        with content.open("rb") if isinstance(content, Path) else io.BytesIO(content) as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                writer.write(chunk)
+                await writer.drain()
+        answer = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        status = int(answer[0].split()[1])
+        sizes = [line.partition(":")[2] for line in answer if line.lower().startswith("content-length:")]
+        body = await reader.readexactly(int(sizes[0])) if sizes else await reader.read()
+    except asyncio.IncompleteReadError as error:
+        raise EngineDied("it closed the connection") from error
+    except OSError as error:
+        raise EngineDied(str(error) or type(error).__name__) from error
     finally:
         writer.close()
     try:
@@ -117,49 +124,15 @@ async def http_request(
     except ValueError as error:
         raise EngineRefused(f"{url} is not a vLLM server of posttrain") from error
     if status != 200:
-        raise EngineRefused(
-            response.get("error", f"status {status}") if isinstance(response, dict) else f"status {status}"
-        )
+        reason = response.get("error") if isinstance(response, dict) else None
+        raise EngineRefused(reason or f"status {status}")
     return response
-
-
-async def _response(reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-    status = int(head[0].split()[1])
-    sizes = [line.partition(":")[2] for line in head if line.lower().startswith("content-length:")]
-    return status, await reader.readexactly(int(sizes[0])) if sizes else await reader.read()
-
-
-async def _chunks(content: bytes | Path) -> AsyncIterator[bytes]:
-    if isinstance(content, bytes):
-        yield content
-        return
-    with content.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            yield chunk
-
-
-def _enable_keepalive(connection: socket.socket | None) -> None:
-    """Detect by TCP keep-alive that the other machine is gone: responses may take any time, so there is no time-out."""
-    if connection is None:
-        return
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, option):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
-
-def _message(error: BaseException) -> str:
-    if isinstance(error, asyncio.IncompleteReadError):
-        return "it closed the connection"
-    return str(error) or type(error).__name__
 
 
 _POLL_SECONDS = 0.1
 _SHUTDOWN_SECONDS = 10
 """Time for a server to shut down before it is killed."""
 TOKEN = "POSTTRAIN_VLLM_TOKEN"
-_BINARY = {"content-type": "application/octet-stream"}
 _LOG_LINES = 6
 """Number of log lines that an error message shows."""
 
@@ -167,8 +140,8 @@ _LOG_LINES = 6
 class ServerReplica:
     """A vLLM server at `url`, which is empty until the server is running, with the weights that were sent to it.
 
-    Methods run in the event loop of `VllmEngine`. Those with the name of a method of `Host` call it, and raise EngineDied if
-    the engine is gone and EngineRefused if it rejects the call.
+    Methods run in the event loop of `VllmEngine`. `call` raises EngineDied if the engine is gone and EngineRefused if it
+    rejects the call.
     """
 
     def __init__(
@@ -195,7 +168,7 @@ class ServerReplica:
         while True:
             try:
                 async with asyncio.timeout(max(1.0, ends - time.monotonic())):
-                    self._check_settings(await self.info())
+                    self._check_settings(await self.call("info"))
                 return
             except (EngineDied, TimeoutError) as error:
                 if time.monotonic() > ends:
@@ -225,57 +198,24 @@ class ServerReplica:
                 f"{self.required.max_model_len}"
             )
 
-    async def info(self) -> dict[str, Any]:
-        return await self._call("/info")
-
-    async def ping(self) -> None:
-        await self._call("/ping")
-
-    async def generate(self, job: dict[str, Any]) -> dict[str, Any]:
-        return await self._call("/generate", job)
-
-    async def begin_weights(self, version: int) -> None:
-        await self._call("/weights/begin", {"version": version})
-
-    async def receive_weights(self, path: Path) -> None:
-        if self.same_machine:
-            await self._call("/weights/bucket", {"path": str(path)})
-        else:
-            await self._call("/weights/bucket", path, _BINARY)
-
-    async def join_transfer(self, address: str, port: int, first: int, size: int) -> None:
-        await self._call("/weights/join", {"address": address, "port": port, "first": first, "size": size})
-
-    async def receive_buffer(self, described: dict[str, Any]) -> None:
-        await self._call("/weights/buffer", described)
-
-    async def finish_weights(self) -> list[str]:
-        return (await self._call("/weights/finish", {}))["missing"]
-
-    async def load_adapter(self, folder: Path, version: int) -> None:
-        if self.same_machine:
-            await self._call("/adapter", {"folder": str(folder), "version": version})
-            return
-        config = " ".join((folder / "adapter_config.json").read_text().split())
-        weights = folder / "adapter_model.safetensors"
-        await self._call("/adapter", weights, _BINARY | {"x-adapter": config, "x-version": str(version)})
-
-    async def sleep(self) -> None:
-        await self._call("/sleep", {})
+    async def call(self, name: str, **arguments: Any) -> Any:
+        """The result of the method `name` of `Host`. Weights and adapters are sent as paths or, elsewhere, as contents."""
+        content: bytes | Path = json.dumps(arguments, default=str).encode()
+        headers = self._headers
+        if not self.same_machine and name in ("receive_weights", "load_adapter"):
+            content = path = Path(arguments["path"])
+            headers = headers | {"content-type": "application/octet-stream"}
+            if name == "load_adapter":
+                config = " ".join((path / "adapter_config.json").read_text().split())
+                headers |= {"x-adapter": config, "x-version": str(arguments["version"])}
+                content = path / "adapter_model.safetensors"
+        return (await http_request(self.url, f"/{name}", headers, content))["result"]
 
     def request_stop(self) -> None:
         """Ask a server that this process started to shut down, before `close`, so that several do so in parallel."""
 
     def close(self) -> None:
         """Stop a server that this process started."""
-
-    async def _call(
-        self, path: str, content: bytes | Path | dict[str, Any] | None = None, headers: dict[str, str] | None = None
-    ) -> dict[str, Any]:
-        """GET without content, else POST. A dictionary is sent as JSON."""
-        method = "GET" if content is None else "POST"
-        body = content if isinstance(content, bytes | Path) else json.dumps(content or {}).encode()
-        return await http_request(self.url, method, path, self._headers | (headers or {}), body)
 
 
 class LaunchedServerReplica(ServerReplica):
@@ -302,21 +242,29 @@ class LaunchedServerReplica(ServerReplica):
         port_file = Path(self._folder.name) / "port"
         port_file.unlink(missing_ok=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        options: list[str] = []
+        for field in fields(Settings)[1:]:
+            value, name = getattr(self.settings, field.name), field.name.replace("_", "-")
+            if isinstance(value, bool):
+                options.append(f"--{'' if value else 'no-'}{name}")
+            else:
+                options += [f"--{name}", str(value)]
+        internal = ["--port", "0", "--owned", "--announce", str(port_file)]
+        command = [self.python, "-m", "posttrain.engines.vllm.server", self.settings.model, *internal, *options]
         with self.log.open("ab") as log:
             self._process = ChildProcess(
-                self._command(port_file), stdin=subprocess.PIPE, stdout=log, stderr=log, environment=self._environment()
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, environment=self._environment()
             )
         ends = time.monotonic() + self.start_timeout
         while not port_file.exists():
             code = self._process.code
             if code is not None or time.monotonic() > ends:
                 self._kill()
-                how = (
-                    f"it exited with status {code}"
-                    if code is not None
-                    else f"no response after {self.start_timeout:g} s"
-                )
-                raise RunError(f"{self.name} did not start: {how}; {self._log_tail()}")
+                how = f"no response after {self.start_timeout:g} s" if code is None else f"it exited with status {code}"
+                lines = self.log.read_text(errors="replace").splitlines()
+                errors = [line for line in lines if "Error" in line or "error:" in line.lower()] or lines
+                shown = "".join(f"\n  {line[:300]}" for line in dict.fromkeys(errors[-_LOG_LINES:]))
+                raise RunError(f"{self.name} did not start: {how}; end of its log {self.log}:{shown}")
             await asyncio.sleep(_POLL_SECONDS)
         self.url = f"http://127.0.0.1:{port_file.read_text()}"
 
@@ -342,19 +290,6 @@ class LaunchedServerReplica(ServerReplica):
         """Id of the server's first process; None if it is not running."""
         return self._process.pid if self._process is not None else None
 
-    def _command(self, port_file: Path) -> list[str]:
-        options: list[str] = []
-        for field in fields(Settings):
-            value, name = getattr(self.settings, field.name), field.name.replace("_", "-")
-            if field.name == "model" or value == field.default:
-                continue
-            options += (
-                [f"--{name}", str(value)] if not isinstance(value, bool) else [f"--{'' if value else 'no-'}{name}"]
-            )
-        module = "posttrain.engines.vllm.server"
-        internal = ["--port", "0", "--owned", "--announce", str(port_file)]
-        return [self.python, "-m", module, self.settings.model, *internal, *options]
-
     def _environment(self) -> dict[str, str]:
         """Environment variables of the server. It can import this posttrain, but no other package of this
         interpreter.
@@ -365,21 +300,14 @@ class LaunchedServerReplica(ServerReplica):
         if not package.exists():
             package.mkdir()
             (package / "posttrain").symlink_to(Path(posttrain.__file__).parent, target_is_directory=True)
+        # Neither the learner's rank nor its number of threads applies to the engine.
+        learners = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        excluded = ("LD_PRELOAD", "OMP_NUM_THREADS", *learners)
         variables = {
-            name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TORCHELASTIC"))
+            name: value
+            for name, value in os.environ.items()
+            if name not in excluded and not name.startswith(("PYTHON", "TORCHELASTIC"))
         }
-        for name in (
-            "RANK",
-            "LOCAL_RANK",
-            "WORLD_SIZE",
-            "LOCAL_WORLD_SIZE",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-            "LD_PRELOAD",
-        ):
-            variables.pop(name, None)
-        # The learner's number of threads does not apply to the engine.
-        variables.pop("OMP_NUM_THREADS", None)
         temporary = Path(self._folder.name) / "tmp"
         temporary.mkdir(exist_ok=True)
         # Temporary files of vLLM are removed with the folder.
@@ -397,9 +325,3 @@ class LaunchedServerReplica(ServerReplica):
                 )
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(seen[device] for device in self.devices)
         return variables
-
-    def _log_tail(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        errors = [line for line in lines if "Error" in line or "error:" in line.lower()] or lines
-        shown = "\n".join(f"  {line[:300]}" for line in dict.fromkeys(errors[-_LOG_LINES:]))
-        return f"end of its log {self.log}:\n{shown}"

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import AsyncIterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,11 @@ from posttrain.engines.vllm.settings import Settings
 
 TOKEN = "POSTTRAIN_VLLM_TOKEN"
 """Environment variable with the server's token."""
+CALLS = (
+    *("info", "ping", "generate", "sleep"),
+    *("begin_weights", "finish_weights", "join_transfer", "receive_buffer"),
+)
+"""Methods of `Host` that every client may call. Those that take paths need `trusts_paths`."""
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 _POLL_SECONDS = 0.5
 _SHUTDOWN_SECONDS = 8
@@ -34,7 +40,7 @@ _SHUTDOWN_SECONDS = 8
 
 
 class Server:
-    """The routes over a `Host`, as an ASGI application."""
+    """The methods of a `Host` by their names, as an ASGI application."""
 
     def __init__(self, host: Host, token: str | None, trusts_paths: bool) -> None:
         """`trusts_paths`: accept file paths instead of contents, from a trainer on this machine."""
@@ -56,8 +62,8 @@ class Server:
             await _send_json(send, 401, {"error": "the token is missing or wrong"})
             return
         try:
-            result = await self._serve(scope["method"], scope["path"], headers, receive)
-            await _send_json(send, 200, result)
+            result = await self._serve(scope["path"].removeprefix("/"), headers, receive)
+            await _send_json(send, 200, {"result": result})
         except _Disconnected:
             return
         except Exception as error:
@@ -67,75 +73,51 @@ class Server:
                 os._exit(1)
             await _send_json(send, 400, {"error": f"{type(error).__name__}: {error}"})
 
-    async def _serve(self, method: str, path: str, headers: dict[str, str], receive: Any) -> dict[str, Any]:
-        if (method, path) == ("GET", "/info"):
-            return self.host.info()
-        if (method, path) == ("POST", "/weights/bucket") and headers.get("content-type") == "application/octet-stream":
+    async def _serve(self, name: str, headers: dict[str, str], receive: Any) -> Any:
+        """The result of the method `name` of the host."""
+        uploaded = headers.get("content-type") == "application/octet-stream"
+        if uploaded and name == "receive_weights":
             file = self.folder / "bucket.safetensors"
             await _write_body(receive, file)
             await self.host.receive_weights(str(file))
             file.unlink()
-            return {}
-        if (method, path) == ("POST", "/adapter") and headers.get("content-type") == "application/octet-stream":
+            return None
+        if uploaded and name == "load_adapter":
             self._adapters += 1
             folder = self.folder / f"adapter-{self._adapters}"
             folder.mkdir()
             (folder / "adapter_config.json").write_text(headers["x-adapter"])
             await _write_body(receive, folder / "adapter_model.safetensors")
             await self.host.load_adapter(str(folder), int(headers["x-version"]))
-            return {}
-        if (method, path) == ("GET", "/ping"):
-            await self.host.ping()
-            return {}
-        job = json.loads(await _read_body(receive) or b"{}")
-        if (method, path) == ("POST", "/generate"):
-            return await _until_disconnect(self.host.generate(job), receive)
-        if (method, path) == ("POST", "/weights/begin"):
-            await self.host.begin_weights(job["version"])
-        elif (method, path) == ("POST", "/weights/finish"):
-            return {"missing": await self.host.finish_weights()}
-        elif (method, path) == ("POST", "/weights/bucket") and self.trusts_paths:
-            self.trainer_folders.add(Path(job["path"]).parent)
-            await self.host.receive_weights(job["path"])
-        elif (method, path) == ("POST", "/adapter") and self.trusts_paths:
-            self.trainer_folders.add(Path(job["folder"]).parent)
-            await self.host.load_adapter(job["folder"], job["version"])
-        elif (method, path) == ("POST", "/weights/join"):
-            await self.host.join_transfer(job["address"], job["port"], job["first"], job["size"])
-        elif (method, path) == ("POST", "/weights/buffer"):
-            await self.host.receive_buffer(job)
-        elif (method, path) == ("POST", "/sleep"):
-            await self.host.sleep()
-        else:
-            raise ValueError(f"unknown route {method} {path}")
-        return {}
+            return None
+        arguments = json.loads(b"".join([part async for part in _parts(receive)]) or b"{}")
+        if self.trusts_paths and name in ("receive_weights", "load_adapter"):
+            self.trainer_folders.add(Path(arguments["path"]).parent)
+        elif name not in CALLS:
+            raise ValueError(f"unknown call {name}")
+        work = getattr(self.host, name)(**arguments)
+        return await (_until_disconnect(work, receive) if name == "generate" else work)
 
 
 class _Disconnected(Exception):
     """The client closed the connection."""
 
 
-async def _read_body(receive: Any) -> bytes:
-    parts = []
+async def _parts(receive: Any) -> AsyncIterator[bytes]:
+    """The body of a request, part by part."""
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise _Disconnected
-        parts.append(message.get("body", b""))
+        yield message.get("body", b"")
         if not message.get("more_body"):
-            return b"".join(parts)
+            return
 
 
 async def _write_body(receive: Any, file: Path) -> None:
-    """Write the body of a request to a file, chunk by chunk."""
     with file.open("wb") as out:
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise _Disconnected
-            out.write(message.get("body", b""))
-            if not message.get("more_body"):
-                return
+        async for part in _parts(receive):
+            out.write(part)
 
 
 async def _until_disconnect(work: Any, receive: Any) -> dict[str, Any]:
@@ -163,7 +145,17 @@ async def _send_json(send: Any, status: int, content: dict[str, Any]) -> None:
 
 def main() -> None:
     """Serve until interrupted."""
-    arguments = _parser().parse_args()
+    parser = argparse.ArgumentParser(prog="python -m posttrain.engines.vllm.server", description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=8700, help="0: any free port")
+    parser.add_argument("--announce", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--owned", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("model", help="directory or hub id; the trainer sends the weights")
+    for field in fields(Settings)[1:]:
+        switch: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        kind = switch if isinstance(field.default, bool) else {"type": type(field.default)}
+        parser.add_argument(f"--{field.name.replace('_', '-')}", default=field.default, **kind)
+    arguments = parser.parse_args()
     token = os.environ.get(TOKEN) or None
     if token is None and arguments.host not in _LOCAL:
         sys.exit(f"a server on {arguments.host} is reachable from other machines; set a token in {TOKEN}")
@@ -191,7 +183,26 @@ async def _serve(arguments: argparse.Namespace, settings: Settings, token: str |
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
-    orphaned = _exit_with_stdin(server, application, Path(arguments.announce).parent) if arguments.owned else None
+    orphaned = threading.Event()
+
+    def remove_files() -> None:
+        for path in (*application.trainer_folders, Path(arguments.announce).parent):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def exit_with_stdin() -> None:
+        """Exit, with all processes of this group, when the trainer exits and so closes standard input. Files that a
+        killed trainer left on this machine are removed.
+        """
+        while os.read(0, 4096):
+            time.sleep(_POLL_SECONDS)
+        orphaned.set()
+        server.should_exit = True
+        time.sleep(_SHUTDOWN_SECONDS)
+        remove_files()
+        os.killpg(0, signal.SIGKILL)
+
+    if arguments.owned:
+        threading.Thread(target=exit_with_stdin, daemon=True, name="exit with the trainer").start()
     if arguments.announce:
         # Write and rename: the trainer polls for the file and must not read an incomplete one.
         part = Path(f"{arguments.announce}.part")
@@ -203,52 +214,8 @@ async def _serve(arguments: argparse.Namespace, settings: Settings, token: str |
     finally:
         host.close()
         shutil.rmtree(application.folder, ignore_errors=True)
-        if orphaned is not None and orphaned.is_set():
-            _remove_files(application, Path(arguments.announce).parent)
-
-
-def _exit_with_stdin(server: Any, application: Server, folder: Path) -> threading.Event:
-    """Exit, with all processes of this group, when the trainer exits and so closes standard input.
-
-    The returned event is set then. Files that a killed trainer left on this machine are removed: `folder` and the
-    folders of weights.
-    """
-    orphaned = threading.Event()
-
-    def watch() -> None:
-        while os.read(0, 4096):
-            time.sleep(_POLL_SECONDS)
-        orphaned.set()
-        server.should_exit = True
-        time.sleep(_SHUTDOWN_SECONDS)
-        _remove_files(application, folder)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True, name="exit with the trainer").start()
-    return orphaned
-
-
-def _remove_files(application: Server, folder: Path) -> None:
-    for path in (*application.trainer_folders, folder):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m posttrain.engines.vllm.server", description=__doc__)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=8700, help="0: any free port")
-    parser.add_argument("--announce", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--owned", action="store_true", help=argparse.SUPPRESS)
-    for field in fields(Settings):
-        if field.name == "model":
-            parser.add_argument("model", help="directory or hub id; the trainer sends the weights")
-        elif field.type in (bool, "bool"):
-            option = f"--{field.name.replace('_', '-')}"
-            parser.add_argument(option, action=argparse.BooleanOptionalAction, default=field.default)
-        else:
-            option = f"--{field.name.replace('_', '-')}"
-            parser.add_argument(option, type=type(field.default), default=field.default)
-    return parser
+        if orphaned.is_set():
+            remove_files()
 
 
 if __name__ == "__main__":

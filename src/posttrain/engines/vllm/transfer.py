@@ -5,6 +5,7 @@ group with all workers; between CPUs, through gloo. Two interpreters import this
 """
 
 import base64
+import math
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -41,23 +42,15 @@ def unpacked(buffer: torch.Tensor, entries: list[Entry]) -> Iterator[tuple[str, 
     """Names and tensors in a buffer, which they share memory with."""
     for name, kind, shape, start in entries:
         dtype = getattr(torch, kind)
-        count = dtype.itemsize
-        for length in shape:
-            count *= length
+        count = dtype.itemsize * math.prod(shape)
         yield name, buffer[start : start + count].view(dtype).reshape(shape)
 
 
 # -- memory of one GPU -------------------------------------------------------------------------------------------------
 
 _FIELDS = (
-    "handle",
-    "storage_size_bytes",
-    "storage_offset_bytes",
-    "requires_grad",
-    "ref_counter_handle",
-    "ref_counter_offset",
-    "event_handle",
-    "event_sync_required",
+    *("handle", "storage_size_bytes", "storage_offset_bytes", "requires_grad"),
+    *("ref_counter_handle", "ref_counter_offset", "event_handle", "event_sync_required"),
 )
 """Arguments of `torch.multiprocessing.reductions.rebuild_cuda_tensor` from the eighth on."""
 
@@ -69,13 +62,8 @@ def shared_memory(buffer: torch.Tensor) -> dict[str, Any]:
 
     _, arguments = reduce_tensor(buffer)
     values = dict(zip(_FIELDS, arguments[7:], strict=True))
-    return {
-        "size": buffer.numel(),
-        **{
-            key: base64.b64encode(value).decode() if isinstance(value, bytes) else value
-            for key, value in values.items()
-        },
-    }
+    encoded = {key: base64.b64encode(v).decode() if isinstance(v, bytes) else v for key, v in values.items()}
+    return {"size": buffer.numel(), **encoded}
 
 
 def opened_memory(shared: dict[str, Any], device: int) -> torch.Tensor:
@@ -112,10 +100,10 @@ def joined_group(address: str, port: int, rank: int, size: int, on_gpu: bool) ->
 
     limit = timedelta(seconds=_JOIN_SECONDS)
     store = dist.TCPStore(address, port, size, is_master=rank == 0, timeout=limit, wait_for_workers=False)
-    of_weights = dist.PrefixStore("weights", store)
+    shared = dist.PrefixStore("weights", store)
     if on_gpu:
-        return dist.ProcessGroupNCCL(of_weights, rank, size, dist.ProcessGroupNCCL.Options())
-    return dist.ProcessGroupGloo(of_weights, rank, size, limit)
+        return dist.ProcessGroupNCCL(shared, rank, size, dist.ProcessGroupNCCL.Options())
+    return dist.ProcessGroupGloo(shared, rank, size, limit)
 
 
 def broadcast(group: Any, buffer: torch.Tensor, still_wanted: Callable[[], None] = lambda: None) -> None:

@@ -7,7 +7,6 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
@@ -33,13 +32,6 @@ def buckets(weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iter
         yield bucket
 
 
-def write(bucket: Bucket, path: Path) -> None:
-    """Write the tensors to `path` as a safetensors file."""
-    from safetensors.torch import save_file
-
-    save_file(dict(zip(bucket, copied_to_cpu(list(bucket.values())), strict=True)), path)
-
-
 class WeightStore:
     """Files of the current weights. With `keep`, they stay until the next update, for engines that are restarted;
     otherwise each is removed after it has been read."""
@@ -52,16 +44,25 @@ class WeightStore:
         memory = Path("/dev/shm")
         roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2 * expected_bytes
         parent = memory if roomy else Path(tempfile.gettempdir())
-        _remove_stale(parent)
+        # Folders of processes that were killed: their locks are free.
+        for folder in parent.glob(f"{_PREFIX}*"):
+            with contextlib.suppress(OSError), (folder / _LOCK).open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
         self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        self._lock = _acquire_lock(self.folder)
+        part = self.folder / "lock.part"
+        self._lock = part.open("wb")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # held until this process exits
+        part.rename(self.folder / _LOCK)
         self.files: list[Path] = []
 
     def put(self, bucket: Bucket, name: str) -> Path:
-        """Write the bucket to a file of the given relative name and return its path."""
+        """Write the bucket to a safetensors file of the given relative name and return its path."""
+        from safetensors.torch import save_file
+
         path = self.folder / name
         path.parent.mkdir(exist_ok=True)
-        write(bucket, path)
+        save_file(dict(zip(bucket, copied_to_cpu(list(bucket.values())), strict=True)), path)
         self.files.append(path)
         return path
 
@@ -80,20 +81,3 @@ class WeightStore:
         """Remove the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
-
-
-def _acquire_lock(folder: Path) -> BinaryIO:
-    """A file lock in the folder, held until this process exits."""
-    part = folder / "lock.part"
-    file = part.open("wb")
-    fcntl.flock(file, fcntl.LOCK_EX)
-    part.rename(folder / _LOCK)
-    return file
-
-
-def _remove_stale(parent: Path) -> None:
-    """Remove folders of processes that were killed: their locks are free."""
-    for folder in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError), (folder / _LOCK).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)

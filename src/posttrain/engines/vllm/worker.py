@@ -106,7 +106,9 @@ class WeightReceiver:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
-            tied = [layer for layer in self._layers("ParallelLMHead") if self._is_tied]
+            tied = []
+            if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
+                tied = [module for module in self._model.modules() if type(module).__name__ == "ParallelLMHead"]
             missing = self._missing(tied)
             finalize_layerwise_reload(self._model, self.model_config)
             for layer in tied:
@@ -117,13 +119,6 @@ class WeightReceiver:
     @property
     def _model(self) -> Any:
         return self.model_runner.get_model()
-
-    @property
-    def _is_tied(self) -> bool:
-        return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
-
-    def _layers(self, kind: str) -> list[Any]:
-        return [module for module in self._model.modules() if type(module).__name__ == kind]
 
     def _missing(self, tied: list[Any]) -> list[str]:
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding

@@ -31,16 +31,8 @@ HEADER = Path(__file__).with_name("vectors.h")
 # Vectorizing a dot product requires reordering of sums. The rest of -ffast-math is left out, because it would change how
 # the whole process treats denormal numbers.
 FLAGS = [
-    "-O3",
-    "-march=native",
-    "-std=c++17",
-    "-fopenmp",
-    "-shared",
-    "-fPIC",
-    "-fassociative-math",
-    "-fno-signed-zeros",
-    "-fno-trapping-math",
-    "-fno-math-errno",
+    *("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC"),
+    *("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
     "-mprefer-vector-width=512",
 ]
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -89,19 +81,10 @@ class DecodingKernel:
         of those pages, first visible position, one past the last.
         """
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
-        self._attend(
-            queries.data_ptr(),
-            queries.stride(0),
-            keys.data_ptr(),
-            values.data_ptr(),
-            out.data_ptr(),
-            rows.data_ptr(),
-            len(queries),
-            queries.shape[1],
-            keys.shape[1],
-            scaling,
-            torch.get_num_threads(),
-        )
+        pointers = (part.data_ptr() for part in (keys, values, out, rows))
+        sizes = (len(queries), queries.shape[1], keys.shape[1])
+        threads = torch.get_num_threads()
+        self._attend(queries.data_ptr(), queries.stride(0), *pointers, *sizes, scaling, threads)
         return out
 
     @named("normalize")

@@ -58,11 +58,8 @@ class CompiledProduct:
         self.outputs, self.inputs = weight.shape
         columns = library.columns()
         panels = pad(weight, (0, 0, 0, -len(weight) % columns)).unflatten(0, (-1, columns))
-        if weight.dtype == torch.bfloat16:
-            panels = panels.unflatten(2, (-1, 2)).transpose(1, 2)
-        else:
-            panels = panels.transpose(1, 2)
-        self.panels = panels.contiguous()
+        panels = panels.unflatten(2, (-1, 2)) if weight.dtype == torch.bfloat16 else panels
+        self.panels = panels.transpose(1, 2).contiguous()
         self.bias = None if bias is None else pad(bias.float(), (0, -len(weight) % columns))
 
     @named("multiply")
@@ -119,9 +116,6 @@ class _Adapter:
     up: torch.Tensor
     scale: float
 
-    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        out[:, self.columns] += linear(linear(x, self.down), self.up) * self.scale
-
 
 class SamplingLinear:
     """The given linear modules (of torch, or with peft's adapters) side by side as one product, without gradients.
@@ -132,9 +126,20 @@ class SamplingLinear:
 
     def __init__(self, *modules: Any) -> None:
         bases = [getattr(module, "base_layer", module) for module in modules]
-        self._adapters = list(_adapters(modules, [base.out_features for base in bases]))
+        self._adapters: list[_Adapter] = []
+        start = 0
+        for module, base in zip(modules, bases, strict=True):
+            columns = slice(start, start + base.out_features)
+            start = columns.stop
+            for name in getattr(module, "active_adapters", ()) if hasattr(module, "lora_A") else ():
+                if name in module.lora_A:
+                    down, up = module.lora_A[name].weight.detach(), module.lora_B[name].weight.detach()
+                    self._adapters.append(_Adapter(columns, down, up, float(module.scaling[name])))
         weights = [base.weight.detach() for base in bases]
-        self._bias = _joined_bias(bases)
+        self._bias: torch.Tensor | None = None
+        if any(base.bias is not None for base in bases):
+            biases = (base.weight.new_zeros(len(base.weight)) if base.bias is None else base.bias for base in bases)
+            self._bias = torch.cat([bias.detach() for bias in biases])
         self._packed = packed_product(torch.cat(weights) if len(weights) > 1 else weights[0], self._bias)
         self._weights: Sequence[torch.Tensor] = weights if self._packed is None else []
 
@@ -154,46 +159,20 @@ class SamplingLinear:
             if self._bias is not None:
                 out += self._bias
         for adapter in self._adapters:
-            adapter.add(x, out)
+            out[:, adapter.columns] += linear(linear(x, adapter.down), adapter.up) * adapter.scale
         return out
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
         """SiLU of the product: [T, out]."""
-        if self._packed is not None and not self._adapters:
-            return self._packed(x, "silu", None)
-        return silu(self(x))
+        return self._packed(x, "silu", None) if self._packed and not self._adapters else silu(self(x))
 
     def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         """The product times `factor`: [T, out]."""
-        if self._packed is not None and not self._adapters:
-            return self._packed(x, "times", factor)
-        return self(x) * factor
+        return self._packed(x, "times", factor) if self._packed and not self._adapters else self(x) * factor
 
     def plus(self, x: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
         """The product plus `summand`: [T, out]."""
-        if self._packed is not None and not self._adapters:
-            return self._packed(x, "plus", summand)
-        return self(x) + summand
-
-
-def _joined_bias(bases: Sequence[Any]) -> torch.Tensor | None:
-    """The concatenated biases of all modules, zeros for modules without one; None if no module has a bias."""
-    if all(base.bias is None for base in bases):
-        return None
-    parts = [base.weight.new_zeros(base.out_features) if base.bias is None else base.bias.detach() for base in bases]
-    return torch.cat(parts)
-
-
-def _adapters(modules: Sequence[Any], widths: Sequence[int]) -> list[_Adapter]:
-    adapters = []
-    start = 0
-    for module, width in zip(modules, widths, strict=True):
-        for name in getattr(module, "active_adapters", ()) if hasattr(module, "lora_A") else ():
-            if name in module.lora_A:
-                down, up = module.lora_A[name].weight.detach(), module.lora_B[name].weight.detach()
-                adapters.append(_Adapter(slice(start, start + width), down, up, float(module.scaling[name])))
-        start += width
-    return adapters
+        return self._packed(x, "plus", summand) if self._packed and not self._adapters else self(x) + summand
 
 
 # -- all layers -----------------------------------------------------------------------------------------------------
@@ -233,7 +212,16 @@ class CompiledLayers:
         self._run.argtypes = [_POINTER, _SIZE, *[_POINTER] * 9, *integers, ctypes.c_float, ctypes.c_int]
         self._run.restype = None
         self._multiply = ctypes.cast(layers[0].products[0].multiply, _POINTER)
-        self._arguments = (_Layer * len(layers))(*map(_arguments, layers))
+        # What does not change between passes; `__call__` sets the rest.
+        self._arguments = (_Layer * len(layers))()
+        for arguments, layer in zip(self._arguments, layers, strict=True):
+            arguments.before, arguments.between = layer.before.data_ptr(), layer.between.data_ptr()
+            if layer.head_norms is not None:
+                arguments.query_norm, arguments.key_norm = (weight.data_ptr() for weight in layer.head_norms)
+            for name, p in zip(_PRODUCTS, layer.products, strict=True):
+                bias = None if p.bias is None else p.bias.data_ptr()
+                setattr(arguments, name, _Product(p.panels.data_ptr(), bias, p.inputs, p.outputs))
+            arguments.scaling = layer.scaling
 
     @named("layers")
     def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: CachedLayout) -> torch.Tensor:
@@ -261,6 +249,9 @@ class CompiledLayers:
         return x
 
 
+_PRODUCTS = ("project", "combine", "gate", "up", "down")
+
+
 class _Product(ctypes.Structure):
     _fields_ = [("panels", _POINTER), ("bias", _POINTER), ("inputs", _SIZE), ("outputs", _SIZE)]
 
@@ -268,18 +259,7 @@ class _Product(ctypes.Structure):
 class _Layer(ctypes.Structure):
     _fields_ = [
         *((name, _POINTER) for name in ("before", "between", "query_norm", "key_norm")),
-        *((name, _Product) for name in ("project", "combine", "gate", "up", "down")),
+        *((name, _Product) for name in _PRODUCTS),
         *((name, _POINTER) for name in ("keys", "values", "rows")),
         ("scaling", ctypes.c_float),
     ]
-
-
-def _arguments(layer: CompiledLayer) -> _Layer:
-    """The layer as the kernel reads it, without what changes between passes."""
-    norms = layer.head_norms and [weight.data_ptr() for weight in layer.head_norms]
-    products = [
-        _Product(p.panels.data_ptr(), None if p.bias is None else p.bias.data_ptr(), p.inputs, p.outputs)
-        for p in layer.products
-    ]
-    weights = (layer.before.data_ptr(), layer.between.data_ptr(), *(norms or (None, None)))
-    return _Layer(*weights, *products, scaling=layer.scaling)
