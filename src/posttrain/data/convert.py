@@ -32,15 +32,10 @@ _WORDS = re.compile(r"response\s*([12])\s+is\s+(?:the\s+|much\s+|far\s+|slightly
 
 def helpsteer3_prompts(row: dict[str, Any], language: str = "english") -> dict[str, Any] | str:
     """Return the prompt of a row, regardless of its preference, or the reason to skip the row."""
-    if _other_language(row, language):
+    if language != ANY and str(row.get("language")).lower() != language.lower():
         return f"language is not {language}"
     prompt = {"context_messages": row.get("context")}
     return {**prompt, "domain": row["domain"]} if row.get("domain") is not None else prompt
-
-
-def _other_language(row: dict[str, Any], language: str) -> bool:
-    value = row.get("language")
-    return language != ANY and not (isinstance(value, str) and value.lower() == language.lower())
 
 
 def helpsteer3(row: dict[str, Any], language: str = "english") -> dict[str, Any] | str:
@@ -49,7 +44,7 @@ def helpsteer3(row: dict[str, Any], language: str = "english") -> dict[str, Any]
     By the data set's card, `overall_preference` ranges from -3 (response 1 is much better) to 3 (response 2 is much
     better), and 0 means about equal. The margin is its absolute value.
     """
-    if _other_language(row, language):
+    if language != ANY and str(row.get("language")).lower() != language.lower():
         return f"language is not {language}"
     preference: Any = row.get("overall_preference")
     if isinstance(preference, bool) or preference not in range(-3, 4):
@@ -85,17 +80,14 @@ def ultrafeedback_binarized(row: dict[str, Any]) -> dict[str, Any] | str:
         return "chosen has the lower score"
     pair = {"chosen": row.get("chosen"), "rejected": row.get("rejected"), "margin": margin}
     # Both sides are usually complete conversations that already contain the prompt.
-    complete = isinstance(pair["chosen"], list) and pair["chosen"][:1] != [] and _role(pair["chosen"][0]) != "assistant"
-    return pair if complete else {"prompt": row.get("prompt"), **pair}
+    first = pair["chosen"][0] if isinstance(pair["chosen"], list) and pair["chosen"] else {"role": "assistant"}
+    answers_only = isinstance(first, dict) and first.get("role") == "assistant"
+    return {"prompt": row.get("prompt"), **pair} if answers_only else pair
 
 
 def own_rows(row: dict[str, Any]) -> dict[str, Any]:
     """Return the row unchanged, for the user's rows, which the stages already read."""
     return row
-
-
-def _role(message: Any) -> Any:
-    return message.get("role") if isinstance(message, dict) else None
 
 
 @dataclass(frozen=True)
@@ -167,8 +159,7 @@ class Converter:
 
     row: Callable[..., dict[str, Any] | str]
     """A row of the data set -> a row for the stages, or the reason to skip it. Takes `language` if `language` is
-    set.
-    """
+    set."""
     kind: Kind
     """The kind of the converted rows."""
     hub: str | None = None
