@@ -209,7 +209,14 @@ def read_normalizers(path: Path, floor: float = FLOOR) -> dict[FitKey, Normalize
         ) from error
     except ValueError as error:
         raise InputError(f"{path} is not JSON ({error}); make one with `posttrain fit-normalizer`") from error
-    return {key: _normalizer(path, key, numbers, floor) for key, numbers in _walk(path, content, ())}
+    fits = {}
+    for key, numbers in _walk(path, content, ()):
+        try:
+            slope_mean, slope_std, intercept_mean, intercept_std = (float(number) for number in numbers)
+            fits[key] = Normalizer(slope_mean, slope_std, intercept_mean, intercept_std, floor)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{path}: {key} must have four finite numbers ({error}); fit it again") from error
+    return fits
 
 
 def read_normalizer(path: Path, wanted: FitKey | None = None, floor: float = FLOOR) -> tuple[FitKey, Normalizer]:
@@ -251,14 +258,6 @@ def _walk(path: Path, content: Any, above: tuple[str, ...]) -> list[tuple[FitKey
             "requires a mapping; correct the file"
         )
     return [entry for name, inner in content.items() for entry in _walk(path, inner, (*above, name))]
-
-
-def _normalizer(path: Path, key: FitKey, numbers: Any, floor: float) -> Normalizer:
-    try:
-        slope_mean, slope_std, intercept_mean, intercept_std = (float(number) for number in numbers)
-        return Normalizer(slope_mean, slope_std, intercept_mean, intercept_std, floor)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{path}: {key} must have four finite numbers ({error}); fit it again") from error
 
 
 def same(one: FitKey, other: FitKey) -> bool:
