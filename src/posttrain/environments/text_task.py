@@ -491,9 +491,7 @@ def _gym_task(recipe: ReasoningGymRecipe, seed: int) -> _Task:
         with GlobalRandom("reasoning_gym", number).active():
             dataset = make(recipe.dataset, seed=number, size=1, **recipe.config)
             item = dataset[0]
-        # A fifth of the questions is held out, the same on every machine.
-        held_out = derive_seed("held-out question", item["question"]) % 5 == 0
-        if recipe.part in ("all", "held_out" if held_out else "training"):
+        if recipe.part in ("all", "held_out" if _is_held_out(item["question"]) else "training"):
             break
     else:
         raise InputError(
@@ -506,6 +504,11 @@ def _gym_task(recipe: ReasoningGymRecipe, seed: int) -> _Task:
     return _Task(
         messages, row, reference, f"{recipe.dataset} seed {seed}", lambda answer: dataset.score_answer(answer, item)
     )
+
+
+def _is_held_out(question: str) -> bool:
+    """Whether a question belongs to the fifth that is held out, the same on every machine."""
+    return derive_seed("held-out question", question) % 5 == 0
 
 
 def _with_references(row: Mapping[str, Any], columns: ColumnsRecipe) -> dict[str, Any]:
