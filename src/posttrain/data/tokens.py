@@ -95,7 +95,7 @@ def tokenize(
         fitted = _fit(row, recipe, problems, all_needed=not isinstance(example, ConversationExample))
         if fitted is None:
             continue
-        if isinstance(example, PairExample) and np.array_equal(*(stream.ids for stream in fitted.streams)):
+        if isinstance(example, PairExample) and np.array_equal(fitted.streams[0].ids, fitted.streams[1].ids):
             same = "chosen and rejected have the same tokens"
             problems.add(same, example.origin, f"within {recipe.max_tokens} tokens")
             continue
