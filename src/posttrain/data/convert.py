@@ -32,10 +32,15 @@ _WORDS = re.compile(r"response\s*([12])\s+is\s+(?:the\s+|much\s+|far\s+|slightly
 
 def helpsteer3_prompts(row: dict[str, Any], language: str = "english") -> dict[str, Any] | str:
     """Return the prompt of a row, regardless of its preference, or the reason to skip the row."""
-    if language != ANY and str(row.get("language")).lower() != language.lower():
+    if _other_language(row, language):
         return f"language is not {language}"
     prompt = {"context_messages": row.get("context")}
     return {**prompt, "domain": row["domain"]} if row.get("domain") is not None else prompt
+
+
+def _other_language(row: dict[str, Any], language: str) -> bool:
+    value = row.get("language")
+    return language != ANY and not (isinstance(value, str) and value.lower() == language.lower())
 
 
 def helpsteer3(row: dict[str, Any], language: str = "english") -> dict[str, Any] | str:
@@ -44,7 +49,7 @@ def helpsteer3(row: dict[str, Any], language: str = "english") -> dict[str, Any]
     By the data set's card, `overall_preference` ranges from -3 (response 1 is much better) to 3 (response 2 is much
     better), and 0 means about equal. The margin is its absolute value.
     """
-    if language != ANY and str(row.get("language")).lower() != language.lower():
+    if _other_language(row, language):
         return f"language is not {language}"
     preference: Any = row.get("overall_preference")
     if isinstance(preference, bool) or preference not in range(-3, 4):
