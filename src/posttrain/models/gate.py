@@ -127,9 +127,7 @@ def _exact_path(model: Any, limit: float) -> ForwardPath:
         try:
             if not use_path(model, path):
                 continue
-            states, places = pack_rows(model, rows)
-            scores = _scores(model, states)
-            measured = distance([scores[torch.from_numpy(at).to(scores.device)] for at in places], references)
+            measured = distance(_outputs(model, rows), references)
         except Exception as error:
             if path.packed:
                 reason = f"their layers do not accept packed rows ({type(error).__name__})"
@@ -183,6 +181,13 @@ def pack_rows(model: Any, rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, l
     device = rows[0].device
     ids, positions = torch.from_numpy(row.ids).to(device), row.layout.positions().to(device)
     return hidden_states(model, ids, positions, row.layout), row.places
+
+
+def _outputs(model: Any, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Scores of each row, from one call for all of them."""
+    states, places = pack_rows(model, rows)
+    scores = _scores(model, states)
+    return [scores[torch.from_numpy(at).to(scores.device)] for at in places]
 
 
 # -- what is compared --------------------------------------------------------------------------------------------------
