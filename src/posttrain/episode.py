@@ -79,8 +79,7 @@ class Turn:
     info: dict[str, Any] = field(default_factory=dict)
     state: str | None = None
     """The environment's name of the state in which the answer was given; None if the environment does not name
-    states.
-    """
+    states."""
 
 
 @dataclass

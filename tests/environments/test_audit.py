@@ -51,7 +51,7 @@ FAULTS = {
         "exceptions: step 1 raised IndexError: .*nothing on 3 seeds",
     ),
     "a reward that is not a number": ("float(right)", 'float("nan")', "rewards: a reward is not finite"),
-    "no end": ("True, False, {", "False, False, {", "protocol: the episode has not ended after 1 steps"),
+    "no end": ("True, False, {", "False, False, {", "protocol: the episode has not ended after 1 step;"),
     "a step after the end": ("self.over = True", "pass", "protocol: a step was possible after the end"),
     "no success": ('{"success": right}', "{}", "protocol: the last step has no `success`"),
     "a process that dies": ("right = action", "import os; os._exit(3); right = action", "exceptions: .* exit status 3"),

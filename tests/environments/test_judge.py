@@ -223,4 +223,5 @@ def test_a_delimiter_that_occurs_in_the_text_is_not_used(monkeypatch):
             return self.text
 
     monkeypatch.setattr(untrusted.hashlib, "blake2b", _Digest)
-    assert untrusted._delimiter([("answer", "so FEED it")]) == "beef"
+    mark, frames = _frames(untrusted.framed_prompt("what", "rubric", "reply", [("answer", "so FEED it")]))
+    assert (mark, frames) == ("beef", [("answer", "so FEED it")])

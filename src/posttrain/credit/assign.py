@@ -30,12 +30,12 @@ def compute_advantages(
     and groups. RunError for a reward that is not finite, or that is placed on a token that was not sampled, where it
     cannot be credited. ValueError for missing `values` or `energies`. Episodes without a baseline are named in the result.
     """
-    of_tokens = sampled_rewards(episodes, rewards)
+    token_rewards = sampled_rewards(episodes, rewards)
     given: dict[str, Any] = {
-        "returns": np.array([math.fsum(one.tolist()) for one in of_tokens], dtype=np.float64),
+        "returns": np.array([math.fsum(one.tolist()) for one in token_rewards], dtype=np.float64),
         "groups": np.array([episode.group for episode in episodes], dtype=np.int64),
-        "lengths": np.array([len(one) for one in of_tokens], dtype=np.int64),
-        "rewards": of_tokens,
+        "lengths": np.array([len(one) for one in token_rewards], dtype=np.int64),
+        "rewards": token_rewards,
         "episodes": list(episodes),
         "greedy": greedy_returns or {},
     }
@@ -44,9 +44,8 @@ def compute_advantages(
             given[name] = sampled_values(episodes, computed)
         elif name in recipe.inputs:
             raise ValueError(f"{recipe.type} needs the {name} of {what}")
-    advantages = per_token(recipe, episodes, of_tokens, recipe.call(**given))
-    masks = [[stream.sampled for stream in episode.streams] for episode in episodes]
-    streams = [_to_streams(one, m) for one, m in zip(advantages, masks, strict=True)]
+    advantages = per_token(recipe, episodes, token_rewards, recipe.call(**given))
+    streams = [to_streams(episode, values) for episode, values in zip(episodes, advantages, strict=True)]
     return Advantages(streams, without_baseline(recipe, episodes))
 
 
@@ -125,7 +124,19 @@ def per_token(
 
 def sampled_rewards(episodes: Sequence[Episode], rewards: RewardStreams) -> list[np.ndarray]:
     """Per episode [n] float64: the rewards of its sampled tokens. RunError as for `compute_advantages`."""
-    return [_checked_rewards(episode, streams) for episode, streams in zip(episodes, rewards.values, strict=True)]
+    checked = []
+    for episode, streams in zip(episodes, rewards.values, strict=True):
+        values = np.concatenate([np.zeros(0), *streams])
+        mask = np.concatenate([np.zeros(0, dtype=bool), *(stream.sampled for stream in episode.streams)])
+        name = f"group {episode.group} episode {episode.index} (environment seed {episode.seed})"
+        if not np.isfinite(values).all():
+            raise RunError(f"{name} has a reward that is not finite; correct the reward of its environment")
+        if values[~mask].any():
+            raise RunError(
+                f"{name} has a reward at a token that the policy did not sample; put it on the turn's last sampled token"
+            )
+        checked.append(values[mask].astype(np.float64))
+    return checked
 
 
 def sampled_values(episodes: Sequence[Episode], values: PerToken) -> list[np.ndarray]:
@@ -136,27 +147,13 @@ def sampled_values(episodes: Sequence[Episode], values: PerToken) -> list[np.nda
     ]
 
 
-def _checked_rewards(episode: Episode, streams: Sequence[np.ndarray]) -> np.ndarray:
-    """The rewards [n] float64 of an episode's sampled tokens, across its streams."""
-    rewards = np.concatenate([np.zeros(0), *streams])
-    mask = np.concatenate([np.zeros(0, dtype=bool), *(stream.sampled for stream in episode.streams)])
-    name = f"group {episode.group} episode {episode.index} (environment seed {episode.seed})"
-    if not np.isfinite(rewards).all():
-        raise RunError(f"{name} has a reward that is not finite; correct the reward of its environment")
-    if rewards[~mask].any():
-        raise RunError(
-            f"{name} has a reward at a token that the policy did not sample; put it on the turn's last sampled token"
-        )
-    return rewards[mask].astype(np.float64)
-
-
-def _to_streams(values: np.ndarray, masks: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Values [n] of sampled tokens as one array [T] float32 per stream, zero elsewhere."""
+def to_streams(episode: Episode, values: np.ndarray) -> list[np.ndarray]:
+    """Values [n] of the episode's sampled tokens as one array [T] float32 per stream, zero elsewhere."""
     streams, start = [], 0
-    for mask in masks:
-        stop = start + int(mask.sum())
-        full = np.zeros(len(mask), dtype=np.float32)
-        full[mask] = values[start:stop]
+    for stream in episode.streams:
+        stop = start + int(stream.sampled.sum())
+        full = np.zeros(len(stream), dtype=np.float32)
+        full[stream.sampled] = values[start:stop]
         streams.append(full)
         start = stop
     return streams

@@ -74,7 +74,7 @@ class ValueCredit(CriticCredit):
 
     def returns(self, episodes: Sequence[Episode], rewards: Arrays) -> list[np.ndarray]:
         """GAE with lambda 1 and values of 0."""
-        return gae(rewards, _zeros(rewards), self.discount, 1.0)
+        return gae(rewards, [np.zeros_like(one) for one in rewards], self.discount, 1.0)
 
     def targets(self, episodes: Sequence[Episode], rewards: Arrays, values: Arrays) -> list[np.ndarray]:
         """A + V. With `critic_lambda`, A has that lambda instead of the policy's (decoupled GAE).
@@ -106,17 +106,13 @@ class BilevelValueCredit(CriticCredit):
 
     def estimate(self, episodes: Sequence[Episode], rewards: Arrays, values: Arrays) -> list[np.ndarray]:
         """`bilevel_gae`."""
-        return self._bilevel(episodes, rewards, values, self.gae_lambda, self.turn_gae_lambda)
+        turns, discounts = [turn_indices(episode) for episode in episodes], (self.discount, self.turn_discount)
+        return bilevel_gae(rewards, values, turns, *discounts, self.gae_lambda, self.turn_gae_lambda)
 
     def returns(self, episodes: Sequence[Episode], rewards: Arrays) -> list[np.ndarray]:
         """Bi-level GAE with both lambdas 1 and values of 0."""
-        return self._bilevel(episodes, rewards, _zeros(rewards), 1.0, 1.0)
-
-    def _bilevel(
-        self, episodes: Sequence[Episode], rewards: Arrays, values: Arrays, gae_lambda: float, turn_gae_lambda: float
-    ) -> list[np.ndarray]:
-        turns = [turn_indices(episode) for episode in episodes]
-        return bilevel_gae(rewards, values, turns, self.discount, self.turn_discount, gae_lambda, turn_gae_lambda)
+        turns, values = [turn_indices(episode) for episode in episodes], [np.zeros_like(one) for one in rewards]
+        return bilevel_gae(rewards, values, turns, self.discount, self.turn_discount, 1.0, 1.0)
 
 
 def bilevel_gae(
@@ -148,39 +144,22 @@ def bilevel_gae(
     `rewards`, `values`: per episode [n] float64, the reward of each sampled token and the value of the state before it.
     `turns`: per episode [n] int, from `turn_indices`. All four numbers are in [0, 1]. Returns per episode [n] float64.
     """
-    return [
-        _bilevel_gae(r, v, turn_starts(t).tolist(), discount, turn_discount, gae_lambda, turn_gae_lambda)
-        for r, v, t in zip(rewards, values, turns, strict=True)
-    ]
-
-
-def _bilevel_gae(
-    rewards: np.ndarray,
-    values: np.ndarray,
-    starts: list[int],
-    discount: float,
-    turn_discount: float,
-    gae_lambda: float,
-    turn_gae_lambda: float,
-) -> np.ndarray:
-    advantages, expected, stop = np.zeros(len(rewards)), 0.0, len(rewards)
-    for start in reversed(starts):
-        turn_return = next_value = expected
-        running, decay = 0.0, 1.0
-        for t in range(stop - 1, start - 1, -1):
-            reward, value = float(rewards[t]), float(values[t])
-            # The step from the last token to the next turn has no token discount and no token lambda: decay is 1.
-            running = reward + decay * next_value - value + decay * gae_lambda * running
-            turn_return = reward + decay * turn_return
-            advantages[t], next_value, decay = running, value, discount
-        first = float(values[start])
-        expected = turn_discount * (first + turn_gae_lambda * (turn_return - first))
-        stop = start
+    advantages = [np.zeros(len(episode)) for episode in rewards]
+    for r, v, t, a in zip(rewards, values, turns, advantages, strict=True):
+        expected, stop = 0.0, len(r)
+        for start in reversed(turn_starts(t).tolist()):
+            turn_return = next_value = expected
+            running, decay = 0.0, 1.0
+            for k in range(stop - 1, start - 1, -1):
+                reward, value = float(r[k]), float(v[k])
+                # The step from the last token to the next turn has no token discount and no token lambda: decay is 1.
+                running = reward + decay * next_value - value + decay * gae_lambda * running
+                turn_return = reward + decay * turn_return
+                a[k], next_value, decay = running, value, discount
+            first = float(v[start])
+            expected = turn_discount * (first + turn_gae_lambda * (turn_return - first))
+            stop = start
     return advantages
-
-
-def _zeros(rewards: Arrays) -> list[np.ndarray]:
-    return [np.zeros(len(of_tokens)) for of_tokens in rewards]
 
 
 def _added(advantages: Arrays, values: Arrays) -> list[np.ndarray]:

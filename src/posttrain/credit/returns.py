@@ -26,7 +26,13 @@ def reinforce(rewards: Sequence[np.ndarray], *, discount: Discount = 1.0) -> lis
 
     `rewards`: per episode [n] float64; `discount` in (0, 1]. Returns per episode [n] float64.
     """
-    return [_discounted_sums(episode, discount) for episode in rewards]
+    returns = [np.zeros(len(episode)) for episode in rewards]
+    for episode, sums in zip(rewards, returns, strict=True):
+        running = 0.0
+        for t in range(len(episode) - 1, -1, -1):
+            running = float(episode[t]) + discount * running
+            sums[t] = running
+    return returns
 
 
 @register_credit("reinforce_pp")
@@ -68,7 +74,14 @@ def gae(
     number or one per episode. Returns per episode [n] float64.
     """
     lambdas = [gae_lambda] * len(rewards) if isinstance(gae_lambda, float | int) else gae_lambda
-    return [_gae(r, v, discount, episode_lambda) for r, v, episode_lambda in zip(rewards, values, lambdas, strict=True)]
+    advantages = [np.zeros(len(episode)) for episode in rewards]
+    for r, v, a, episode_lambda in zip(rewards, values, advantages, lambdas, strict=True):
+        running = next_value = 0.0
+        for t in range(len(r) - 1, -1, -1):
+            value = float(v[t])
+            running = float(r[t]) + discount * next_value - value + discount * episode_lambda * running
+            a[t], next_value = running, value
+    return advantages
 
 
 def length_adaptive_lambda(length: int, alpha: float) -> float:
@@ -133,20 +146,3 @@ def explained_variance(returns: np.ndarray, values: np.ndarray) -> float:
     """1 - var(G - V) / var(G) over [n] tokens: 1 for perfect values, 0 for constant ones, NaN if all G are equal."""
     variance = float(np.var(returns)) if len(returns) else 0.0
     return 1 - float(np.var(returns - values)) / variance if variance > 1e-12 else math.nan
-
-
-def _discounted_sums(rewards: np.ndarray, discount: float) -> np.ndarray:
-    returns, running = np.zeros(len(rewards)), 0.0
-    for t in range(len(rewards) - 1, -1, -1):
-        running = float(rewards[t]) + discount * running
-        returns[t] = running
-    return returns
-
-
-def _gae(rewards: np.ndarray, values: np.ndarray, discount: float, gae_lambda: float) -> np.ndarray:
-    advantages, running, next_value = np.zeros(len(rewards)), 0.0, 0.0
-    for t in range(len(rewards) - 1, -1, -1):
-        value = float(values[t])
-        running = float(rewards[t]) + discount * next_value - value + discount * gae_lambda * running
-        advantages[t], next_value = running, value
-    return advantages

@@ -32,11 +32,11 @@ class TurnCredit(Credit):
     def compute(self, episodes: Sequence[Episode], rewards: Arrays, groups: np.ndarray) -> list[np.ndarray]:
         """Per episode [n] float64. `rewards`: per episode [n] float64, those of its sampled tokens."""
         turns = [turn_indices(episode) for episode in episodes]
-        by_turn = [turn_rewards(of_tokens, t) for of_tokens, t in zip(rewards, turns, strict=True)]
-        advantages = self.of_turns(episodes, by_turn, groups)
-        return [to_tokens(of_turns, t) for of_turns, t in zip(advantages, turns, strict=True)]
+        by_turn = [turn_rewards(one, t) for one, t in zip(rewards, turns, strict=True)]
+        advantages = self.turn_advantages(episodes, by_turn, groups)
+        return [to_tokens(one, t) for one, t in zip(advantages, turns, strict=True)]
 
-    def of_turns(self, episodes: Sequence[Episode], rewards: Arrays, groups: np.ndarray) -> Arrays:
+    def turn_advantages(self, episodes: Sequence[Episode], rewards: Arrays, groups: np.ndarray) -> Arrays:
         """Per episode [K] float64. `rewards`: per episode [K] float64, the sum of each turn's rewards."""
         raise NotImplementedError
 
@@ -57,7 +57,7 @@ class TurnReturnsCredit(TurnCredit):
         """The group, if there is a baseline."""
         return "group" if self.baseline == "others" else None
 
-    def of_turns(self, episodes: Sequence[Episode], rewards: Arrays, groups: np.ndarray) -> Arrays:
+    def turn_advantages(self, episodes: Sequence[Episode], rewards: Arrays, groups: np.ndarray) -> Arrays:
         """`turn_returns`, minus the baseline if there is one."""
         advantages = turn_returns(rewards, self.discount)
         return leave_one_out(advantages, groups) if self.baseline == "others" else advantages
@@ -72,7 +72,7 @@ class MtGrpoCredit(TurnCredit):
     turn_weight: float = Field(1.0, ge=0)
     """Weight of a turn's own reward relative to the outcome, in turns before the last."""
 
-    def of_turns(self, episodes: Sequence[Episode], rewards: Arrays, groups: np.ndarray) -> Arrays:
+    def turn_advantages(self, episodes: Sequence[Episode], rewards: Arrays, groups: np.ndarray) -> Arrays:
         """`mt_grpo`."""
         return mt_grpo(rewards, groups, self.turn_weight)
 
@@ -90,7 +90,7 @@ class GigpoCredit(TurnCredit):
     divide_by_std: bool = True
     """Divide both comparisons by their standard deviation. The default of the authors' code is false."""
 
-    def of_turns(self, episodes: Sequence[Episode], rewards: Arrays, groups: np.ndarray) -> Arrays:
+    def turn_advantages(self, episodes: Sequence[Episode], rewards: Arrays, groups: np.ndarray) -> Arrays:
         """`gigpo`."""
         states = [state_keys(episode) for episode in episodes]
         return gigpo(rewards, states, groups, self.discount, self.step_weight, self.divide_by_std)
@@ -125,7 +125,7 @@ def leave_one_out(returns: Sequence[np.ndarray], groups: np.ndarray) -> list[np.
 
     `returns`: per episode [K] float64; `groups` [N] int. Returns per episode [K] float64.
     """
-    advantages = [np.zeros(len(of_turns)) for of_turns in returns]
+    advantages = [np.zeros(len(episode)) for episode in returns]
     for index in group_indices(groups):
         longest = max(len(returns[i]) for i in index)
         table = np.zeros((len(index), longest))
@@ -159,7 +159,7 @@ def mt_grpo(rewards: Sequence[np.ndarray], groups: np.ndarray, turn_weight: floa
 
     `rewards`: per episode [K] float64; `groups` [N] int. Returns per episode [K] float64.
     """
-    advantages = [np.zeros(len(of_turns)) for of_turns in rewards]
+    advantages = [np.zeros(len(episode)) for episode in rewards]
     for index in group_indices(groups):
         nonempty = [int(i) for i in index if len(rewards[i])]
         outcomes = standardize(np.array([rewards[i][-1] for i in nonempty]), correction=1)
@@ -198,7 +198,7 @@ def gigpo(
 
     `rewards`: per episode [K] float64; `states`: per episode K keys; `groups` [N] int. Returns per episode [K] float64.
     """
-    counts = [len(of_turns) for of_turns in rewards]
+    counts = [len(episode) for episode in rewards]
     for keys, count in zip(states, counts, strict=True):
         if len(keys) != count:
             raise ValueError(f"{len(keys)} state keys for {count} turns")
@@ -213,9 +213,9 @@ def gigpo(
         ],
         dtype=np.int64,
     )
-    totals = np.array([of_turns.sum() for of_turns in rewards], dtype=np.float64)
-    of_episodes = _relative(totals, groups, divide_by_std)[owners]
-    advantages = of_episodes + step_weight * _relative(returns, state_numbers, divide_by_std)
+    totals = np.array([episode.sum() for episode in rewards], dtype=np.float64)
+    episode_advantages = _relative(totals, groups, divide_by_std)[owners]
+    advantages = episode_advantages + step_weight * _relative(returns, state_numbers, divide_by_std)
     return np.split(advantages, np.cumsum(counts)[:-1]) if counts else []
 
 
@@ -241,9 +241,9 @@ def turn_rewards(rewards: np.ndarray, turns: np.ndarray) -> np.ndarray:
     return np.add.reduceat(rewards, turn_starts(turns)) if len(turns) else np.zeros(0)
 
 
-def to_tokens(of_turns: np.ndarray, turns: np.ndarray) -> np.ndarray:
-    """[n] float64: the entry of `of_turns` [K] of each token's turn, for `turns` [n]."""
-    return np.repeat(of_turns, np.diff(turn_starts(turns), append=len(turns)))
+def to_tokens(values: np.ndarray, turns: np.ndarray) -> np.ndarray:
+    """[n] float64: the entry of `values` [K] of each token's turn, for `turns` [n]."""
+    return np.repeat(values, np.diff(turn_starts(turns), append=len(turns)))
 
 
 def state_keys(episode: Episode) -> list[Hashable]:

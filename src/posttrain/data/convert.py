@@ -85,17 +85,14 @@ def ultrafeedback_binarized(row: dict[str, Any]) -> dict[str, Any] | str:
         return "chosen has the lower score"
     pair = {"chosen": row.get("chosen"), "rejected": row.get("rejected"), "margin": margin}
     # Both sides are usually complete conversations that already contain the prompt.
-    complete = isinstance(pair["chosen"], list) and pair["chosen"][:1] != [] and _role(pair["chosen"][0]) != "assistant"
-    return pair if complete else {"prompt": row.get("prompt"), **pair}
+    first = pair["chosen"][0] if isinstance(pair["chosen"], list) and pair["chosen"] else {"role": "assistant"}
+    answers_only = isinstance(first, dict) and first.get("role") == "assistant"
+    return {"prompt": row.get("prompt"), **pair} if answers_only else pair
 
 
 def own_rows(row: dict[str, Any]) -> dict[str, Any]:
     """Return the row unchanged, for the user's rows, which the stages already read."""
     return row
-
-
-def _role(message: Any) -> Any:
-    return message.get("role") if isinstance(message, dict) else None
 
 
 @dataclass(frozen=True)
@@ -167,8 +164,7 @@ class Converter:
 
     row: Callable[..., dict[str, Any] | str]
     """A row of the data set -> a row for the stages, or the reason to skip it. Takes `language` if `language` is
-    set.
-    """
+    set."""
     kind: Kind
     """The kind of the converted rows."""
     hub: str | None = None

@@ -138,7 +138,9 @@ def _examples(
             problems.used += 1
             taken += 1
             if kind == "unpaired" and isinstance(example, PairExample):
-                yield from _labeled_answers(example)
+                shared = (example.origin, example.domain, example.tools, example.weight)
+                yield UnpairedExample(example.prompt, example.chosen, True, *shared)
+                yield UnpairedExample(example.prompt, example.rejected, False, *shared)
             else:
                 yield example
             if taken == max_rows:
@@ -161,7 +163,9 @@ def conversation(row: Any, origin: str, columns: ColumnsRecipe) -> ConversationE
             if prompt is None and columns.completion in row:
                 raise _missing(row, columns.prompt, columns.context_messages)
             if prompt is None:
-                raise _missing(row, columns.messages, columns.prompt, hint=_messages_hint(row))
+                name = messages_column(row)
+                hint = f"; to read `{name[:40]}`, set `columns.messages={name[:40]}`" if name else ""
+                raise _missing(row, columns.messages, columns.prompt, hint=hint)
             messages = [*prompt, *_answer(row, columns.completion, prompt)]
         check_conversation(messages)
         domain, tools = _domain(row, columns), _tools(row, columns)
@@ -232,15 +236,6 @@ def prompt(row: Any, origin: str, columns: ColumnsRecipe) -> PromptExample | str
         return str(problem)
 
 
-def _labeled_answers(example: PairExample) -> tuple[UnpairedExample, UnpairedExample]:
-    """Return the chosen answer of a pair as a good one, and the rejected answer as a bad one."""
-    good, bad = (
-        UnpairedExample(example.prompt, answer, label, example.origin, example.domain, example.tools, example.weight)
-        for answer, label in ((example.chosen, True), (example.rejected, False))
-    )
-    return good, bad
-
-
 def _before_answer(row: dict[str, Any], columns: ColumnsRecipe) -> list[Message] | None:
     for name in (columns.messages, columns.chosen):
         if isinstance(row.get(name), list):
@@ -273,11 +268,6 @@ def messages_column(row: dict[str, Any]) -> str | None:
         if messages and all(isinstance(item, dict) and ("role" in item or "from" in item) for item in value):
             return name
     return None
-
-
-def _messages_hint(row: dict[str, Any]) -> str:
-    name = messages_column(row)
-    return f"; to read `{name[:40]}`, set `columns.messages={name[:40]}`" if name else ""
 
 
 def _missing(row: dict[str, Any], *names: str, hint: str = "") -> UnusableRow:

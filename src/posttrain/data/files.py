@@ -27,8 +27,7 @@ from posttrain.runs.directory import atomic_file, remove_partials
 
 Row = tuple[str, dict[str, Any] | str]
 """The origin of a row (`train.jsonl row 12`, counted from 1; in JSON lines, the line number), and the row or its
-problem as `category: detail`.
-"""
+problem as `category: detail`."""
 
 BATCH = 256
 """Parquet rows converted to Python values at a time."""
@@ -110,8 +109,7 @@ def _names_split(name: str, split: str) -> bool:
 
 def plain(value: Any) -> Any:
     """Return `value` with numpy scalars and arrays, tuples, sets and decimals as plain Python, and dates as ISO
-    text.
-    """
+    text."""
     if value is None or type(value) in (str, bool, int, float):
         return value
     if isinstance(value, dict):
@@ -160,12 +158,8 @@ def _read_file(file: Path, name: str, source: SourceRecipe) -> Iterator[Row]:
 def _of_depth(rows: Iterator[Row], most: int) -> Iterator[Row]:
     """`rows`, with a problem in place of each that is nested deeper than `most`."""
     for origin, row in rows:
-        yield (
-            origin,
-            row
-            if isinstance(row, str) or nesting(row, most) <= most
-            else (f"nested too deeply: the row has more than {most} levels (`max_depth`)"),
-        )
+        too_deep = not isinstance(row, str) and nesting(row, most) > most
+        yield origin, f"nested too deeply: the row has more than {most} levels (`max_depth`)" if too_deep else row
 
 
 @dataclass(frozen=True)
@@ -354,8 +348,8 @@ def _object(value: Any) -> dict[str, Any] | str:
 
 
 def _broken_json(error: ValueError | RecursionError) -> str:
-    said = error.msg if isinstance(error, json.JSONDecodeError) else error
-    return "broken JSON: nested too deeply" if isinstance(error, RecursionError) else f"broken JSON: {said}"
+    reason = error.msg if isinstance(error, json.JSONDecodeError) else error
+    return f"broken JSON: {'nested too deeply' if isinstance(error, RecursionError) else reason}"
 
 
 def _is_unicode(value: Any) -> bool:
@@ -419,7 +413,13 @@ def _read_parquet(file: Path, name: str, limits: _Limits) -> Iterator[Row]:
         for group, size in enumerate(sizes):
             number = done
             try:
-                _check_group(opened.metadata.row_group(group), limits)
+                meta = opened.metadata.row_group(group)
+                columns = [meta.column(number) for number in range(meta.num_columns)]
+                # A byte can stand for millions of values that are null.
+                unpacked = sum(max(column.total_uncompressed_size, column.num_values) for column in columns)
+                if unpacked > limits.unpacked(sum(column.total_compressed_size for column in columns)):
+                    ratio = f"{limits.expansion:g} times their size (`max_expansion`)"
+                    raise ValueError(f"they unpack to more than {ratio}")
                 for batch in opened.iter_batches(batch_size=BATCH, row_groups=[group]):
                     for bytes_of_row, row in _batch_rows(batch, limits):
                         left -= bytes_of_row
@@ -434,16 +434,6 @@ def _read_parquet(file: Path, name: str, limits: _Limits) -> Iterator[Row]:
                 lost = f"rows {number + 1} to {done + size} of {sum(sizes)} cannot be decoded"
                 yield name, f"{BROKEN_FILE}: {lost} ({_first_line(error)})"
             done += size
-
-
-def _check_group(group: Any, limits: _Limits) -> None:
-    """ValueError for a row group that is too large for its compressed size."""
-    columns = [group.column(number) for number in range(group.num_columns)]
-    packed = sum(column.total_compressed_size for column in columns)
-    # A byte can stand for millions of values that are null.
-    unpacked = sum(max(column.total_uncompressed_size, column.num_values) for column in columns)
-    if unpacked > limits.unpacked(packed):
-        raise ValueError(f"they unpack to more than {limits.expansion:g} times their size (`max_expansion`)")
 
 
 def _batch_rows(batch: Any, limits: _Limits) -> Iterator[tuple[int, dict[str, Any] | str]]:
@@ -475,11 +465,11 @@ def _table_row(row: dict[str, Any], schema: Any, decode: bool = True) -> dict[st
     All objects of a column have the same keys, with null for those that they lack. Messages and tools lose these nulls.
     """
     types = dict(zip(schema.names, schema.types, strict=True))
-    return {name: _cell(cell, types[name], _has_chat_keys(types[name]), decode) for name, cell in row.items()}
-
-
-def _has_chat_keys(column: Any) -> bool:
-    return not _CHAT_KEYS.isdisjoint(getattr(getattr(column, "value_type", None), "names", ()))
+    cells = {}
+    for name, cell in row.items():
+        keys = getattr(getattr(types[name], "value_type", None), "names", ())
+        cells[name] = _cell(cell, types[name], not _CHAT_KEYS.isdisjoint(keys), decode)
+    return cells
 
 
 def _cell(value: Any, type: Any, chat: bool, decode: bool) -> Any:
@@ -559,26 +549,21 @@ def write_rows(out: Path, rows: Sequence[dict[str, Any]]) -> None:
     require_format(out)
     remove_partials(out)
     with atomic_file(out) as file:
-        if out.suffix.lower() == ".parquet":
-            _write_parquet(file, rows, out)
-        else:
+        if out.suffix.lower() == ".jsonl":
             file.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
+            return
+        import pyarrow as arrow
+        from pyarrow import parquet
 
-
-def _write_parquet(file: Any, rows: Sequence[dict[str, Any]], out: Path) -> None:
-    import pyarrow as arrow
-    from pyarrow import parquet
-
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    columns = {}
-    for name in names:
-        try:
-            columns[name] = arrow.array(_as_column([row.get(name) for row in rows]))
-        except (arrow.ArrowException, TypeError, ValueError, OverflowError) as error:
-            raise InputError(
-                f"{out}: column {name} cannot be written as parquet ({error}); write .jsonl instead"
-            ) from error
-    parquet.write_table(arrow.table(columns), file)
+        columns = {}
+        for name in dict.fromkeys(name for row in rows for name in row):
+            try:
+                columns[name] = arrow.array(_as_column([row.get(name) for row in rows]))
+            except (arrow.ArrowException, TypeError, ValueError, OverflowError) as error:
+                raise InputError(
+                    f"{out}: column {name} cannot be written as parquet ({error}); write .jsonl instead"
+                ) from error
+        parquet.write_table(arrow.table(columns), file)
 
 
 def _as_column(cells: list[Any]) -> list[Any]:
@@ -596,4 +581,4 @@ def _with_text_arguments(value: Any) -> Any:
 
 
 def _json_text(value: Any) -> Any:
-    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str | None) else json.dumps(value, ensure_ascii=False)

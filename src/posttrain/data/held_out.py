@@ -148,8 +148,7 @@ def training_tasks(
 
 def _sizes(rows: int, evaluation: EvaluationRecipe, wanted: Mapping[str, int | None]) -> dict[str, int]:
     """How many of `rows` tasks to hold out for the curve and for the table: the numbers in `wanted`, or a default for
-    None. A part that is not in `wanted` gets 0.
-    """
+    None. A part that is not in `wanted` gets 0."""
     tenth = max(1, rows // 10)
     usual = {_CURVE: min(CURVE, tenth), _FINAL: min(FINAL, tenth)}
     if isinstance(evaluation.held_out, int | float) and wanted:

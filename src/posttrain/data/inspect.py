@@ -11,7 +11,7 @@ from rich.text import Text
 from posttrain.data.examples import messages_column, read_examples
 from posttrain.data.files import read_rows
 from posttrain.data.problems import Problems
-from posttrain.data.rendering import LossOn, Renderer, TokenStream
+from posttrain.data.rendering import LossOn, Renderer
 from posttrain.data.tokens import Kind, TokenRow, tokenize
 from posttrain.errors import InputError
 from posttrain.recipe.data import DataRecipe
@@ -69,7 +69,14 @@ def _inferred_kind(recipe: DataRecipe) -> Kind:
     if {columns.chosen, columns.rejected} <= names:
         return "pair"
     labels = [row[columns.label] for row in rows if row.get(columns.label) is not None]
-    if columns.messages not in names and columns.completion in names and labels and all(map(_is_label, labels)):
+    # Other labels, such as reference answers, do not rate an answer.
+    rated = all(
+        label.strip().lower() in _LABELS
+        if isinstance(label, str)
+        else isinstance(label, int | float) and label in (0, 1)
+        for label in labels
+    )
+    if columns.messages not in names and columns.completion in names and labels and rated:
         return "unpaired"
     if names & {columns.messages, columns.completion, columns.text}:
         return "conversation"
@@ -81,30 +88,19 @@ def _inferred_kind(recipe: DataRecipe) -> Kind:
     )
 
 
-def _is_label(label: Any) -> bool:
-    """Whether `label` rates an answer, unlike, for example, a reference answer."""
-    if isinstance(label, str):
-        return label.strip().lower() in _LABELS
-    return isinstance(label, bool | int | float) and label in (0, 1)
-
-
 def _show(row: TokenRow, kind: str, renderer: Renderer, console: Console) -> None:
     names = [""] if len(row.streams) == 1 else [f"stream {number} " for number in range(1, len(row.streams) + 1)]
     names = ["chosen ", "rejected "] if kind == "pair" else names
     for name, stream in zip(names, row.streams, strict=True):
         title = f"{row.origin} {name}({len(stream.ids)} tokens, {int(stream.trained.sum())} trained)"
         console.rule(title, align="left")
-        console.print(_highlighted(stream, renderer))
-
-
-def _highlighted(stream: TokenStream, renderer: Renderer) -> Text:
-    """Decode runs of trained and untrained tokens, so that characters of several tokens stay complete."""
-    text = Text()
-    edges = [0, *(np.flatnonzero(np.diff(stream.trained)) + 1), len(stream.ids)]
-    for start, stop in pairwise(edges):
-        style = TRAINED if stream.trained[start] else "dim"
-        text.append(renderer.tokenizer.decode(stream.ids[start:stop], skip_special_tokens=False), style)
-    return text
+        # Runs of trained and untrained tokens are decoded as a whole, so that characters of several tokens stay complete.
+        text = Text()
+        edges = [0, *(np.flatnonzero(np.diff(stream.trained)) + 1), len(stream.ids)]
+        for start, stop in pairwise(edges):
+            style = TRAINED if stream.trained[start] else "dim"
+            text.append(renderer.tokenizer.decode(stream.ids[start:stop], skip_special_tokens=False), style)
+        console.print(text)
 
 
 def _lengths(rows: list[TokenRow], kind: str) -> Table:

@@ -69,10 +69,7 @@ class Renderer:
 
     def surely_longer(self, messages: Sequence[Message], tools: Sequence[Tool], tokens: int) -> bool:
         """Whether a conversation has more than `tokens` tokens however it is divided into them, found without rendering it."""
-        if len(messages) > tokens:
-            return True
-        longest = self._longest_token
-        return _characters([*messages, *tools]) > tokens * longest
+        return len(messages) > tokens or _characters([*messages, *tools]) > tokens * self._longest_token
 
     @cached_property
     def _longest_token(self) -> int:
@@ -200,9 +197,8 @@ class Renderer:
             return None
         # A template that removes thinking from answers shows none.
         with suppress(InputError):
-            text = self._applied(
-                [*asked, in_form({"role": "assistant", "content": _ANSWER}, _PROBE, "tags")], None, False
-            )
+            answer = in_form({"role": "assistant", "content": _ANSWER}, _PROBE, "tags")
+            text = self._applied([*asked, answer], None, False)
             return "tags" if _PROBE in text or not text.startswith(self._applied(asked, None, True)) else None
         return None
 
@@ -263,7 +259,8 @@ class Renderer:
             if not answer:
                 raise InputError("the chat template does not show an answer that opens the conversation")
             return before
-        if (tools or _uses_tools(messages)) and not self.native_tools:
+        uses_tools = bool(tools) or any(one["role"] == "tool" or one.get("tool_calls") for one in messages)
+        if uses_tools and not self.native_tools:
             messages, tools = tools_as_text(messages, tools), ()
         elif self._needs_ids:
             messages = with_short_ids(messages)
@@ -332,12 +329,10 @@ class Renderer:
     def folds_system(self) -> bool:
         """Whether the template has no system role, so that system messages are prepended to the first user message."""
         try:
-            text = self._templated(
-                [{"role": "system", "content": _ANSWER}, {"role": "user", "content": "x"}], None, True
-            )
+            asked = [{"role": "system", "content": _ANSWER}, {"role": "user", "content": "x"}]
+            return _ANSWER not in self._templated(asked, None, True)
         except InputError:
             return True
-        return _ANSWER not in text
 
     def _templated(self, messages: list[Message], tools: list[Any] | None, answering: bool) -> str:
         """Return the text of the template, with the marks of `TextEncoder`."""
@@ -555,8 +550,10 @@ def _answer(
             raise InputError(
                 f"the template does not show the tool calls of message {len(messages)} as an answer to the messages before it"
             )
-        content = renderer.with_reasoning(messages[-1]).get("content") or ""
-        text = _without_open_thought(content, prompt).removeprefix(primer)
+        text = renderer.with_reasoning(messages[-1]).get("content") or ""
+        if prompt.rstrip().endswith("<think>") and text.lstrip().startswith("<think>"):  # DeepSeek R1
+            text = text.lstrip().removeprefix("<think>").lstrip("\n")
+        text = text.removeprefix(primer)
         end = renderer.tokenizer.convert_ids_to_tokens(renderer.end)
         return renderer.answer(text, prompt), prompt + renderer.marked(text) + end, True
     answer = rendered[len(prompt) :]
@@ -577,19 +574,8 @@ def _shows(renderer: Renderer, rendered: str, message: Message, trained: bool = 
     )
 
 
-def _without_open_thought(content: str, prompt: str) -> str:
-    """Return `content` without a leading `<think>` that the prompt already ends with (DeepSeek R1)."""
-    opened = prompt.rstrip().endswith("<think>") and content.lstrip().startswith("<think>")
-    return content.lstrip().removeprefix("<think>").lstrip("\n") if opened else content
-
-
 def _token_streams(streams: Sequence[tuple[list[int], list[bool]]], complete: bool) -> list[TokenStream]:
     arrays = [
         TokenStream(np.array(ids, dtype=np.int64), np.array(mask, dtype=bool), not complete) for ids, mask in streams
     ]
     return [stream for stream in arrays if stream.trained.any()]
-
-
-def _uses_tools(messages: Sequence[Message]) -> bool:
-    """Whether a conversation has calls or results of tools."""
-    return any(message["role"] == "tool" or message.get("tool_calls") for message in messages)

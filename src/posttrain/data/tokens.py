@@ -34,9 +34,8 @@ class TokenRow:
     chosen: bool = True
     """The label of an unpaired answer."""
     prompt_digest: str = ""
-    """Digest of the messages before the first answer to them, where tokens of these are trained too (`loss_on: all`, or an
-    answer opens the conversation), or of plain text.
-    """
+    """Digest of the messages before the first answer to them, where tokens of these are trained too (`loss_on: all`, or
+    an answer opens the conversation), or of plain text."""
     weight: float = 1.0
     """Weight of the row in the training loss."""
 
@@ -96,10 +95,9 @@ def tokenize(
         fitted = _fit(row, recipe, problems, all_needed=not isinstance(example, ConversationExample))
         if fitted is None:
             continue
-        if isinstance(example, PairExample) and _same_tokens(*fitted.streams):
-            problems.add(
-                "chosen and rejected have the same tokens", example.origin, f"within {recipe.max_tokens} tokens"
-            )
+        if isinstance(example, PairExample) and np.array_equal(fitted.streams[0].ids, fitted.streams[1].ids):
+            same = "chosen and rejected have the same tokens"
+            problems.add(same, example.origin, f"within {recipe.max_tokens} tokens")
             continue
         if fitted is not row:
             problems.note("cut to data.max_tokens", row.origin)
@@ -130,35 +128,28 @@ def _row(example: Example, renderer: Renderer, loss_on: LossOn) -> TokenRow:
     if isinstance(example, ConversationExample):
         streams = render_conversation(renderer, example.messages, loss_on, example.tools)
         # The answer that opens a conversation has the same tokens before it in every row.
-        opened = example.messages[0]["role"] == "assistant"
-        digest = _prompt_digest(example) if loss_on == "all" or opened else ""
+        digest = ""
+        if loss_on == "all" or example.messages[0]["role"] == "assistant":
+            roles = [message["role"] for message in example.messages]
+            prompt = example.messages[: roles.index("assistant", 1)]
+            digest = _hash(json.dumps([prompt, example.tools]))
         return TokenRow(streams, example.origin, example.domain, prompt_digest=digest, weight=example.weight)
     if isinstance(example, TextExample):
-        stream = plain_text(renderer, example.text)
-        digest = hashlib.blake2b(example.text.encode(), digest_size=16).hexdigest()
+        ids = [*renderer.document(example.text), renderer.tokenizer.eos_token_id]
+        stream = TokenStream(np.array(ids, dtype=np.int64), np.arange(len(ids)) > 0)
+        digest = _hash(example.text)
         return TokenRow([stream], example.origin, example.domain, prompt_digest=digest, weight=example.weight)
     if isinstance(example, UnpairedExample):
         streams = _answers(renderer, example.prompt, example.completion, example.tools)
         return TokenRow(streams, example.origin, example.domain, chosen=example.label, weight=example.weight)
     assert isinstance(example, PairExample)
-    streams = [
-        stream
-        for side in (example.chosen, example.rejected)
-        for stream in _answers(renderer, example.prompt, side, example.tools)
-    ]
+    sides = (_answers(renderer, example.prompt, side, example.tools) for side in (example.chosen, example.rejected))
+    streams = [stream for side in sides for stream in side]
     return TokenRow(streams, example.origin, example.domain, margin=example.margin or 0.0, weight=example.weight)
 
 
-def plain_text(renderer: Renderer, text: str) -> TokenStream:
-    """Return the tokens of `text` and the tokenizer's end token. Every token but the first is trained."""
-    ids = [*renderer.document(text), renderer.tokenizer.eos_token_id]
-    return TokenStream(np.array(ids, dtype=np.int64), np.arange(len(ids)) > 0)
-
-
-def _prompt_digest(example: ConversationExample) -> str:
-    answers = [index for index, message in enumerate(example.messages) if message["role"] == "assistant"]
-    first = next(index for index in answers if index > 0)
-    return hashlib.blake2b(json.dumps([example.messages[:first], example.tools]).encode(), digest_size=16).hexdigest()
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _answers(
@@ -194,10 +185,6 @@ def _fit(row: TokenRow, recipe: DataRecipe, problems: Problems, all_needed: bool
         problems.add("prompt longer than data.max_tokens", row.origin, "cutting leaves no token of an answer")
         return None
     return replace(row, streams=kept)
-
-
-def _same_tokens(chosen: TokenStream, rejected: TokenStream) -> bool:
-    return np.array_equal(chosen.ids, rejected.ids)
 
 
 def _digest(examples: list[Example], recipe: DataRecipe, renderer: Renderer, loss_on: LossOn) -> str:

@@ -34,8 +34,7 @@ class ToolCall:
 
     def message(self, id: str) -> dict[str, Any]:
         """The call as an entry of `tool_calls` in a message for a chat template. `id` is used if the policy gave
-        none.
-        """
+        none."""
         return {"id": self.id or id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
@@ -92,9 +91,9 @@ def parse_hermes(text: str) -> ParsedAnswer:
         if xml := _XML_CALL.match(content):
             calls.append(ToolCall(xml[1], {key: json_or_text(value) for key, value in _XML_VALUE.findall(xml[2])}))
             continue
-        found = _calls_of(content, errors)
-        calls += found
-        if not found:
+        read = _calls_of(content, errors)
+        calls += read
+        if not read:
             kept.append(match[0])
     kept.append(text[end:])
     return ParsedAnswer("".join(kept).strip(), calls, errors)
@@ -102,8 +101,7 @@ def parse_hermes(text: str) -> ParsedAnswer:
 
 def parse_llama(text: str) -> ParsedAnswer:
     """`{"name": ..., "parameters": {...}}` as the whole answer, as Llama 3 writes it. Several are separated by
-    semicolons.
-    """
+    semicolons."""
     body = text.strip().removeprefix("<|python_tag|>").strip()
     if not body.startswith("{") or '"name"' not in body:
         return ParsedAnswer(text.strip())
@@ -142,8 +140,7 @@ SYNTAXES: dict[str, Callable[[str], ParsedAnswer]] = {
 
 def parse_served(text: str, calls: Sequence[tuple[str, Any]]) -> ParsedAnswer:
     """An answer whose calls were parsed by a server or transformers: their names, and arguments as an object or JSON
-    text.
-    """
+    text."""
     parsed = ParsedAnswer(text)
     for name, arguments in calls:
         parsed.calls.extend(_calls_of_value({"name": name, "arguments": arguments}, parsed.errors))
@@ -183,8 +180,7 @@ def _read_json(text: str) -> tuple[Any, int]:
 
 def _first_json(text: str, errors: list[str]) -> tuple[Any, str]:
     """The JSON value at the start of `text`, and the remaining text. If there is none, adds an error and returns
-    None.
-    """
+    None."""
     try:
         value, end = _read_json(text)
     except ValueError as error:
@@ -206,24 +202,22 @@ def _calls_of(content: str, errors: list[str]) -> list[ToolCall]:
 
 def _calls_of_value(value: Any, errors: list[str]) -> list[ToolCall]:
     """The calls in a JSON value: an object, or a list of objects."""
-    items = value if isinstance(value, list) else [value]
-    return [call for item in items if (call := _call_of(item, errors)) is not None]
-
-
-def _call_of(value: Any, errors: list[str]) -> ToolCall | None:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        errors.append("a tool call is not an object with a `name`")
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments, _ = _first_json(arguments or "{}", errors)
-        if arguments is None:
-            return None
-    if not isinstance(arguments, dict):
-        errors.append(f"the arguments of {value['name']} are not an object")
-        return None
-    given = value.get("id")
-    return ToolCall(value["name"], arguments, given if isinstance(given, str) and _ID.fullmatch(given) else "")
+    calls = []
+    for item in value if isinstance(value, list) else [value]:
+        if not isinstance(item, dict) or not isinstance(item.get("name"), str):
+            errors.append("a tool call is not an object with a `name`")
+            continue
+        arguments = item.get("arguments", item.get("parameters", {}))
+        if isinstance(arguments, str):
+            arguments, _ = _first_json(arguments or "{}", errors)
+            if arguments is None:
+                continue
+        if not isinstance(arguments, dict):
+            errors.append(f"the arguments of {item['name']} are not an object")
+            continue
+        id = item.get("id")
+        calls.append(ToolCall(item["name"], arguments, id if isinstance(id, str) and _ID.fullmatch(id) else ""))
+    return calls
 
 
 def json_or_text(text: str) -> Any:
@@ -274,7 +268,7 @@ def with_short_ids(messages: Sequence[Message]) -> list[Message]:
 
 def hermes_text(answer: ParsedAnswer) -> str:
     """An answer in Hermes syntax."""
-    calls = [f"<tool_call>{_compact(call.name, call.arguments)}</tool_call>" for call in answer.calls]
+    calls = [_call_text(call.name, call.arguments) for call in answer.calls]
     return "\n".join(part for part in (answer.text, *calls) if part)
 
 
@@ -296,8 +290,14 @@ def tools_as_text(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) 
             else:
                 plain.append({"role": "user", "content": result, "results": True})
         elif message.get("tool_calls"):
-            calls = [_function_of(call) for call in message["tool_calls"]]
-            parts = [content, *(f"<tool_call>{_compact(name, arguments)}</tool_call>" for name, arguments in calls)]
+            parts = [content]
+            for call in message["tool_calls"]:
+                function = call.get("function", call) if isinstance(call, dict) else None
+                if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                    raise InputError(
+                        "a tool call has no function with a name; give each entry of `tool_calls` a `function`"
+                    )
+                parts.append(_call_text(function["name"], function.get("arguments", {})))
             plain.append({**message, "content": "\n".join(part for part in parts if part)})
         else:
             plain.append({**message, "content": content})
@@ -305,13 +305,5 @@ def tools_as_text(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) 
     return [{key: value for key, value in message.items() if key in kept} for message in plain]
 
 
-def _function_of(call: Any) -> tuple[str, Any]:
-    """The name and the arguments of an entry of `tool_calls`."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise InputError("a tool call has no function with a name; give each entry of `tool_calls` a `function`")
-    return function["name"], function.get("arguments", {})
-
-
-def _compact(name: str, arguments: Any) -> str:
-    return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+def _call_text(name: str, arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}</tool_call>"

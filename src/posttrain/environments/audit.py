@@ -207,10 +207,22 @@ def _findings(
 ) -> Iterator[Finding]:
     yield from _exceptions(name, first)
     yield from _seeding(name, first, second)
-    yield from _rewards(name, first)
-    yield from _ceiling(name, first, scores)
+    if wrong := [one for one in first if not all(math.isfinite(reward) for reward in one.rewards)]:
+        yield Finding("rewards", True, f"a reward is not finite ({_who(wrong)})", _of(name, wrong))
+    oracle = [one for one in first if one.player == "oracle" and one.error is None]
+    if failed := [one for one in oracle if one.success is False]:
+        # With several turns, turns may run out or chance may decide, so it is only a note.
+        one_turn = all(len(one.rewards) == 1 for one in oracle)
+        earned = [f"{value:g}" for value in sorted({round(one.total_reward, 3) for one in failed})]
+        returns = ", ".join([*earned[:4], *(["..."] if len(earned) > 4 else [])])
+        text = f"the oracle fails on {len(failed)} of {len(oracle)} seeds, with return {returns}"
+        yield Finding("ceiling", one_turn, text, _of(name, failed, show=True))
     yield from _without_work(name, first, scores)
-    yield from _leaks(name, first)
+    # An answer in the prompt, unless the answers of other seeds are there as well, as in a list of choices.
+    known = [one for one in first if one.leaks is not None]
+    if leaking := [one for one in known if one.leaks and one.chance < 0.5]:
+        text = f"the oracle's first answer is in the prompt on {len(leaking)} of {len(known)} seeds"
+        yield Finding("leak", False, text, _command(name, [one.seed for one in known], ["oracle"], show=True))
     moved = [one for one in first if one.side_effects]
     if moved:
         text = "changes the global random state of Python or numpy, which other code may draw from"
@@ -258,23 +270,6 @@ def _seeding(name: str, first: list[Episodes], second: list[Episodes]) -> Iterat
         )
 
 
-def _rewards(name: str, episodes: list[Episodes]) -> Iterator[Finding]:
-    wrong = [one for one in episodes if not all(math.isfinite(reward) for reward in one.rewards)]
-    if wrong:
-        yield Finding("rewards", True, f"a reward is not finite ({_who(wrong)})", _of(name, wrong))
-
-
-def _ceiling(name: str, episodes: list[Episodes], scores: Mapping[str, Score]) -> Iterator[Finding]:
-    """An oracle that fails. With several turns, turns may run out or chance may decide, so it is only a note."""
-    played = [one for one in episodes if one.player == "oracle" and one.error is None]
-    failed = [one for one in played if one.success is False]
-    if failed:
-        one_turn = all(len(one.rewards) == 1 for one in played)
-        earned = sorted({round(one.total_reward, 3) for one in failed})
-        text = f"the oracle fails on {len(failed)} of {len(played)} seeds, with return {_numbers(earned)}"
-        yield Finding("ceiling", one_turn, text, _of(name, failed, show=True))
-
-
 def _without_work(name: str, episodes: list[Episodes], scores: Mapping[str, Score]) -> Iterator[Finding]:
     """Rewards for players that do not try. Success, or a large share of the oracle's return, is a defect."""
     best = scores["oracle"].mean_return if "oracle" in scores else 1.0
@@ -294,25 +289,11 @@ def _without_work(name: str, episodes: list[Episodes], scores: Mapping[str, Scor
         yield Finding("reward without work", defect, text, _of(name, those, show=True))
 
 
-def _leaks(name: str, episodes: list[Episodes]) -> Iterator[Finding]:
-    """An answer in the prompt, unless the answers of other seeds are there as well, as in a list of choices."""
-    known = [one for one in episodes if one.leaks is not None]
-    leaking = [one for one in known if one.leaks and one.chance < 0.5]
-    if leaking:
-        text = f"the oracle's first answer is in the prompt on {len(leaking)} of {len(known)} seeds"
-        yield Finding("leak", False, text, _command(name, [one.seed for one in known], ["oracle"], show=True))
-
-
 def _who(episodes: Sequence[Episodes]) -> str:
     """`echo, random on 3 seeds`."""
     players = ", ".join(dict.fromkeys(one.player for one in episodes))
     count = len({one.seed for one in episodes})
     return f"{players} on {count} seed{'s' if count > 1 else ''}"
-
-
-def _numbers(values: Sequence[float]) -> str:
-    shown = ", ".join(f"{value:g}" for value in values[:4])
-    return shown + (", ..." if len(values) > 4 else "")
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
@@ -345,8 +326,8 @@ class AuditProcesses:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for hash_seed in list(self._processes):
-            self._stop(hash_seed)
+        for process in self._processes.values():
+            process.stop(1.0)
         self._folder.cleanup()
 
     def play(self, task: Mapping[str, Any]) -> tuple[Report, Report]:
@@ -375,9 +356,9 @@ class AuditProcesses:
 
     def _time_over(self, hash_seed: str, played: Sequence[tuple[str, int]], total: int) -> NoReport:
         """The call that was running when the time was over; it shows whether one call hangs or many are slow."""
-        # `audit_child` writes its stack when it gets this signal.
-        self._processes[hash_seed].send_signal(signal.SIGABRT)
-        self._stop(hash_seed)
+        process = self._processes.pop(hash_seed)
+        process.send_signal(signal.SIGABRT)  # `audit_child` writes its stack
+        process.stop(1.0)
         if not played:
             return NoReport(f"no result within {self._seconds:g} s")
         player, seed = played[-1]
@@ -388,7 +369,7 @@ class AuditProcesses:
 
     def _death(self, hash_seed: str) -> NoReport:
         """The reason why the process ended: its exit status and the last line that it wrote."""
-        code = self._stop(hash_seed)
+        code = self._processes.pop(hash_seed).stop(1.0)
         lines = self._written(hash_seed)
         return NoReport(f"its process ended with exit status {code}{': ' + lines[-1][:_SHOWN] if lines else ''}")
 
@@ -399,21 +380,16 @@ class AuditProcesses:
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         }
         command = [sys.executable, "-P", "-m", "posttrain.environments.audit_child"]
-        with self._output(hash_seed).open("wb") as output:
+        with (Path(self._folder.name) / hash_seed).open("wb") as output:
             self._processes[hash_seed] = ChildProcess(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, environment=environment
             )
         return self._processes[hash_seed]
 
-    def _output(self, hash_seed: str) -> Path:
-        """File for output of the process other than reports."""
-        return Path(self._folder.name) / hash_seed
-
     def _written(self, hash_seed: str) -> list[str]:
-        return self._output(hash_seed).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-
-    def _stop(self, hash_seed: str) -> int:
-        return self._processes.pop(hash_seed).stop(1.0)
+        """The lines that the process wrote besides its reports."""
+        output = Path(self._folder.name) / hash_seed
+        return output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
 
 
 def _lines(process: ChildProcess, end: float) -> Iterator[bytes | None]:

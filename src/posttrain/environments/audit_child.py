@@ -1,6 +1,5 @@
 """The process that plays for `posttrain env audit`: one task per line of standard input, one report per line of
-standard output.
-"""
+standard output."""
 
 import faulthandler
 import hashlib
@@ -16,8 +15,8 @@ from typing import Any
 
 from posttrain.environments.audit import SHORTEST_LEAK, Episodes
 from posttrain.environments.check import step_limit
-from posttrain.environments.players import PLAYERS, Played, play_episode
-from posttrain.environments.protocol import Environment, Message, ProtocolError
+from posttrain.environments.players import PLAYERS, Played, joined, play_episode
+from posttrain.environments.protocol import Environment, ProtocolError
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 
 LONGEST = 200
@@ -57,7 +56,7 @@ def play_all(task: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> l
                 continue
             episodes.append(one)
             if player == "oracle" and played.first is not None and played.answers:
-                prompts[seed] = _text(played.first.messages)
+                prompts[seed] = joined(played.first.messages)
                 answers[seed] = played.answers[0]
     for one in episodes:
         if one.player == "oracle" and len(answers.get(one.seed, "").strip()) >= SHORTEST_LEAK:
@@ -91,31 +90,18 @@ def _play_twice(
     if isinstance(played.error, ProtocolError):
         one.protocol = f"{played.where}: {played.error}"
     elif played.error is not None:
-        text = _plain(str(played.error))
+        # One line, without separator lines and without the path of installed packages.
+        text = str(played.error).replace(f"{sysconfig.get_paths()['purelib']}{os.sep}", "")
+        text = " ".join(re.sub(r"([^\w\s])\1{9,}", " ", text).split())
         one.error = f"{played.where} raised {type(played.error).__name__}: {text}"
     else:
         success = played.steps[-1].info.get("success") if played.steps else None
         one.success = None if success is None else bool(success)
-        one.protocol = _broken_rule(played, limit, success, needs_success and all(step.scored for step in played.steps))
+        one.protocol = played.broken_end(limit)
+        required = success is not None or (needs_success and all(step.scored for step in played.steps))
+        if one.protocol is None and required and success not in (True, False):
+            one.protocol = f"the last step has no `success` of true or false in `info`, but {success!r}"
     return one, played
-
-
-def _plain(text: str) -> str:
-    """An exception's text in one line, without separator lines and without the path of installed packages."""
-    text = re.sub(r"([^\w\s])\1{9,}", " ", text.replace(f"{sysconfig.get_paths()['purelib']}{os.sep}", ""))
-    return " ".join(text.split())
-
-
-def _broken_rule(played: Played, limit: int, success: object, needs_success: bool) -> str | None:
-    if not played.ended:
-        return f"the episode has not ended after {limit} steps"
-    if played.after_the_end is None:
-        return "a step was possible after the end"
-    if not isinstance(played.after_the_end, RuntimeError):
-        return f"a step after the end raised {type(played.after_the_end).__name__}, not RuntimeError"
-    if success not in (True, False) and (needs_success or success is not None):
-        return f"the last step has no `success` of true or false in `info`, but {success!r}"
-    return None
 
 
 def _digest(played: Played) -> str:
@@ -135,10 +121,6 @@ def _contains(text: str, answer: str) -> bool:
     """Whether the answer occurs in the text between word boundaries, ignoring differences in white space."""
     words = r"\s+".join(re.escape(word) for word in answer.split())
     return bool(words) and re.search(rf"(?<!\w){words}(?!\w)", text) is not None
-
-
-def _text(messages: list[Message]) -> str:
-    return "\n".join(message["content"] for message in messages)
 
 
 if __name__ == "__main__":

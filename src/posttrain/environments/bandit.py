@@ -88,11 +88,8 @@ class Bandit(Game):
         """The penalty for a rejected answer, or the arms, whose means are less than four standard deviations above 0."""
         return super().negative_rewards(recipe) or "environment.low_risk"
 
-    def _ended(self) -> bool:
-        return self._pulled is not None
-
-    def _succeeded(self) -> bool:
-        return self._pulled == self.recipe.high_risk.name
+    def _status(self) -> tuple[bool, bool]:
+        return self._pulled is not None, self._pulled == self.recipe.high_risk.name
 
     def _plan(self) -> tuple[list[str], str]:
         better = self.recipe.high_risk.name
@@ -111,11 +108,7 @@ class Bandit(Game):
         environment = cls(recipe)
         wrong = recipe.format.render([recipe.low_risk.name], "A wrong guess.")
         for seed in seeds:
-            best, again, other = (
-                play(environment, seed)[-1],
-                play(environment, seed)[-1],
-                play(environment, seed, [wrong])[-1],
-            )
+            best, again, other = (play(environment, seed, answers)[-1] for answers in (None, None, [wrong]))
             require(best.terminated and best.info["success"] is True, seed, "the better arm does not count as success")
             require(other.terminated and other.info["success"] is False, seed, "the worse arm counts as success")
             require(best == again, seed, "the same pull paid differently")

@@ -1,6 +1,5 @@
 """Checks of every environment that do not rely on its own code: `posttrain env validate` runs them before
-`validate`.
-"""
+`validate`."""
 
 import inspect
 import math
@@ -9,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from posttrain.environments.players import Conversation, Played, Player, oracle, play_episode
+from posttrain.environments.game import require
+from posttrain.environments.players import Played, Player, play_episode
 from posttrain.environments.protocol import Environment, ProtocolError, Step, return_range
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.runs.intervals import within
@@ -22,6 +22,11 @@ _LONGEST = 1000
 """Number of steps after which an episode counts as endless, if the recipe has no `max_turns`."""
 
 _SEEDED = "draw only from random.Random(seed)"
+_PLAYERS: dict[str, Player] = {
+    "expert": lambda environment, conversation: environment.expert(),
+    "random": lambda environment, conversation: environment.random_answer(float(conversation.draws.random())),
+    "fixed answers": lambda environment, conversation: environment.primer + _ANSWERS[conversation.turn % len(_ANSWERS)],
+}
 
 
 def check_environment(recipe: EnvironmentRecipe, seeds: Sequence[int]) -> list[str]:
@@ -35,14 +40,16 @@ def check_environment(recipe: EnvironmentRecipe, seeds: Sequence[int]) -> list[s
         AssertionError: a check failed. The message names the seed.
     """
     kind = environment_class(recipe.type)
-    if unplayed := not_played(recipe):
-        return [unplayed]
+    if getattr(recipe, "judge", None) is not None:
+        return ["not played: a judge scores the episodes"]
+    if not kind.has_reward(recipe):
+        return ["not played: a reward model scores the episodes"]
     results: dict[str, list[float]] = {}
     for seed in seeds:
-        players = {"expert": oracle, "random": _random}
-        played = {name: _checked_episode(kind, recipe, seed, player, name) for name, player in players.items()}
+        names = ("expert", "random")
+        played = {name: _checked_episode(kind, recipe, seed, name) for name in names}
         if not any(played.values()):
-            played = {"fixed answers": _checked_episode(kind, recipe, seed, _fixed, "fixed answers")}
+            played = {"fixed answers": _checked_episode(kind, recipe, seed, "fixed answers")}
         for name, steps in played.items():
             if steps:
                 last = steps[-1].info.get("success")
@@ -58,15 +65,6 @@ def check_environment(recipe: EnvironmentRecipe, seeds: Sequence[int]) -> list[s
     return []
 
 
-def not_played(recipe: EnvironmentRecipe) -> str | None:
-    """Why episodes of this recipe cannot be played without a model; None if they can."""
-    if getattr(recipe, "judge", None) is not None:
-        return "not played: a judge scores the episodes"
-    if not environment_class(recipe.type).has_reward(recipe):
-        return "not played: a reward model scores the episodes"
-    return None
-
-
 def needs_success(recipe: EnvironmentRecipe) -> bool:
     """Whether the last step must report `success`."""
     return getattr(recipe, "success_reward", 1.0) is not None
@@ -77,44 +75,34 @@ def step_limit(recipe: EnvironmentRecipe, longest: int = _LONGEST) -> int:
     return getattr(recipe, "max_turns", None) or longest
 
 
-def _random(environment: Environment, conversation: Conversation) -> str:
-    return environment.random_answer(float(conversation.draws.random()))
-
-
-def _fixed(environment: Environment, conversation: Conversation) -> str:
-    return environment.primer + _ANSWERS[conversation.turn % len(_ANSWERS)]
-
-
-def _checked_episode(
-    kind: type[Environment], recipe: EnvironmentRecipe, seed: int, player: Player, name: str
-) -> list[Step]:
-    """The steps of an episode that keeps the rules; empty if the environment does not offer this player."""
-    played = _episode(kind, recipe, seed, player, name)
+def _checked_episode(kind: type[Environment], recipe: EnvironmentRecipe, seed: int, name: str) -> list[Step]:
+    """The steps of an episode that keeps the rules; empty if the environment does not offer the player `name`."""
+    played = _episode(kind, recipe, seed, name)
     if played is None:
         return []
     for number, step in enumerate(played.steps, start=1):
-        _require(math.isfinite(step.reward), seed, f"the reward of step {number} is {step.reward}, which is not finite")
-    again = _episode(kind, recipe, seed, player, name)
+        require(math.isfinite(step.reward), seed, f"the reward of step {number} is {step.reward}, which is not finite")
+    again = _episode(kind, recipe, seed, name)
     assert again is not None
-    _require(played.first == again.first, seed, f"two resets with this seed differ; {_SEEDED}")
+    require(played.first == again.first, seed, f"two resets with this seed differ; {_SEEDED}")
     same = [_seen(step) for step in played.steps] == [_seen(step) for step in again.steps]
-    _require(same, seed, f"the same answers ({name}) led to something else the second time; {_SEEDED}")
+    require(same, seed, f"the same answers ({name}) led to something else the second time; {_SEEDED}")
     # Code that seeds the global state reaches the same state twice. Other draws from it depend on what ran before.
-    own = not played.moved_global_random or played.random_after == again.random_after
-    _require(own, seed, f"the episode draws from the global random state of Python or numpy; {_SEEDED}")
+    seeded = not played.moved_global_random or played.random_after == again.random_after
+    require(seeded, seed, f"the episode draws from the global random state of Python or numpy; {_SEEDED}")
     total, bounds = sum(step.reward for step in played.steps), return_range(recipe)
     in_range = bounds is None or within(total, bounds)
-    _require(in_range, seed, f"the return {total:g} ({name}) is not in the range {bounds} of `return_range`")
+    require(in_range, seed, f"the return {total:g} ({name}) is not in the range {bounds} of `return_range`")
     success = played.steps[-1].info.get("success")
     allowed = (True, False) if needs_success(recipe) and played.steps[-1].scored else (True, False, None)
-    _require(success in allowed, seed, f"the last step has no `success` of true or false in `info`, but {success!r}")
+    require(success in allowed, seed, f"the last step has no `success` of true or false in `info`, but {success!r}")
     return played.steps
 
 
-def _episode(kind: type[Environment], recipe: EnvironmentRecipe, seed: int, player: Player, name: str) -> Played | None:
+def _episode(kind: type[Environment], recipe: EnvironmentRecipe, seed: int, name: str) -> Played | None:
     """A complete episode, after which another step raised RuntimeError; None if the environment lacks this player."""
     limit = step_limit(recipe)
-    played = play_episode(kind, recipe, seed, player, limit)
+    played = play_episode(kind, recipe, seed, _PLAYERS[name], limit)
     if isinstance(error := played.error, NotImplementedError) and played.where == "answer 1":
         return None
     if isinstance(error, AssertionError):
@@ -122,30 +110,14 @@ def _episode(kind: type[Environment], recipe: EnvironmentRecipe, seed: int, play
     where = f"{played.where} ({name})" if played.first else played.where
     if error is not None:
         fault = str(error) if isinstance(error, ProtocolError) else f"{type(error).__name__}: {error}"
-        raise AssertionError(f"seed {seed}: {where}{_place(error, kind)}: {fault}") from error
-    steps = f"{limit} step{'s' if limit > 1 else ''}"
-    remedy = "end it there with terminated or truncated, or raise `max_turns`"
-    _require(played.ended, seed, f"the episode has not ended after {steps}; {remedy}")
-    after = played.after_the_end
-    if after is None:
-        raise AssertionError(f"seed {seed}: a step was possible after the end; raise RuntimeError there")
-    if not isinstance(after, RuntimeError):
-        raised = f"a step after the end raised {type(after).__name__}, not RuntimeError"
-        raise AssertionError(f"seed {seed}: {raised}") from after
+        file = inspect.getfile(kind)
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        line = f" in line {lines[-1]} of {Path(file).name}" if lines else ""
+        raise AssertionError(f"seed {seed}: {where}{line}: {fault}") from error
+    if problem := played.broken_end(limit):
+        raise AssertionError(f"seed {seed}: {problem}") from played.after_the_end
     return played
-
-
-def _place(error: BaseException, kind: type[Environment]) -> str:
-    """` in line 12 of larger.py`, the line of the environment's file that raised `error`; empty if there is none."""
-    file = inspect.getfile(kind)
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return f" in line {lines[-1]} of {Path(file).name}" if lines else ""
 
 
 def _seen(step: Step) -> tuple[object, ...]:
     return step.messages, step.reward, step.terminated, step.truncated, step.info.get("success"), step.state
-
-
-def _require(condition: bool, seed: int, fault: str) -> None:
-    if not condition:
-        raise AssertionError(f"seed {seed}: {fault}")

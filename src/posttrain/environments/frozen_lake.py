@@ -5,14 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.environments.frozen_lake_dynamics import (
-    DIRECTIONS,
-    Lake,
-    best_answer,
-    best_success,
-    lake_of,
-    random_success,
-)
+from posttrain.environments.frozen_lake_dynamics import DIRECTIONS, best_answer, best_success, lake_of, random_success
 from posttrain.environments.game import (
     Game,
     GameRecipe,
@@ -81,7 +74,7 @@ class FrozenLake(Game):
         return recipe.max_turns * recipe.format.penalty, 1.0
 
     def _begin(self, seed: int) -> None:
-        self._lake = _lake(self.recipe, seed)
+        self._lake = lake_of(seed, self.recipe.size, self.recipe.frozen_probability, self.recipe.slippery)
         self._cell = self._lake.start
         self._moves = 0
         count = self.recipe.max_turns * self.format.actions_per_turn
@@ -104,15 +97,13 @@ class FrozenLake(Game):
         return text
 
     def _state(self, first: bool) -> str:
-        form = self.recipe.observation
+        form, lake = self.recipe.observation, self._lake
         if form == "local":
-            lake = self._lake
             holes = sides(lake.holes, self._cell, lake.size)
             text = f"Goal: {offset(lake.goal, self._cell, lake.size)}. Holes: {holes}."
             return f"{text} Edges: {edges(self._cell, lake.size, lake.size)}." if self.recipe.edges else text
         parts = [drawing(self.cells(), SYMBOLS)] if form != "coordinates" else []
         if form != "grid":
-            lake = self._lake
             parts.append(f"You: {place(self._cell, lake.size)}.")
             if first:
                 parts[-1] += f" Goal: {place(lake.goal, lake.size)}. Holes: {places(lake.holes, lake.size)}."
@@ -132,13 +123,11 @@ class FrozenLake(Game):
     def _act(self, name: str) -> float:
         self._cell = self._lake.next_cell(self._cell, DIRECTIONS.index(name), self._slips[self._moves])
         self._moves += 1
-        return float(self._succeeded())
+        return float(self._cell == self._lake.goal)
 
-    def _ended(self) -> bool:
-        return self._succeeded() or self._cell in self._lake.holes
-
-    def _succeeded(self) -> bool:
-        return self._cell == self._lake.goal
+    def _status(self) -> tuple[bool, bool]:
+        won = self._cell == self._lake.goal
+        return won or self._cell in self._lake.holes, won
 
     def _plan(self) -> tuple[list[str], str]:
         lake = self._lake
@@ -155,46 +144,34 @@ class FrozenLake(Game):
         `actions_per_turn` uniformly random actions per answer.
         """
         turns, actions, n = recipe.max_turns, recipe.format.actions_per_turn, len(seeds)
-        lakes = [_lake(recipe, seed) for seed in seeds]
+        lakes = [lake_of(seed, recipe.size, recipe.frozen_probability, recipe.slippery) for seed in seeds]
         random = sum(random_success(lake, turns * actions) for lake in lakes) / n
         optimal = sum(best_success(lake, turns, actions) for lake in lakes) / n
-        return {
-            "random": Baseline(random, random, n),
-            "optimal": Baseline(optimal, optimal, n),
-        }
+        return {"random": Baseline(random, random, n), "optimal": Baseline(optimal, optimal, n)}
 
     @classmethod
     def validate(cls, recipe: FrozenLakeRecipe, seeds: Sequence[int]) -> None:
         """The optimal policy reaches every reachable goal on firm ice, and episodes agree with a replay of their slips."""
         environment, firm_lake = cls(recipe), cls(recipe.model_copy(update={"slippery": False}))
         for seed in seeds:
-            _require_replay(environment, seed)
+            # Play the expert, then repeat its actions with gymnasium's transition table and the seed's slips only.
+            steps = play(environment, seed)
+            lake = environment._lake
+            actions = [name for step in steps for name in step.info["actions"]]
+            slips = random_stream("frozen_lake", seed, "slip").random(len(actions))
+            cell = lake.start
+            for name, slip in zip(actions, slips, strict=True):
+                require(cell != lake.goal and cell not in lake.holes, seed, "an action was played after the end")
+                cell = lake.next_cell(cell, DIRECTIONS.index(name), float(slip))
+            last, won = steps[-1], cell == lake.goal
+            require(last.info["success"] is won, seed, "success differs from the replay")
+            require(last.terminated is (won or cell in lake.holes), seed, "the end differs from the replay")
+            total = sum(step.reward for step in steps)
+            require(total == float(won), seed, f"the return is {total}")
             steps = play(firm_lake, seed)
             reachable = best_success(firm_lake._lake, recipe.max_turns, recipe.format.actions_per_turn) == 1.0
             total = sum(step.reward for step in steps)
-            require(
-                steps[-1].info["success"] is reachable, seed, "on firm ice the optimal policy missed a reachable goal"
-            )
+            missed = "on firm ice the optimal policy missed a reachable goal"
+            require(steps[-1].info["success"] is reachable, seed, missed)
             require(total == float(reachable), seed, f"on firm ice the return is {total}")
             require_sound(environment, seed)
-
-
-def _require_replay(environment: FrozenLake, seed: int) -> None:
-    """Play the expert, then repeat its actions with gymnasium's transition table and the seed's slips only."""
-    steps = play(environment, seed)
-    lake = _lake(environment.recipe, seed)
-    actions = [name for step in steps for name in step.info["actions"]]
-    slips = random_stream("frozen_lake", seed, "slip").random(len(actions))
-    cell = lake.start
-    for name, slip in zip(actions, slips, strict=True):
-        require(cell != lake.goal and cell not in lake.holes, seed, "an action was played after the end")
-        cell = lake.next_cell(cell, DIRECTIONS.index(name), float(slip))
-    won = cell == lake.goal
-    require(steps[-1].info["success"] is won, seed, "success differs from the replay")
-    require(steps[-1].terminated is (won or cell in lake.holes), seed, "the end of the episode differs from the replay")
-    total = sum(step.reward for step in steps)
-    require(total == float(won), seed, f"the return is {total}")
-
-
-def _lake(recipe: FrozenLakeRecipe, seed: int) -> Lake:
-    return lake_of(seed, recipe.size, recipe.frozen_probability, recipe.slippery)

@@ -50,18 +50,14 @@ class Lake:
 @lru_cache(maxsize=512)
 def lake_of(seed: int, size: int, frozen: float, slippery: bool) -> Lake:
     """Return the lake of `seed`. Cells are ice with probability `frozen`; maps are redrawn until the goal is
-    reachable.
-    """
+    reachable."""
     draw = random_stream("frozen_lake", seed, "map")
     while True:
         ice = draw.random(size * size) < frozen
         start, goal = (int(cell) for cell in draw.choice(size * size, 2, replace=False))
         ice[[start, goal]] = True
         if _reachable(ice, size, start, goal):
-            return _lake(ice, size, slippery, start, goal)
-
-
-def _lake(ice: np.ndarray, size: int, slippery: bool, start: int, goal: int) -> Lake:
+            break
     tiles = np.where(ice, "F", "H")
     tiles[start], tiles[goal] = "S", "G"
     rows = ["".join(row) for row in tiles.reshape(size, size)]
@@ -108,7 +104,11 @@ def best_values(lake: Lake, turns: int, actions_per_turn: int) -> Values:
     All 4 + 16 + ... sequences are evaluated, so `actions_per_turn` should be at most 5. Among sequences of equal value
     the discounted value decides, so the policy takes the fastest one.
     """
-    value, discounted, moves = _goal(lake), _discounted(lake), lake.transitions()
+    value, moves = _goal(lake), lake.transitions()
+    discounted = value  # of the optimal policy without a limit of turns
+    for _ in range(4 * lake.size**2):
+        discounted = _DISCOUNT * (moves @ discounted).max(axis=0)
+        discounted[lake.goal] = 1.0
     success, answers = [value], []
     for _ in range(turns):
         sequences: list[tuple[int, ...]] = [()]
@@ -163,13 +163,4 @@ def random_success(lake: Lake, actions: int) -> float:
 def _goal(lake: Lake) -> np.ndarray:
     value = np.zeros(lake.size**2)
     value[lake.goal] = 1.0
-    return value
-
-
-def _discounted(lake: Lake) -> np.ndarray:
-    """Return the discounted value [S] of the optimal policy without a limit of turns."""
-    value, moves = _goal(lake), lake.transitions()
-    for _ in range(4 * lake.size**2):
-        value = _DISCOUNT * (moves @ value).max(axis=0)
-        value[lake.goal] = 1.0
     return value

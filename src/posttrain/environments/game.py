@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from posttrain.environments.protocol import Cells, Environment, Message, Observation, Step
+from posttrain.environments.protocol import Cells, Environment, Observation, Step
 from posttrain.recipe.base import BaseConfig, Text
 from posttrain.recipe.components import EnvironmentRecipe
 
@@ -57,14 +57,14 @@ class FormatRecipe(BaseConfig):
 
     def instructions(self, names: Sequence[str]) -> str:
         """Return the sentences of the prompt that describe the format; `names` are two or more actions."""
-        forms = [self._answer_form(name) for name in names]
+        forms = [f"<answer>{name}</answer>" for name in names]
         choice = f"{', '.join(forms[:-1])} or {forms[-1]}"
         text = (
             f"Answer only <think>your reason</think> and then {choice}." if self.thinking else f"Answer only {choice}."
         )
         if self.actions_per_turn > 1:
-            several = self._answer_form(f"{names[0]} {self.separator} {names[1]}")
-            text += f" An answer may hold up to {self.actions_per_turn} actions: {several}."
+            several = f"{names[0]} {self.separator} {names[1]}"
+            text += f" An answer may hold up to {self.actions_per_turn} actions: <answer>{several}</answer>."
         return text
 
     def parse(self, text: str, names: Sequence[str]) -> tuple[str, ...] | Rejected:
@@ -108,10 +108,6 @@ class FormatRecipe(BaseConfig):
             return Rejected("text outside the tags")
         return text[positions[-2] + len("<answer>") : positions[-1]].strip()
 
-    @staticmethod
-    def _answer_form(action: str) -> str:
-        return f"<answer>{action}</answer>"
-
 
 # -- games ------------------------------------------------------------------------------------------------------------
 
@@ -128,6 +124,8 @@ class Game(Environment):
 
     actions: tuple[str, ...]
     """Names of the actions, at least two; set by the class or by `_begin`."""
+    idle_reward = 0.0
+    """Reward of a turn without an action."""
 
     def __init__(self, recipe: EnvironmentRecipe) -> None:
         super().__init__(recipe)
@@ -141,7 +139,8 @@ class Game(Environment):
         self._begin(seed)
         turns = f"You have {self.turns_left} turn{'s' if self.turns_left > 1 else ''}."
         rules = f"{self._rules()} {turns}\n{self.format.instructions(self.actions)}"
-        return Observation([{"role": "system", "content": rules}, _user(self._state(first=True))], self._key())
+        state = {"role": "user", "content": self._state(first=True)}
+        return Observation([{"role": "system", "content": rules}, state], self._key())
 
     def step(self, action: str) -> Step:
         """Play the actions of one answer in order until the game ends. A rejected answer plays none.
@@ -155,21 +154,22 @@ class Game(Environment):
         info: dict[str, Any]
         if isinstance(parsed, Rejected):
             info, notice = {"rejected": parsed.reason}, f"Rejected: {parsed.reason}.\n"
-            reward = self._idle_reward() + self.format.penalty
+            reward = self.idle_reward + self.format.penalty
         else:
             info, notice, reward = {"actions": []}, "", 0.0
             for name in parsed:
                 reward += self._act(name)
                 info["actions"].append(name)
-                if self._ended():
+                if self._status()[0]:
                     break
-        terminated = self._ended()
+        terminated, won = self._status()
         truncated = not terminated and self.turns_left == 0
         if terminated:
             self.turns_left = 0
         if terminated or truncated:
-            info["success"] = self._succeeded()
-        return Step([_user(notice + self._state(first=False))], reward, terminated, truncated, info, self._key())
+            info["success"] = won
+        state = {"role": "user", "content": notice + self._state(first=False)}
+        return Step([state], reward, terminated, truncated, info, self._key())
 
     @classmethod
     def negative_rewards(cls, recipe: Any) -> str | None:
@@ -216,24 +216,12 @@ class Game(Environment):
         """Apply the action `name` and return its reward."""
 
     @abstractmethod
-    def _ended(self) -> bool:
-        """Whether the game is over by its own rules."""
-
-    @abstractmethod
-    def _succeeded(self) -> bool:
-        """Whether the game is won in the current state."""
+    def _status(self) -> tuple[bool, bool]:
+        """Whether the game is over by its own rules, and whether it is won in the current state."""
 
     @abstractmethod
     def _plan(self) -> tuple[list[str], str]:
         """Return the optimal actions of the next answer, and a reason in one line."""
-
-    def _idle_reward(self) -> float:
-        """The reward of a turn without an action."""
-        return 0.0
-
-
-def _user(content: str) -> Message:
-    return {"role": "user", "content": content}
 
 
 # -- checks for `validate` --------------------------------------------------------------------------------------------

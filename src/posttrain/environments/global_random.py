@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,7 @@ class GlobalRandom:
     def __init__(self, *name: int | str) -> None:
         """`name`: the named counter of the episode, see `posttrain.seeds`."""
         self._seed = derive_seed(*name)
-        self._states: tuple[object, object] | None = None
+        self._states: tuple[Any, Any] | None = None
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -32,15 +33,11 @@ class GlobalRandom:
                 random.seed(self._seed)
                 np.random.seed(self._seed % 2**32)
             else:
-                _set(self._states)
+                random.setstate(self._states[0])
+                np.random.set_state(self._states[1])
             try:
                 yield
             finally:
                 self._states = random.getstate(), np.random.get_state()
-                _set(before)
-
-
-def _set(states: tuple[object, object]) -> None:
-    python, of_numpy = states
-    random.setstate(python)  # type: ignore[arg-type]
-    np.random.set_state(of_numpy)  # type: ignore[arg-type]
+                random.setstate(before[0])
+                np.random.set_state(before[1])

@@ -50,20 +50,19 @@ class Judgment:
 # -- forms of replies -------------------------------------------------------------------------------------------------
 
 
+def _object_schema(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
 class ReplyForm(Protocol):
     """A form of reply: the request for it, and its reader."""
 
-    @property
-    def identity(self) -> list[Any]:
-        """JSON values that identify the form in cache keys. They change whenever `read` accepts other replies."""
-
-    @property
-    def instructions(self) -> str:
-        """The JSON object to reply with, described for the judge."""
-
-    @property
-    def properties(self) -> dict[str, Any]:
-        """The JSON schema of each key. The reason comes first, so that the score is conditioned on it."""
+    identity: list[Any]
+    """JSON values that identify the form in cache keys. They change whenever `read` accepts other replies."""
+    instructions: str
+    """The JSON object to reply with, described for the judge."""
+    properties: dict[str, Any]
+    """The JSON schema of each key. The reason comes first, so that the score is conditioned on it."""
 
     def read(self, reply: dict[str, Any]) -> float:
         """Return the score of a reply that has the last key of `properties`.
@@ -73,24 +72,15 @@ class ReplyForm(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class PointsReply:
+class PointsReply(ReplyForm):
     """A number of points from `low` to `high`."""
 
-    low: int
-    high: int
+    properties = {"reason": {"type": "string"}, "score": {"type": "integer"}}
 
-    @property
-    def identity(self) -> list[Any]:
-        return ["a JSON object with reason and score", *([self.low] if self.low else []), self.high]
-
-    @property
-    def instructions(self) -> str:
-        return f'{{{_REASON}, "score": a whole number from {self.low} (worst) to {self.high} (best)}}'
-
-    @property
-    def properties(self) -> dict[str, Any]:
-        return {"reason": {"type": "string"}, "score": {"type": "integer"}}
+    def __init__(self, low: int, high: int) -> None:
+        self.low, self.high = low, high
+        self.identity = ["a JSON object with reason and score", *([low] if low else []), high]
+        self.instructions = f'{{{_REASON}, "score": a whole number from {low} (worst) to {high} (best)}}'
 
     def read(self, reply: dict[str, Any]) -> float:
         points = reply["score"]
@@ -100,22 +90,18 @@ class PointsReply:
         return float(points)
 
 
-@dataclass(frozen=True)
-class ClaimsReply:
+class ClaimsReply(ReplyForm):
     """The claims of a text, each supported or not. The score is the share of supported claims, in [0, 1]."""
 
-    @property
-    def identity(self) -> list[Any]:
-        return ["a JSON object with reason and claims"]
-
-    @property
-    def instructions(self) -> str:
-        return f'{{{_REASON}, "claims": [{{"claim": "in a few words", "supported": true or false}}, and so on]}}'
-
-    @property
-    def properties(self) -> dict[str, Any]:
-        claim = _object({"claim": {"type": "string"}, "supported": {"type": "boolean"}})
-        return {"reason": {"type": "string"}, "claims": {"type": "array", "items": claim}}
+    identity = ["a JSON object with reason and claims"]
+    instructions = f'{{{_REASON}, "claims": [{{"claim": "in a few words", "supported": true or false}}, and so on]}}'
+    properties = {
+        "reason": {"type": "string"},
+        "claims": {
+            "type": "array",
+            "items": _object_schema({"claim": {"type": "string"}, "supported": {"type": "boolean"}}),
+        },
+    }
 
     def read(self, reply: dict[str, Any]) -> float:
         claims = reply["claims"]
@@ -127,21 +113,12 @@ class ClaimsReply:
         return sum(claim["supported"] for claim in claims) / len(claims)
 
 
-@dataclass(frozen=True)
-class ChoiceReply:
+class ChoiceReply(ReplyForm):
     """The better of two texts: 1 for the first, 0 for the second, 1/2 for a tie."""
 
-    @property
-    def identity(self) -> list[Any]:
-        return ["a JSON object with reason and better"]
-
-    @property
-    def instructions(self) -> str:
-        return f'{{{_REASON}, "better": "first" or "second" or "tie"}}'
-
-    @property
-    def properties(self) -> dict[str, Any]:
-        return {"reason": {"type": "string"}, "better": {"type": "string", "enum": ["first", "second", "tie"]}}
+    identity = ["a JSON object with reason and better"]
+    instructions = f'{{{_REASON}, "better": "first" or "second" or "tie"}}'
+    properties = {"reason": {"type": "string"}, "better": {"type": "string", "enum": ["first", "second", "tie"]}}
 
     def read(self, reply: dict[str, Any]) -> float:
         better = reply["better"]
@@ -159,11 +136,20 @@ def read_reply(text: str, form: ReplyForm) -> Judgment:
     """
     fenced = re.fullmatch(r"```(?:json)?[ \t]*\n(.*)\n[ \t]*```", text.strip(), re.DOTALL)
     score_key = list(form.properties)[-1]
+
+    def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """A JSON object; ValueError for a repeated key, of which `json` would keep the last."""
+        if len({key for key, _ in pairs}) < len(pairs):
+            raise ValueError("a key is repeated")
+        return dict(pairs)
+
+    def refuse_constant(name: str) -> float:
+        raise ValueError(f"{name} is not JSON")
+
     refusal = f'did not reply with one JSON object that has a "{score_key}": {shortened(text)}'
     try:
-        reply = json.loads(
-            fenced.group(1) if fenced else text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant
-        )
+        content = fenced.group(1) if fenced else text
+        reply = json.loads(content, object_pairs_hook=unique_keys, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ValueError(refusal) from error
     if not isinstance(reply, dict) or score_key not in reply:
@@ -171,31 +157,8 @@ def read_reply(text: str, form: ReplyForm) -> Judgment:
     return Judgment(form.read(reply), encodable(str(reply.get("reason", ""))))
 
 
-def reply_schema(form: ReplyForm) -> dict[str, Any]:
-    """Return the form as a `response_format`, for servers that constrain the model to it."""
-    return {
-        "type": "json_schema",
-        "json_schema": {"name": "verdict", "strict": True, "schema": _object(form.properties)},
-    }
-
-
 def _shown(value: Any) -> str:
     return shortened(repr(value))
-
-
-def _object(properties: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; ValueError for a repeated key, of which `json` would keep the last."""
-    if len({key for key, _ in pairs}) < len(pairs):
-        raise ValueError("a key is repeated")
-    return dict(pairs)
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------
@@ -238,18 +201,31 @@ def ask_judge(server: JudgeServerRecipe, prompt: Prompt, form: ReplyForm) -> Jud
         JudgeFailure: there is no reply after the retries of the recipe, or the reply does not have the form.
         InputError: the environment variable of the API key is not set.
     """
+    judge = f"judge {server.model} at {server.url}"
+    temperature, effort = server.sampling.temperature, server.sampling.reasoning_effort
+    schema = {"name": "verdict", "strict": True, "schema": _object_schema(form.properties)}
+    extra = {
+        "response_format": {"type": "json_schema", "json_schema": schema} if server.structured else None,
+        "reasoning_effort": effort,
+        server.token_limit_field: server.max_tokens,
+    }
+    extra = {name: value for name, value in extra.items() if value is not None}
 
     def ask() -> str:
-        text = _request(server, prompt, form)
-        # Raises for an invalid reply, so that it is not cached.
-        _read(text, server, form)
-        return text
-
-    if server.cache is None:
-        return _read(ask(), server, form)
-    sampling = server.sampling
-    identity = [*form.identity, server.structured, *filter(None, [sampling.reasoning_effort])]
-    key = request_key(server.url, server.model, prompt, sampling.temperature, identity)
+        """The text of a valid reply. Others raise, so that they are not cached."""
+        try:
+            client = judge_client(server)
+            reply = complete("judge", client, server.model, prompt, temperature=temperature, extra=extra)
+        except ChatRequestError as error:
+            raise JudgeFailure(f"{error}{_REMEDY if error.rejected else ''}") from error
+        if not reply.finished or not reply.text:
+            problem = "sent an empty reply" if reply.finished else "sent a reply that is cut off"
+            raise JudgeFailure(f"{judge} {problem}: {shortened(reply.text)}", unreadable=True)
+        try:
+            read_reply(reply.text, form)
+        except ValueError as error:
+            raise JudgeFailure(f"{judge} {error}", unreadable=True) from error
+        return reply.text
 
     def readable(text: str) -> bool:
         try:
@@ -258,7 +234,11 @@ def ask_judge(server: JudgeServerRecipe, prompt: Prompt, form: ReplyForm) -> Jud
             return False
         return True
 
-    return _read(judge_cache(server.cache).reply(key, ask, readable), server, form)
+    if server.cache is None:
+        return read_reply(ask(), form)
+    identity = [*form.identity, server.structured, *filter(None, [effort])]
+    key = request_key(server.url, server.model, prompt, temperature, identity)
+    return read_reply(judge_cache(server.cache).reply(key, ask, readable), form)
 
 
 def check_judge(server: JudgeServerRecipe) -> None:
@@ -278,36 +258,6 @@ def judge_client(server: JudgeServerRecipe) -> Any:
     """Return the client of the judge's server (see `chat_client`)."""
     options = (server.url, server.timeout, server.retries, server.api_key_variable, server.requests_per_minute)
     return chat_client("environment.judge", *options)
-
-
-def _request(server: JudgeServerRecipe, prompt: Prompt, form: ReplyForm) -> str:
-    """Return the complete text of the judge's reply."""
-    extra = {
-        "response_format": reply_schema(form) if server.structured else None,
-        "reasoning_effort": server.sampling.reasoning_effort,
-        server.token_limit_field: server.max_tokens,
-    }
-    extra = {name: value for name, value in extra.items() if value is not None}
-    client, temperature = judge_client(server), server.sampling.temperature
-    try:
-        reply = complete("judge", client, server.model, prompt, temperature=temperature, extra=extra)
-    except ChatRequestError as error:
-        raise JudgeFailure(f"{error}{_REMEDY if error.rejected else ''}") from error
-    if not reply.finished or not reply.text:
-        problem = "sent an empty reply" if reply.finished else "sent a reply that is cut off"
-        raise JudgeFailure(f"{_name(server)} {problem}: {shortened(reply.text)}", unreadable=True)
-    return reply.text
-
-
-def _read(text: str, server: JudgeServerRecipe, form: ReplyForm) -> Judgment:
-    try:
-        return read_reply(text, form)
-    except ValueError as error:
-        raise JudgeFailure(f"{_name(server)} {error}", unreadable=True) from error
-
-
-def _name(server: JudgeServerRecipe) -> str:
-    return f"judge {server.model} at {server.url}"
 
 
 # -- cache ------------------------------------------------------------------------------------------------------------
@@ -406,9 +356,7 @@ class JudgeCache:
 
 def judge_cache(path: str) -> JudgeCache:
     """Return the cache at `path`: one object per file and process."""
-    return _judge_cache(Path(path).absolute())
+    return _open_cache(Path(path).absolute())
 
 
-@lru_cache(maxsize=8)
-def _judge_cache(path: Path) -> JudgeCache:
-    return JudgeCache(path)
+_open_cache = lru_cache(maxsize=8)(JudgeCache)

@@ -1,6 +1,5 @@
 """Tools of MCP servers, which are started as processes (stdio) or reached over HTTP. A server serves all episodes of a
-process.
-"""
+process."""
 
 import asyncio
 import atexit
@@ -9,8 +8,9 @@ import logging
 import re
 import shlex
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -60,7 +60,14 @@ def mcp_tools(server: McpRecipe) -> list[Tool]:
     All episodes share the server, so its tools must not depend on earlier calls. InputError if the server cannot be
     started or reached, lacks a tool named in `server.tools`, or describes tools that no prompt can show.
     """
-    connection = _connection(server.command, server.url)
+    address = server.command, server.url
+    with _OPENING:
+        connection = _OPEN.get(address)
+        # A broken connection is replaced, as when the server was started again.
+        if connection is None or connection.broken:
+            if connection is not None:
+                connection.close()
+            connection = _OPEN[address] = _Connection(*address)
     described = {one.name: one for one in connection.tools}
     for name in [one.name for one in connection.tools]:
         if not _NAME.fullmatch(name):
@@ -85,26 +92,11 @@ def mcp_tools(server: McpRecipe) -> list[Tool]:
             f"mcp: the server {connection.name} describes its tools in {length:,} characters, more than "
             f"{_LONGEST_TOOLS:,}; name those to offer in `tools`"
         )
-    return [Tool(one, _caller(connection, name, server.timeout)) for name, one in schemas.items()]
-
-
-def _caller(connection: "_Connection", name: str, timeout: float) -> Callable[[Mapping[str, Any]], str]:
-    return lambda arguments: connection.call(name, dict(arguments), timeout)
+    return [Tool(one, partial(connection.call, name, server.timeout)) for name, one in schemas.items()]
 
 
 _OPEN: dict[tuple[str | None, str | None], "_Connection"] = {}
 _OPENING = threading.Lock()
-
-
-def _connection(command: str | None, url: str | None) -> "_Connection":
-    """The connection of this process, or a new one where that is broken, as when the server was started again."""
-    with _OPENING:
-        found = _OPEN.get((command, url))
-        if found is None or found.broken:
-            if found is not None:
-                found.close()
-            found = _OPEN[command, url] = _Connection(command, url)
-        return found
 
 
 class _Connection:
@@ -116,9 +108,8 @@ class _Connection:
         self.broken = False
         """Whether a call failed, and neither its tool nor its time is the reason."""
         self._mcp = require_module("mcp", f"mcp ({self.name})")
-        logging.getLogger("mcp").setLevel(
-            logging.CRITICAL
-        )  # it logs a trace for each line that a server should not send
+        # It logs a trace for each line that a server should not send.
+        logging.getLogger("mcp").setLevel(logging.CRITICAL)
         target: Any = url
         if command is not None:
             program, *words = shlex.split(command)
@@ -139,11 +130,10 @@ class _Connection:
             ) from self._failure
         atexit.register(self.close)
 
-    def call(self, name: str, arguments: dict[str, Any], timeout: float) -> str:
+    def call(self, name: str, timeout: float, arguments: Mapping[str, Any]) -> str:
         """The result of a call as text. ToolFailure with the message of the tool; RuntimeError if the server does not
-        answer.
-        """
-        future = asyncio.run_coroutine_threadsafe(self._client.call_tool(name, arguments), self._loop)
+        answer."""
+        future = asyncio.run_coroutine_threadsafe(self._client.call_tool(name, dict(arguments)), self._loop)
         try:
             result = future.result(timeout)
         except TimeoutError:

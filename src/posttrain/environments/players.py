@@ -33,8 +33,8 @@ class Conversation:
 
     first: list[Message]
     """The messages of the reset."""
-    last: list[Message]
-    """The newest messages."""
+    newest: list[Message]
+    """The messages of the last step, or the first ones if it had none."""
     draws: np.random.Generator
     """Random numbers of this episode."""
     turn: int = 0
@@ -45,50 +45,26 @@ Player = Callable[[Environment, Conversation], str]
 """Returns the next answer. Players such as the oracle ask the environment for it."""
 
 
-def do_nothing(environment: Environment, conversation: Conversation) -> str:
-    """An empty answer."""
-    return environment.primer
-
-
 def random_answer(environment: Environment, conversation: Conversation) -> str:
     """A uniformly random valid action; a random word of the newest messages if the environment has no random policy."""
     draw = float(conversation.draws.random())
     try:
         return environment.random_answer(draw)
     except NotImplementedError:
-        words = _text(conversation.last or conversation.first).split() or ["?"]
+        words = joined(conversation.newest).split() or ["?"]
         return environment.primer + words[int(draw * len(words))]
 
 
-def echo(environment: Environment, conversation: Conversation) -> str:
-    """The newest message."""
-    return environment.primer + _text((conversation.last or conversation.first)[-1:])
-
-
-def repeat_prompt(environment: Environment, conversation: Conversation) -> str:
-    """All messages of the reset."""
-    return environment.primer + _text(conversation.first)
-
-
-def inject(environment: Environment, conversation: Conversation) -> str:
-    """A claim that the task is solved."""
-    return environment.primer + _INJECTION
-
-
-def oracle(environment: Environment, conversation: Conversation) -> str:
-    """The environment's `expert`. NotImplementedError if there is none."""
-    return environment.expert()
-
-
 PLAYERS: Mapping[str, Player] = {
-    "nothing": do_nothing,
+    "nothing": lambda environment, conversation: environment.primer,
     "random": random_answer,
-    "echo": echo,
-    "repeat": repeat_prompt,
-    "injection": inject,
-    "oracle": oracle,
+    "echo": lambda environment, conversation: environment.primer + joined(conversation.newest[-1:]),
+    "repeat": lambda environment, conversation: environment.primer + joined(conversation.first),
+    "injection": lambda environment, conversation: environment.primer + _INJECTION,
+    "oracle": lambda environment, conversation: environment.expert(),
 }
-"""Name -> player."""
+"""Name -> player. `echo` answers with the newest message, `repeat` with all messages of the reset, and `injection` with a
+claim that the task is solved."""
 WITHOUT_WORK = ("nothing", "echo", "repeat", "injection")
 """Players that do not try to solve the task."""
 
@@ -107,8 +83,7 @@ class Played:
     """The exception that ended the episode, if any. ProtocolError: the environment returned something invalid."""
     where: str = "the constructor"
     """The call that was the last one, and raised `error` if there is one: `reset`, `answer 1` (of the player) or `step
-    1`.
-    """
+    1`."""
     after_the_end: Exception | SystemExit | None = None
     """The exception that a step after the end raised; None if it raised nothing."""
     random_before: object = None
@@ -129,6 +104,17 @@ class Played:
     def total_reward(self) -> float:
         """The undiscounted return."""
         return sum(step.reward for step in self.steps)
+
+    def broken_end(self, limit: int) -> str | None:
+        """Which rule of the protocol the end of a whole episode of at most `limit` steps breaks; None for a correct end."""
+        if not self.ended:
+            steps = f"{limit} step{'s' if limit > 1 else ''}"
+            return f"the episode has not ended after {steps}; end it there with terminated or truncated, or raise `max_turns`"
+        if self.after_the_end is None:
+            return "a step was possible after the end; raise RuntimeError there"
+        if not isinstance(self.after_the_end, RuntimeError):
+            return f"a step after the end raised {type(self.after_the_end).__name__}, not RuntimeError"
+        return None
 
 
 def play_episode(kind: type[Environment], recipe: EnvironmentRecipe, seed: int, player: Player, limit: int) -> Played:
@@ -159,7 +145,7 @@ def play_episode(kind: type[Environment], recipe: EnvironmentRecipe, seed: int, 
             played.steps.append(require_step(step))
             if step.new_conversation:
                 conversation.first = step.messages
-            conversation.last, conversation.turn = step.messages, conversation.turn + 1
+            conversation.newest, conversation.turn = step.messages or conversation.first, conversation.turn + 1
     except (Exception, SystemExit) as error:
         played.error = error
     played.random_after = _random_state()
@@ -172,9 +158,10 @@ def play_episode(kind: type[Environment], recipe: EnvironmentRecipe, seed: int, 
 
 
 def _random_state() -> object:
-    of_numpy = np.random.get_state(legacy=False)
-    return random.getstate(), of_numpy["state"]["key"].tobytes(), int(of_numpy["state"]["pos"])
+    numpy_state = np.random.get_state(legacy=False)["state"]
+    return random.getstate(), numpy_state["key"].tobytes(), int(numpy_state["pos"])
 
 
-def _text(messages: list[Message]) -> str:
+def joined(messages: list[Message]) -> str:
+    """The texts of messages, one after the other."""
     return "\n".join(message["content"] for message in messages)

@@ -52,13 +52,11 @@ class Observation:
     messages: list[Message]
     state: str | None = None
     """A name of the state, for credit that compares actions taken in the same state (`gigpo`). Two episodes of a task
-    must have
-    the same name exactly when they are in the same state. None: states are compared by their observation tokens.
-    """
+    must have the same name exactly when they are in the same state. None: states are compared by their observation
+    tokens."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     """The tools that the policy may call in this episode, in OpenAI's format. With tools, answers are passed to
-    `act`.
-    """
+    `act`."""
 
 
 @dataclass(frozen=True)
@@ -243,8 +241,7 @@ class Environment(ABC):
 
     def act(self, answer: ParsedAnswer) -> Step:
         """Apply an answer that was parsed with the syntax of the policy's chat template. Called instead of `step` if
-        the observation has tools.
-        """
+        the observation has tools."""
         raise NotImplementedError(
             f"{type(self).__name__} offers tools but has no `act`; derive it from ToolEnvironment"
         )
@@ -271,15 +268,13 @@ class Environment(ABC):
     @classmethod
     def negative_rewards(cls, recipe: Any) -> str | None:
         """Return the dotted key that makes rewards below 0 possible, which `credit.type: maxrl` refuses; None if none
-        is known.
-        """
+        is known."""
         return None
 
     @classmethod
     def return_range(cls, recipe: Any) -> tuple[float, float] | None:
-        """Return the least and the greatest return of an episode; None if unknown. With it, the mean return of few tasks
-        has an interval, which accounts for returns that none of them had.
-        """
+        """Return the least and the greatest return of an episode; None if unknown. With it, the mean return of few
+        tasks has an interval, which accounts for returns that none of them had."""
         return None
 
     @classmethod
@@ -295,8 +290,7 @@ class Environment(ABC):
     @classmethod
     def variants(cls) -> Sequence[Mapping[str, Any]]:
         """Return the keys of every complete task that this environment offers, for `posttrain env list TYPE` and `env
-        audit --all`.
-        """
+        audit --all`."""
         return [{}] if cls.self_contained else []
 
     def try_reward(self, seed: int) -> list[str]:
@@ -342,8 +336,7 @@ def environment_maker(recipe: EnvironmentRecipe) -> Callable[[EnvironmentRecipe]
 
 class EnvironmentFactory:
     """Creates environments of one kind with the same settings. Every call returns a new instance, which plays one
-    episode.
-    """
+    episode."""
 
     def __init__(self, recipe: EnvironmentRecipe) -> None:
         """InputError if there is no environment of the type `recipe.type`."""
@@ -388,8 +381,8 @@ def task_split(
         evaluation = evaluation.model_copy(update={"held_out": len(held_out_rows)})
     held_out = split_tasks(held_out_rows, other_source or "evaluation.environment", evaluation, None)
     left_out = {row.key for row in held_out_rows or ()}
-    alone = () if training is None else training_tasks(rows, source, training, training_key, left_out)
-    return replace(held_out, training=alone, source=environment.rows_key)
+    used = () if training is None else training_tasks(rows, source, training, training_key, left_out)
+    return replace(held_out, training=used, source=environment.rows_key)
 
 
 # -- calls of environments and rewards ---------------------------------------------------------------------------------

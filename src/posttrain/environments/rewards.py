@@ -57,8 +57,7 @@ def exact(answer: str, label: Any) -> float:
 
 def contains(answer: str, label: Any) -> float:
     """1 if the row's `label` occurs in the answer (case-sensitive), else 0. Note that long answers may contain many
-    labels.
-    """
+    labels."""
     return float(_text(label) in answer)
 
 
@@ -110,8 +109,7 @@ def parameter_of(column: str) -> str:
 
 class RewardFunction:
     """Wraps a reward function for an environment: passes the parameters that the function accepts, and checks its
-    result.
-    """
+    result."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         """`name`: its name in messages. InputError if it has no parameter `answer`."""
@@ -168,8 +166,7 @@ class RewardFunction:
 
 class WeightedRewards:
     """Combines several reward functions: the score is the sum of weight x score over those that apply, and every score
-    is reported by name.
-    """
+    is reported by name."""
 
     def __init__(self, parts: Sequence[tuple[RewardFunction, float]]) -> None:
         """`parts`: functions and their weights. Functions with the same name are numbered."""
@@ -223,8 +220,7 @@ def try_reward(
 
 def finite_scores(result: Any, name: str, origin: str) -> dict[str, float]:
     """The scores by name in `result`, which `name` returned. RewardFailure unless all are finite as float32 and one is
-    `score`.
-    """
+    `score`."""
     scores = {
         _printable(key): number(value)
         for key, value in (result.items() if isinstance(result, Mapping) else [(SCORE, result)])
@@ -241,8 +237,7 @@ def _printable(name: object) -> str:
 
 def load_reward(where: str, key: str = "environment.reward") -> RewardFunction:
     """The reward function that `where` names: a built-in name, `module:function`, `path/to/file.py:function`, or one
-    that `register_reward` returned. InputError, which names the `key`, if there is none.
-    """
+    that `register_reward` returned. InputError, which names the `key`, if there is none."""
     if where in _registered:
         return RewardFunction(where, _registered[where])
     if where in BUILT_IN:
@@ -261,8 +256,7 @@ def load_reward(where: str, key: str = "environment.reward") -> RewardFunction:
 
 def load_function(where: str, key: str) -> Callable[..., Any]:
     """The function at `module:function` or `path/to/file.py:function`. InputError, which names the `key`, if there is
-    none.
-    """
+    none."""
     place, _, name = where.rpartition(":")
     if not place:
         raise InputError(f"{key}: {where!r} is not a function; write `module:function` or `path/to/file.py:function`")

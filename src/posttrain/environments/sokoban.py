@@ -22,6 +22,7 @@ from posttrain.environments.game import (
 )
 from posttrain.environments.protocol import Baseline, Cells
 from posttrain.environments.sokoban_rooms import Room, State, random_player, room_of, shortest_solution
+from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.runs.intervals import success_rate
 from posttrain.seeds import random_stream
 
@@ -66,8 +67,7 @@ class SokobanRecipe(GameRecipe):
     """Reward for the move that puts the last box on a target."""
     observation: ObservationForm = "grid"
     """`grid`: a drawing; `coordinates`: positions in words; `both`; `local`: boxes, targets and walls relative to the
-    player.
-    """
+    player."""
 
     @model_validator(mode="after")
     def _fits(self) -> "SokobanRecipe":
@@ -94,6 +94,10 @@ class Sokoban(Game):
     Recipe = SokobanRecipe
     actions = ACTIONS
 
+    def __init__(self, recipe: EnvironmentRecipe) -> None:
+        super().__init__(recipe)
+        self.idle_reward = self.recipe.step_reward
+
     def _begin(self, seed: int) -> None:
         self._room, self._position = _room(self.recipe, seed)
 
@@ -112,27 +116,22 @@ class Sokoban(Game):
         return text
 
     def _state(self, first: bool) -> str:
-        form, room = self.recipe.observation, self._room
+        form, room, (player, boxes) = self.recipe.observation, self._room, self._position
         if form == "local":
-            return self._surroundings()
+            away = {
+                name: "; ".join(offset(cell, player, room.columns) for cell in sorted(cells))
+                for name, cells in (("Box", boxes), ("Target", room.targets))
+            }
+            walls = set(range(room.rows * room.columns)) - set(room.floor)
+            return f"Box: {away['Box']}. Target: {away['Target']}. Walls: {sides(walls, player, room.columns)}."
         parts = [drawing(self.cells(), SYMBOLS)] if form != "coordinates" else []
         if form != "grid":
-            player, boxes = self._position
             parts.append(f"You: {place(player, room.columns)}. Boxes: {places(boxes, room.columns)}.")
             if first:
                 parts[-1] += f" Targets: {places(room.targets, room.columns)}."
                 if form == "coordinates":
                     parts[-1] += f" Floor: {places(room.floor, room.columns)}."
         return "\n".join(parts)
-
-    def _surroundings(self) -> str:
-        room, (player, boxes) = self._room, self._position
-        away = {
-            name: "; ".join(offset(cell, player, room.columns) for cell in sorted(cells))
-            for name, cells in (("Box", boxes), ("Target", room.targets))
-        }
-        walls = set(range(room.rows * room.columns)) - set(room.floor)
-        return f"Box: {away['Box']}. Target: {away['Target']}. Walls: {sides(walls, player, room.columns)}."
 
     def cells(self) -> Cells:
         room, (player, boxes) = self._room, self._position
@@ -150,9 +149,6 @@ class Sokoban(Game):
         before = self._position
         self._position = self._room.move(before, self._room.directions()[ACTIONS.index(name)])
         return self.recipe.move_reward(self._room, before, self._position)
-
-    def _idle_reward(self) -> float:
-        return self.recipe.step_reward
 
     @classmethod
     def negative_rewards(cls, recipe: SokobanRecipe) -> str | None:
@@ -172,11 +168,9 @@ class Sokoban(Game):
             max(pushes) + max(pairs, 0) + max(steps) + max(recipe.solved_reward, 0),
         )
 
-    def _ended(self) -> bool:
-        return self._room.solved(self._position)
-
-    def _succeeded(self) -> bool:
-        return self._room.solved(self._position)
+    def _status(self) -> tuple[bool, bool]:
+        solved = self._room.solved(self._position)
+        return solved, solved
 
     def _plan(self) -> tuple[list[str], str]:
         way = shortest_solution(self._room, self._position)
@@ -215,26 +209,16 @@ class Sokoban(Game):
             steps = play(environment, seed, [recipe.format.render([ACTIONS[number]], "") for number in way])
             total = sum(step.reward for step in steps)
             full = recipe.solved_reward + recipe.num_boxes * recipe.box_on_reward + len(way) * recipe.step_reward
-            require(
-                steps[-1].terminated and steps[-1].info["success"] is True, seed, "the solution does not solve the room"
-            )
-            off = sum(
-                len(room.targets & before) > len(room.targets & after) for before, after in _boxes(room, start, way)
-            )
-            full += off * (recipe.box_on_reward + recipe.box_off_reward)
+            solved = steps[-1].terminated and steps[-1].info["success"] is True
+            require(solved, seed, "the solution does not solve the room")
+            state = start
+            for number in way:
+                before, state = state, room.move(state, room.directions()[number])
+                if len(room.targets & before[1]) > len(room.targets & state[1]):
+                    full += recipe.box_on_reward + recipe.box_off_reward
             require(abs(total - full) < 1e-9, seed, f"the return of the solution is {total}, not {full}")
             require(not any(step.info.get("success") for step in steps[:-1]), seed, "the room was solved too early")
             require_sound(cls(recipe), seed)
-
-
-def _boxes(room: Room, state: State, way: Sequence[int]) -> list[tuple[frozenset[int], frozenset[int]]]:
-    """Return the boxes before and after each move."""
-    moved = []
-    for number in way:
-        reached = room.move(state, room.directions()[number])
-        moved.append((state[1], reached[1]))
-        state = reached
-    return moved
 
 
 def _random_baseline(recipe: SokobanRecipe, seeds: Sequence[int]) -> Baseline:

@@ -74,10 +74,25 @@ def room_of(
             continue
         chosen = draw.choice(sorted(floor), num_boxes, replace=False)
         room = Room(rows, columns, floor, frozenset(int(cell) for cell in chosen))
-        starts = _farthest(room, search_depth)
-        if starts:
-            start = starts[int(draw.integers(len(starts)))]
-            return room, _wander(draw, room, start, player_moves)
+        far = {
+            cell: min(abs(cell // columns - t // columns) + abs(cell % columns - t % columns) for t in room.targets)
+            for cell in floor
+        }
+        ranks: dict[State, tuple[int, int]] = {
+            state: (sum(far[box] for box in state[1]), -moves)
+            for state, moves in solutions_backwards(room, search_depth).items()
+            if not state[1] & room.targets
+        }
+        if ranks:
+            best = max(ranks.values())
+            starts = [state for state, rank in ranks.items() if rank == best]
+            player, boxes = starts[int(draw.integers(len(starts)))]
+            for _ in range(player_moves):  # without pushing a box, so that every move can be undone
+                ahead = [player + direction for direction in room.directions()]
+                free = [cell for cell in ahead if cell in room.floor and cell not in boxes]
+                if free:
+                    player = free[int(draw.integers(len(free)))]
+            return room, (player, boxes)
     raise RuntimeError(
         f"no room of {rows} x {columns} with {num_boxes} boxes was found for seed {seed}; make it larger"
     )
@@ -115,25 +130,6 @@ def _before(room: Room, state: State, direction: int) -> list[State]:
     return [(behind, boxes)]
 
 
-def _farthest(room: Room, depth: int) -> list[State]:
-    best: tuple[int, int] = (0, 0)
-    starts: list[State] = []
-    for state, moves in solutions_backwards(room, depth).items():
-        if state[1] & room.targets:
-            continue
-        rank = (sum(_to_target(room, box) for box in state[1]), -moves)
-        if not starts or rank > best:
-            best, starts = rank, []
-        if rank == best:
-            starts.append(state)
-    return starts
-
-
-def _to_target(room: Room, box: int) -> int:
-    row, column = divmod(box, room.columns)
-    return min(abs(row - target // room.columns) + abs(column - target % room.columns) for target in room.targets)
-
-
 def _carve(draw: np.random.Generator, rows: int, columns: int) -> frozenset[int]:
     row, column = int(draw.integers(1, rows - 1)), int(draw.integers(1, columns - 1))
     heading = int(draw.integers(4))
@@ -148,16 +144,6 @@ def _carve(draw: np.random.Generator, rows: int, columns: int) -> frozenset[int]
             if 1 <= r < rows - 1 and 1 <= c < columns - 1:
                 floor.add(r * columns + c)
     return frozenset(floor)
-
-
-def _wander(draw: np.random.Generator, room: Room, state: State, moves: int) -> State:
-    """Move the player at random without pushing a box, so that every move can be undone."""
-    for _ in range(moves):
-        player, boxes = state
-        free = [player + d for d in room.directions() if player + d in room.floor and player + d not in boxes]
-        if free:
-            state = free[int(draw.integers(len(free)))], boxes
-    return state
 
 
 _MAX_SOLVER_STATES = 300_000
@@ -177,7 +163,11 @@ def shortest_solution(room: Room, start: State) -> tuple[int, ...] | None:
         following: list[State] = []
         for state in edge:
             if room.solved(state):
-                return _moves_to(state, parents)
+                way: list[int] = []
+                while (step := parents[state]) is not None:
+                    state, number = step
+                    way.append(number)
+                return tuple(reversed(way))
             for number, direction in enumerate(room.directions()):
                 reached = room.move(state, direction)
                 if reached not in parents and (reached[1] == state[1] or reached[1] <= live):
@@ -227,11 +217,3 @@ def _live_cells(room: Room) -> frozenset[int]:
                 live.add(before)
                 edge.append(before)
     return frozenset(live)
-
-
-def _moves_to(state: State, parents: dict[State, tuple[State, int] | None]) -> tuple[int, ...]:
-    moves: list[int] = []
-    while (step := parents[state]) is not None:
-        state, number = step
-        moves.append(number)
-    return tuple(reversed(moves))

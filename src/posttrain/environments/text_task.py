@@ -1,6 +1,5 @@
 """One prompt, one answer, one score from a reward function, a verifier or a judge. Reward models score outside the
-environment.
-"""
+environment."""
 
 import json
 import math
@@ -15,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from posttrain.data.examples import read_examples
 from posttrain.data.held_out import TaskRow
-from posttrain.data.messages import PromptExample
+from posttrain.data.messages import PromptExample, without_training_keys
 from posttrain.data.problems import Problems
 from posttrain.data.tools import ParsedAnswer, parse_hermes
 from posttrain.environments.game import play, require
@@ -63,13 +62,6 @@ class WeightedRewardRecipe(BaseConfig):
     """Factor of its score in the sum."""
 
 
-def _weighted(value: Any) -> Any:
-    """A list of functions and sections as a list of sections."""
-    return (
-        [{"function": item} if isinstance(item, str) else item for item in value] if isinstance(value, list) else value
-    )
-
-
 class TextTaskRecipe(EnvironmentRecipe):
     """Keys of `text_task`."""
 
@@ -79,8 +71,7 @@ class TextTaskRecipe(EnvironmentRecipe):
     """Maximum number of answers. An answer without calls ends the episode, so more than one needs `tools` or `mcp`."""
     prompts: TaskSources = []
     """Rows to answer: a path, or a list of paths and sections. The environment seed is the row number, from 0, over all
-    sources. `evaluation.held_out` divides them.
-    """
+    sources. `evaluation.held_out` divides them."""
     columns: ColumnsRecipe = ColumnsRecipe()
     """Column names of `prompts`."""
     reasoning_gym: ReasoningGymRecipe | None = None
@@ -93,14 +84,12 @@ class TextTaskRecipe(EnvironmentRecipe):
     """A function `(prompt, answer, **row) -> float` that scores, or a list of functions and of sections with `function`
     and `weight`, whose weighted sum is the score: `exact`, `contains`, `final_number`, `module:function` or
     `path/to/file.py:function`. It may be `async`, and may return a mapping whose `score` is the score; its other
-    numbers are reported, and `credit.type: gdpo` trains on them.
-    """
+    numbers are reported, and `credit.type: gdpo` trains on them."""
     judge: JudgeRecipe | None = None
     """A language model that scores."""
     score_weight: float = Field(1.0, ge=0)
     """Weight of the score of the function, judge or verifier in the reward. 0 only reports it, beside the reward of a
-    reward model.
-    """
+    reward model."""
     success_reward: float | None = 1.0
     """Success is a score of at least this. null, or a missing score, reports no success."""
     tools: list[Executes] = []
@@ -118,7 +107,10 @@ class TextTaskRecipe(EnvironmentRecipe):
     @field_validator("reward", mode="before")
     @classmethod
     def _reward_sections(cls, value: Any) -> Any:
-        return _weighted(value)
+        """A list of functions and sections as a list of sections."""
+        if not isinstance(value, list):
+            return value
+        return [{"function": item} if isinstance(item, str) else item for item in value]
 
     @model_validator(mode="after")
     def _one_source_and_one_score(self) -> "TextTaskRecipe":
@@ -164,14 +156,13 @@ class _Task:
 
 class TextTask(Environment):
     """Answer one prompt of a data set once, after calls of tools if there are any. Success is a score of at least
-    `success_reward`.
-    """
+    `success_reward`."""
 
     Recipe = TextTaskRecipe
     self_contained = False
 
     def __init__(self, recipe: EnvironmentRecipe) -> None:
-        """InputError if data, reward function, data set of reasoning-gym or API key of the judge is missing."""
+        """InputError if data, a function, a data set of reasoning-gym or the API key of the judge is missing."""
         super().__init__(recipe)
         self._reward = None if unscored(self.recipe) else _reward_of(self.recipe)
         if self._reward is not None and self._reward.blocking:
@@ -179,10 +170,15 @@ class TextTask(Environment):
         if self.recipe.judge is not None:
             check_judge(self.recipe.judge)
             self.blocking = True
-        self._tools = _tools_of(self.recipe)
-        self._calls: ToolCalls | None = None
-        if self.recipe.mcp:
+        tools = [tool(load_function(where, "environment.tools")) for where in self.recipe.tools]
+        for server in self.recipe.mcp:
+            tools += mcp_tools(server)
             self.blocking = True
+        names = [one.name for one in tools]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise InputError(f"environment.tools: two tools have the name {twice!r}; leave one out")
+        self._tools: list[Tool] = tools
+        self._calls: ToolCalls | None = None
         self.task_rows(self.recipe)
         self._task: _Task | None = None
 
@@ -219,9 +215,10 @@ class TextTask(Environment):
     def try_reward(self, seed: int) -> list[str]:
         """Call the reward function once on row `seed`. InputError if it cannot score any answer."""
         if missing := unscored(self.recipe):
+            reward = _reward_of(self.recipe)
             return [
-                f"environment.reward: {_reward_name(self.recipe)} is not reported, because no row of environment.prompts has a column "
-                f"`{missing}`"
+                f"environment.reward: {reward.name if reward else ''} is not reported, because no row of environment.prompts "
+                f"has a column `{missing}`"
             ]
         if self._reward is None:
             return []
@@ -266,8 +263,19 @@ class TextTask(Environment):
 
     def reset(self, seed: int) -> Observation:
         """Return the prompt of row `seed`; InputError for a seed beyond the last row."""
-        gym = self.recipe.reasoning_gym
-        self._task = self._row_task(seed) if gym is None else _gym_task(gym, seed)
+        if self.recipe.reasoning_gym is not None:
+            self._task = _gym_task(self.recipe.reasoning_gym, seed)
+        else:
+            rows = prompt_table(self.recipe).rows
+            if not 0 <= seed < len(rows):
+                raise InputError(
+                    f"environment seed {seed} is not a row of environment.prompts, which has {len(rows)} usable rows "
+                    f"(0 to {len(rows) - 1}); change `seeds` or `evaluation.seeds`"
+                )
+            prompt = rows[seed]
+            row = _with_references(prompt.row, self.recipe.columns)
+            plain = [without_training_keys(message) for message in prompt.messages]
+            self._task = _Task(plain, row, _reference(row), prompt.origin)
         messages = self._task.messages
         if self.recipe.system is not None:
             system = {"role": "system", "content": self.recipe.system}
@@ -280,8 +288,7 @@ class TextTask(Environment):
 
     def step(self, action: str) -> Step:
         """Score the answer; the reward is 0 if only a reward model scores. With tools, calls in the syntax of Hermes
-        are run. Raises RewardFailure or JudgeFailure.
-        """
+        are run. Raises RewardFailure or JudgeFailure."""
         return self._finish(action) if self._calls is None else self.act(parse_hermes(action))
 
     def act(self, answer: ParsedAnswer) -> Step:
@@ -393,18 +400,6 @@ class TextTask(Environment):
             raise RewardFailure(f"the verifier raised {type(error).__name__} on {task.origin}: {error}") from error
         return finite_scores(result, "the verifier", task.origin)
 
-    def _row_task(self, seed: int) -> _Task:
-        rows = prompt_table(self.recipe).rows
-        if not 0 <= seed < len(rows):
-            raise InputError(
-                f"environment seed {seed} is not a row of environment.prompts, which has {len(rows)} usable rows "
-                f"(0 to {len(rows) - 1}); change `seeds` or `evaluation.seeds`"
-            )
-        prompt = rows[seed]
-        row = _with_references(prompt.row, self.recipe.columns)
-        messages = [{k: v for k, v in message.items() if k not in ("train", "primer")} for message in prompt.messages]
-        return _Task(messages, row, _reference(row), prompt.origin)
-
 
 def _reward_of(recipe: TextTaskRecipe) -> RewardFunction | WeightedRewards | None:
     if isinstance(recipe.reward, list):
@@ -412,25 +407,9 @@ def _reward_of(recipe: TextTaskRecipe) -> RewardFunction | WeightedRewards | Non
     return load_reward(recipe.reward) if recipe.reward is not None else None
 
 
-def _reward_name(recipe: TextTaskRecipe) -> str:
-    reward = _reward_of(recipe)
-    return "" if reward is None else reward.name
-
-
-def _tools_of(recipe: TextTaskRecipe) -> list[Tool]:
-    """The tools of `tools` and `mcp`. InputError if one cannot be loaded, or two have one name."""
-    found = [tool(load_function(where, "environment.tools")) for where in recipe.tools]
-    found += [one for server in recipe.mcp for one in mcp_tools(server)]
-    names = [one.name for one in found]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise InputError(f"environment.tools: two tools have the name {twice!r}; leave one out")
-    return found
-
-
 def unscored(recipe: TextTaskRecipe) -> str | None:
     """The column whose absence means that a reward function that is only reported (`score_weight: 0`) is not called at
-    all: a parameter of the function that no row has. None if it is called.
-    """
+    all: a parameter of the function that no row has. None if it is called."""
     if recipe.score_weight > 0 or recipe.reasoning_gym is not None or (reward := _reward_of(recipe)) is None:
         return None
     return next(iter(sorted(reward.columns - prompt_table(recipe).columns)), None)
@@ -441,8 +420,7 @@ _table_lock = Lock()
 
 def prompt_table(recipe: TextTaskRecipe) -> PromptTable:
     """Return the rows of `recipe.prompts`, read once per process unless a file changes. InputError if no row is
-    usable.
-    """
+    usable."""
     # Environments run in threads; without the lock, each thread would read the files.
     with _table_lock:
         versions = tuple(_version(Path(source.path).expanduser()) for source in recipe.prompts)
@@ -453,8 +431,8 @@ def _version(path: Path) -> tuple[str, int, int, int, int] | None:
     """Path, inode, size and times of a file; None for anything else, such as a hub data set."""
     if not path.is_file():
         return None
-    found = path.stat()
-    return str(path.resolve()), found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    status = path.stat()
+    return str(path.resolve()), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 @lru_cache(maxsize=16)

@@ -46,7 +46,8 @@ def tool(function: Callable[..., Any]) -> Tool:
     without a type, and for `*args` and `**kwargs`.
     """
     name = getattr(function, "__name__", type(function).__name__)
-    model, description = _parameters(_plain(function), name)
+    # A bound method has the schema of its function, which is computed once for all episodes.
+    model, description = _parameters(getattr(function, "__func__", function), name)
 
     def call(arguments: Mapping[str, Any]) -> str:
         try:
@@ -63,11 +64,6 @@ def tool(function: Callable[..., Any]) -> Tool:
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
     return Tool(schema(name, description, short_schema(model.model_json_schema())), call)
-
-
-def _plain(function: Any) -> Any:
-    """The function of a bound method, so that its schema is computed once for all episodes."""
-    return getattr(function, "__func__", function)
 
 
 @lru_cache(maxsize=1024)
@@ -109,7 +105,8 @@ class ToolCalls:
 
     def __init__(self, tools: Sequence[Tool | Callable[..., Any]], max_turns: int, penalty: float) -> None:
         """`max_turns`: maximum number of answers. `penalty`: reward of a turn with a malformed or failed call."""
-        self.tools = {one.name: one for one in map(_as_tool, tools)}
+        made = [one if isinstance(one, Tool) else tool(one) for one in tools]
+        self.tools = {one.name: one for one in made}
         self.max_turns = max_turns
         self.penalty = penalty
         self.ended = False
@@ -122,8 +119,7 @@ class ToolCalls:
 
     def step(self, answer: ParsedAnswer) -> Step | None:
         """Run the calls of an answer; None for an answer without calls, which ends the episode. RuntimeError after the
-        end.
-        """
+        end."""
         if self.ended:
             raise RuntimeError("the episode has ended; call reset")
         turn, self._turn = self._turn, self._turn + 1
@@ -149,18 +145,14 @@ class ToolCalls:
 
     def _result(self, call: ToolCall) -> tuple[str, bool]:
         """The result of a call as text, and whether it failed."""
-        found = self.tools.get(call.name)
-        if found is None:
+        made = self.tools.get(call.name)
+        if made is None:
             return f"Error: there is no tool {call.name!r}; use {', '.join(self.tools)}", True
         try:
             # Tokenizers reject lone surrogates, which the JSON of a server may contain.
-            return found.call(call.arguments).encode("utf-8", "replace").decode(), False
+            return made.call(call.arguments).encode("utf-8", "replace").decode(), False
         except ToolFailure as error:
             return f"Error: {error}", True
-
-
-def _as_tool(one: Any) -> Tool:
-    return one if isinstance(one, Tool) else tool(one)
 
 
 class ToolEnvironmentRecipe(EnvironmentRecipe):
@@ -201,8 +193,7 @@ class ToolEnvironment(Environment):
 
     def step(self, action: str) -> Step:
         """Apply an answer whose calls are in Hermes syntax: `<tool_call>{"name": ..., "arguments":
-        {...}}</tool_call>`.
-        """
+        {...}}</tool_call>`."""
         return self.act(parse_hermes(action))
 
     def act(self, answer: ParsedAnswer) -> Step:

@@ -1,7 +1,5 @@
 """Placeholder for an environment whose code is not imported, for commands that only read a run."""
 
-from typing import NoReturn
-
 from pydantic import ConfigDict
 
 from posttrain.environments.protocol import Environment, Observation, Step
@@ -17,19 +15,8 @@ class Unknown(Environment):
 
         model_config = ConfigDict(extra="allow")
 
-    @classmethod
-    def has_reward(cls, recipe: EnvironmentRecipe) -> bool:
-        return True
-
-    @classmethod
-    def reports_scores(cls, recipe: EnvironmentRecipe) -> bool:
-        return True
-
     def reset(self, seed: int) -> Observation:
-        self._refuse()
+        raise InputError(f"environment.type {self.recipe.type} is not imported by commands that only read a run")
 
     def step(self, action: str) -> Step:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise InputError(f"environment.type {self.recipe.type} is not imported by commands that only read a run")
+        raise RuntimeError("the episode has not started; call reset")

@@ -15,6 +15,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
+from itertools import count
 
 from posttrain.recipe.judge import FIELD
 
@@ -39,13 +40,12 @@ def sanitize(text: str) -> str:
     cannot be restored from the sanitized text.
     """
     lines = re.sub("\r\n|[\r\v\f\x1c\x1d\x1e\x85\u2028\u2029]", "\n", text)
-    visible = "".join(char for char in lines if char in "\n\t" or not _invisible(char))
+    # Control, directional and private-use characters, and lone surrogates.
+    hidden = ("Cc", "Cf", "Cs", "Co")
+    visible = "".join(
+        char for char in lines if char in "\n\t" or not (char in _INVISIBLE or unicodedata.category(char) in hidden)
+    )
     return _SQUARE.sub(SQUARE, _SPACED.sub(ANGLE, _TAG.sub(ANGLE, visible)))
-
-
-def _invisible(char: str) -> bool:
-    """Whether `char` is a control, zero-width, directional or private-use character, or a lone surrogate."""
-    return char in _INVISIBLE or unicodedata.category(char) in ("Cc", "Cf", "Cs", "Co")
 
 
 Prompt = list[dict[str, str]]
@@ -114,18 +114,10 @@ def _messages(what: str, rubric: str, reply: str, mark: str, body: str) -> Promp
 
 
 def _frames(texts: Texts) -> tuple[str, list[str]]:
-    """Return the delimiter, and each text sanitized and in its frame."""
+    """Return the delimiter, a digest of the texts that none of them contains, and each text sanitized and in its frame."""
     sanitized = [(name, sanitize(text)) for name, text in texts]
-    mark = _delimiter(sanitized)
+    everything = json.dumps(sanitized)
+    joined = "\n".join(text for pair in sanitized for text in pair).casefold()
+    marks = (hashlib.blake2b(f"{number}{everything}".encode(), digest_size=8).hexdigest() for number in count())
+    mark = next(mark for mark in marks if mark not in joined)
     return mark, [f"[{mark} {name}]\n{text}\n[/{mark}]" for name, text in sanitized]
-
-
-def _delimiter(texts: Texts) -> str:
-    """Return a digest of the texts that none of them contains."""
-    everything, count = json.dumps(texts), 0
-    joined = "\n".join(text for pair in texts for text in pair).casefold()
-    while True:
-        mark = hashlib.blake2b(f"{count}{everything}".encode(), digest_size=8).hexdigest()
-        if mark not in joined:
-            return mark
-        count += 1

@@ -14,8 +14,7 @@ from posttrain.losses.policy import LOG_RATIO_LIMIT, TokenBatch
 
 TAIL_FLOOR = math.log(1e-12)
 """Smallest log-probability of the bin of all other tokens. Keeps it finite if the teacher has no probability mass
-there.
-"""
+there."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,7 @@ class TeacherScores:
     """[n] float32: log-probability of each sampled token."""
     candidates: np.ndarray | None = None
     """[n, k] int32: the k most probable tokens at each position, most probable first. None: not computed, or all
-    tokens.
-    """
+    tokens."""
     distribution: np.ndarray | None = None
     """[n, k + 1] float32: log-probabilities of the candidates and, last, of all other tokens together; [n, V] where
     `candidates` is None. None: not computed."""

@@ -61,9 +61,7 @@ def kl_loss(
 
 def kl_metrics(difference: Values) -> Metrics:
     """`policy/kl` by k3, whichever estimator the penalty uses, and the share of tokens whose k3 is clamped to
-    `KL_LIMIT`, of
-    tokens with d = `difference` [N].
-    """
+    `KL_LIMIT`, of tokens with d = `difference` [N]."""
     values: Any = difference.detach() if isinstance(difference, torch.Tensor) else difference
     values = values.double() if getattr(values, "is_cuda", False) else np.asarray(values, dtype=np.float64)
     estimates = estimate_kl("k3", values)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.errors import RunError
-from posttrain.recipe.loss import CorrectionRecipe, LossRecipe, PolicyLoss
+from posttrain.recipe.loss import CorrectionRecipe, LossRecipe
 
 if TYPE_CHECKING:
     import torch
@@ -93,8 +93,7 @@ def token_weights(
 
 def token_ratio(logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     """pi / pi_old at each token [N], differentiable; pi_old is `batch.old_logprobs`, or the rollout policy if that is
-    None.
-    """
+    None."""
     return bounded_exp(logprobs - old_logprobs(batch))
 
 
@@ -148,13 +147,9 @@ def importance_correction(recipe: CorrectionRecipe, batch: TokenBatch) -> tuple[
         factors = factors.masked_fill(rejected, 0.0)
         metrics["correction/rejected"] = sum_and_count(rejected)
         if recipe.reject != "token":
-            streams = (
-                batch.lengths.new_zeros(batch.lengths.shape).index_add(
-                    0, batch.stream, rejected.to(batch.lengths.dtype)
-                )
-                > 0
-            )
-            metrics["correction/rejected_streams"] = (number(streams.sum()), number((batch.lengths > 0).sum()))
+            none = batch.lengths.new_zeros(batch.lengths.shape)
+            counts = none.index_add(0, batch.stream, rejected.to(none.dtype))
+            metrics["correction/rejected_streams"] = (number((counts > 0).sum()), number((batch.lengths > 0).sum()))
     return factors, metrics | {"correction/weight": sum_and_count(factors)}
 
 
@@ -163,8 +158,14 @@ def policy_loss(recipe: LossRecipe, logprobs: torch.Tensor, batch: TokenBatch) -
 
     `logprobs` [N] float, differentiable: log-probabilities of the sampled tokens under the current policy.
     """
-    losses, metrics = computed_losses(recipe, logprobs, batch)
-    weights = batch.weights
+    result = recipe.compute(logprobs, batch)
+    losses, metrics = result if isinstance(result, tuple) else (result, {})
+    if losses.shape != logprobs.shape:
+        raise RunError(
+            f"loss.type {recipe.type} returned losses of shape {tuple(losses.shape)}; they must be one per sampled token, "
+            f"{tuple(logprobs.shape)}"
+        )
+    metrics, weights = dict(metrics), batch.weights
     if recipe.correction is not None:
         corrections, correction_metrics = importance_correction(recipe.correction, batch)
         weights = weights * corrections
@@ -216,18 +217,6 @@ def dft(logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     Source: Wu et al. 2025, "On the generalization of SFT", arXiv 2508.05629 (dynamic fine-tuning).
     """
     return -(batch.weights * logprobs.detach().exp() * logprobs).sum()
-
-
-def computed_losses(recipe: PolicyLoss, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
-    """Losses [N] and metrics of `recipe`. RunError if the losses have another shape."""
-    result = recipe.compute(logprobs, batch)
-    losses, metrics = result if isinstance(result, tuple) else (result, {})
-    if losses.shape != logprobs.shape:
-        raise RunError(
-            f"loss.type {recipe.type} returned losses of shape {tuple(losses.shape)}; they must be one per sampled token, "
-            f"{tuple(logprobs.shape)}"
-        )
-    return losses, dict(metrics)
 
 
 def divergence_metrics(logprobs: torch.Tensor, batch: TokenBatch) -> Metrics:

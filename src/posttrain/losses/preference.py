@@ -26,8 +26,7 @@ from posttrain.recipe.loss import (
 
 CERTAIN = -1e-6
 """Largest mean log-probability for which odds are computed, so that they stay finite. Larger values are clamped to
-it.
-"""
+it."""
 
 
 @dataclass(frozen=True)

@@ -285,8 +285,7 @@ def _clipped_surrogate(
 
 def _bernoulli_kl(sampled: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
     """KL in nats of the Bernoulli distributions of this token against any other, from log-probabilities [N]. Zero where
-    both are certain.
-    """
+    both are certain."""
     import torch
 
     certain = -torch.finfo(sampled.dtype).eps

@@ -240,8 +240,12 @@ def merged_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tenso
             continue
         name, tensor = _base_name(name), full_tensor(dequantized(parameter)).detach()
         if (module := adapted.get(name)) is not None:
-            for adapter in module.active_adapters:
-                tensor = tensor + _delta(module, adapter)
+            factors_of_module = _factors(module)
+            sharded = any(map(is_sharded, factors_of_module.values()))
+            whole = {name: full_tensor(factor) for name, factor in factors_of_module.items()} if sharded else {}
+            with _reparametrize_module(module, whole):
+                for adapter in module.active_adapters:
+                    tensor = tensor + module.get_delta_weight(adapter)
         yield name, tensor
     for owner, module in base.named_modules():
         for name, buffer in module.named_buffers(owner, recurse=False):
@@ -270,12 +274,3 @@ def _factors(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 def _factor_ids(adapted: dict[str, Any]) -> set[int]:
     return {id(factor) for module in adapted.values() for factor in _factors(module).values()}
-
-
-def _delta(module: Any, adapter: str) -> torch.Tensor:
-    """The tensor that the adapter adds to the parameter that `module` adapts."""
-    factors = _factors(module)
-    if not any(map(is_sharded, factors.values())):
-        return module.get_delta_weight(adapter)
-    with _reparametrize_module(module, {name: full_tensor(factor) for name, factor in factors.items()}):
-        return module.get_delta_weight(adapter)

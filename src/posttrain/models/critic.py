@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from posttrain.errors import InputError
-from posttrain.models.forward import path_of, states_at, transformer, upload
+from posttrain.models.forward import path_of, transformer
 from posttrain.models.load import load_reward_model
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
@@ -30,15 +30,7 @@ class Critic(RewardModel):
         share is computed once.
         """
         row = self.pack(streams, sampled)
-        ids, positions = upload(row.ids, self.device), upload(row.layout.positions(), self.device)
-        at = upload(row.predictors, self.device)
-
-        def read() -> torch.Tensor:
-            before = states_at(self.model, ids, positions, row.layout, at)
-            # Computed in float32 for any dtype of the weights, as rewards are.
-            return torch.nn.functional.linear(before.float(), self._head().weight.float()).squeeze(1)
-
-        raw = self.compute(read)
+        raw = self._read(row.ids, row.layout, row.predictors)
         mean, std = (self.values_in_reward_units and self.statistics) or (0.0, 1.0)
         return (raw - mean) / std
 

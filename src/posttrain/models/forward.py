@@ -44,8 +44,7 @@ class ForwardPath:
     """Whether all streams of a row share a pass. If not, each has one of its own, with the model's own attention."""
     projects: bool = True
     """Whether logits are the output projection of the last hidden states, as `logits_of` computes it. If not, the
-    model's own logits take the place of hidden states.
-    """
+    model's own logits take the place of hidden states."""
     attention: str = ATTENTION_NAME
     """The attention implementation of transformers."""
     reason: str = ""
@@ -67,7 +66,10 @@ def hidden_states(model: torch.nn.Module, ids: torch.Tensor, positions: torch.Te
     """Last hidden states [T, hidden] of a row of tokens; `ids` and `positions` are [T] int64."""
     if not path_of(model).packed:
         set_lengths(base_decoder(model), None)  # the rotary embedding reads the length of each pass
-        return by_stream(layout, lambda places: alone_states(transformer(model), ids[upload(places, ids.device)]))
+        inner = transformer(model)
+        return by_stream(
+            layout, lambda places: alone_output(inner, ids[upload(places, ids.device)], use_cache=False)[0]
+        )
     decoder = base_decoder(model)
     set_lengths(decoder, layout.lengths())
     output = decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, layout=layout)
@@ -94,15 +96,9 @@ def states_at(
     return torch.cat(outputs)[torch.cat(places).argsort()]
 
 
-def alone_states(inner: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Hidden states [T, hidden] of one sequence `ids` [T] int64, or logits [T, V] if the model has no plain
-    projection.
-    """
-    return alone_output(inner, ids, use_cache=False)[0]
-
-
 def alone_output(inner: Any, ids: torch.Tensor, **keywords: Any) -> tuple[torch.Tensor, Any]:
-    """`alone_states`, and the output of the model that is called with `keywords`."""
+    """Hidden states [T, hidden] of one sequence `ids` [T] int64, or logits [T, V] if the model has no plain projection,
+    and the output of the model that is called with `keywords`."""
     if path_of(inner).projects:
         output = base_decoder(inner)(input_ids=ids[None], **keywords)
         return output.last_hidden_state[0], output
@@ -147,8 +143,7 @@ class TokenScores:
 
 TokenMetric = Callable[[torch.Tensor, slice], torch.Tensor]
 """Takes log-probabilities [n, vocabulary] float32 of some of the N tokens, and their positions as a slice; returns
-[n].
-"""
+[n]."""
 
 
 def token_scores(
@@ -265,21 +260,21 @@ class _ProjectedScores(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, of_logprobs: torch.Tensor | None, of_entropies: torch.Tensor | None
+        ctx: Any, logprobs_gradient: torch.Tensor | None, entropies_gradient: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, targets, normalizers, logprobs, entropies = ctx.saved_tensors
         divisor, elements, wide = ctx.how
         count, vocabulary = len(hidden), len(weight)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        upstream = torch.zeros_like(logprobs) if of_logprobs is None else of_logprobs
+        upstream = torch.zeros_like(logprobs) if logprobs_gradient is None else logprobs_gradient
         # d logprob / d score_v = [v is the target] - p_v; d entropy / d score_v = -p_v (log p_v + entropy).
         factor = -upstream / divisor
         at_target = -upstream * torch.expm1(logprobs) / divisor
         slope = None
-        if of_entropies is not None:
-            slope = (-of_entropies / divisor)[:, None]
-            factor = factor - of_entropies * entropies / divisor
-            at_target = at_target - of_entropies * logprobs.exp() * (logprobs + entropies) / divisor
+        if entropies_gradient is not None:
+            slope = (-entropies_gradient / divisor)[:, None]
+            factor = factor - entropies_gradient * entropies / divisor
+            at_target = at_target - entropies_gradient * logprobs.exp() * (logprobs + entropies) / divisor
         factor, at_target = factor[:, None], at_target[:, None]
         inputs = hidden.float() if wide else hidden
         hidden_gradient = torch.zeros_like(hidden, dtype=normalizers.dtype) if wants_hidden else None

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from posttrain.errors import InputError, RunError
-from posttrain.models.forward import ForwardPath, alone_states, base_decoder, hidden_states, logits_of, transformer
+from posttrain.models.forward import ForwardPath, alone_output, base_decoder, hidden_states, logits_of, transformer
 from posttrain.models.layers import ATTENTION_NAME, lengths_of, packed_attention
 from posttrain.models.packing import pack_row
 from posttrain.runs.directory import write_atomically
@@ -60,8 +60,7 @@ class Distance:
 
     nats: float
     """Largest root mean square difference, over the vocabulary, of the log-probabilities of a token. Infinite if a row
-    has numbers that are not finite.
-    """
+    has numbers that are not finite."""
     spread: float
     """Standard deviation of log-probabilities over the vocabulary, on average over tokens."""
 
@@ -104,7 +103,11 @@ def _exact_path(model: Any, limit: float) -> ForwardPath:
         for attention in (default, "eager"):
             use_path(model, ForwardPath(packed=False, projects=not language, attention=attention))
             references = [_reference(model, row) for row in rows]
-            if causal := _is_causal(model, rows[1], references[1], limit):
+            # Scores of the first tokens of a row must be the same without the others.
+            row, reference = rows[1], references[1]
+            stops = (len(row) // 3, 2 * len(row) // 3, len(row) - 1)
+            cuts = [_reference(model, row[:stop]) for stop in stops]
+            if causal := distance(cuts, [reference[:stop] for stop in stops]).within(limit):
                 break
     except Exception as error:
         first = str(error).strip().splitlines()[:1]
@@ -124,15 +127,15 @@ def _exact_path(model: Any, limit: float) -> ForwardPath:
         try:
             if not use_path(model, path):
                 continue
-            found = distance(_outputs(model, rows), references)
+            measured = distance(_outputs(model, rows), references)
         except Exception as error:
             if path.packed:
                 reason = f"their layers do not accept packed rows ({type(error).__name__})"
             continue
-        if found.within(limit):
+        if measured.within(limit):
             return replace(path, reason="" if path.packed else reason)
         if path.packed:
-            reason = f"packed rows differ from rows alone by {found.nats:.2g} nats per token"
+            reason = f"packed rows differ from rows alone by {measured.nats:.2g} nats per token"
     raise InputError(f"{refused}: outputs of this one differ from those of transformers in every forward pass")
 
 
@@ -153,25 +156,20 @@ def _is_language_model(model: Any) -> bool:
     return getattr(model, "score", None) is None and model.get_output_embeddings() is not None
 
 
-def _is_causal(model: Any, row: torch.Tensor, reference: torch.Tensor, limit: float) -> bool:
-    """Whether scores of the first tokens of a row are the same without the others."""
-    stops = (len(row) // 3, 2 * len(row) // 3, len(row) - 1)
-    cuts = [_reference(model, row[:stop]) for stop in stops]
-    return distance(cuts, [reference[:stop] for stop in stops]).within(limit)
-
-
 def _scores(model: Any, states: torch.Tensor) -> torch.Tensor:
     """Log-probabilities [T, V] of the states of a language model; the states of another one."""
     return torch.log_softmax(logits_of(model, states), dim=-1) if _is_language_model(model) else states.float()
 
 
 def _reference(model: Any, row: torch.Tensor) -> torch.Tensor:
-    """Scores of a row by transformers. Where positions depend on the length, each token's are from a pass that ends with
-    the tokens of its length.
-    """
+    """Scores of a row by transformers. Where positions depend on the length, each token's are from a pass that ends
+    with the tokens of its length."""
     lengths = lengths_of(base_decoder(model))
     spans = [(0, 0, len(row))] if lengths is None else lengths.spans(len(row))
-    parts = [_scores(model, alone_states(model, row[:stop]))[first:] for _, first, stop in spans]
+    parts = []
+    for _, first, stop in spans:
+        states, _ = alone_output(model, row[:stop], use_cache=False)
+        parts.append(_scores(model, states)[first:])
     return torch.cat(parts)
 
 
@@ -232,9 +230,8 @@ def computing_in_float32(model: torch.nn.Module) -> Iterator[torch.dtype]:
 
 @contextmanager
 def short_windows(model: Any) -> Iterator[None]:
-    """Shorten sliding windows and attention chunks to `WINDOW` tokens inside the block, so that short rows exceed
-    them, and raise the lower limits of time steps to `TIME_STEP`.
-    """
+    """Shorten sliding windows and attention chunks to `WINDOW` tokens inside the block, so that short rows exceed them,
+    and raise the lower limits of time steps to `TIME_STEP`."""
     owners = [model.config, model.config.get_text_config(), *model.modules()]
     kept: list[tuple[Any, str, Any, Any]] = [
         (owner, name, value, WINDOW)
@@ -280,17 +277,13 @@ def verdict_key(model: torch.nn.Module, *settings: object) -> str:
     digest.update(repr((type(inner).__name__, inner.config.to_json_string(use_diff=False), settings)).encode())
     for name, parameter in model.named_parameters():
         digest.update(repr((name, tuple(parameter.shape), parameter.dtype, parameter.device.type)).encode())
-        digest.update(_checksums(parameter))
+        # Sums of the bits of all numbers and of every other one, in 16 parts: a hash of all bytes would take much longer.
+        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        bits = parameter.detach().flatten().view(integers[parameter.element_size()])
+        sums = [part[::step].sum(dtype=torch.int64) for part in torch.tensor_split(bits, 16) for step in (1, 2)]
+        # A copy: FSDP frees the storage of weights, and numpy would hold it.
+        digest.update(torch.stack(sums).to("cpu", copy=True).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _checksums(parameter: torch.Tensor) -> bytes:
-    """Sums of the bits of all numbers and of every other one, in 16 parts; a hash of all bytes would take much longer."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = parameter.detach().flatten().view(integers[parameter.element_size()])
-    sums = [part[::step].sum(dtype=torch.int64) for part in torch.tensor_split(bits, 16) for step in (1, 2)]
-    # A copy: FSDP frees the storage of weights, and numpy would hold it.
-    return torch.stack(sums).to("cpu", copy=True).numpy().tobytes()
 
 
 @cache

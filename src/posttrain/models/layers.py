@@ -43,8 +43,7 @@ class RowSegment(NamedTuple):
     stop: int
     before: tuple[tuple[int, int], ...] = ()
     """The stream's tokens before the segment: ranges [start, stop) of the row, each non-empty, in the stream's
-    order.
-    """
+    order."""
     length: int = 0
     """The length that decides the rotary frequencies of its tokens (`models.layers.Lengths.of`)."""
 
@@ -102,8 +101,7 @@ def causal_attention(
     bounds: Bounds | None = None,
 ) -> torch.Tensor:
     """Causal attention [H, Q, D_v] of the last Q of K positions: query [H, Q, D], key [H_kv, K, D], value [H_kv, K,
-    D_v].
-    """
+    D_v]."""
     queries, keys = query.shape[1], key.shape[1]
     key, value = _repeat(key, query.shape[0]), _repeat(value, query.shape[0])
     mask = None
@@ -115,24 +113,21 @@ def causal_attention(
         if window is not None:
             mask &= columns > rows - window
     if bounds is not None:
-        return attention_probabilities(query @ key.transpose(1, 2) * scaling, mask, bounds).to(value.dtype) @ value
+        scores = (query @ key.transpose(1, 2) * scaling).float()
+        if bounds.cap is not None:
+            scores = bounds.cap * torch.tanh(scores / bounds.cap)
+        assert mask is not None
+        scores = scores.masked_fill(~mask, float("-inf"))
+        if bounds.sinks is None:
+            probabilities = scores.softmax(-1)
+        else:
+            sinks = bounds.sinks.float()[:, None, None].expand(-1, queries, 1)
+            probabilities = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+        return probabilities.to(value.dtype) @ value
     causal = square and queries > 1
     return scaled_dot_product_attention(
         query[None], key[None], value[None], attn_mask=mask, is_causal=causal, scale=scaling
     )[0]
-
-
-def attention_probabilities(scores: torch.Tensor, mask: torch.Tensor | None, bounds: Bounds) -> torch.Tensor:
-    """Probabilities [H, Q, K] float32 of scores with bounds, where `mask` [Q, K] is True."""
-    scores = scores.float()
-    if bounds.cap is not None:
-        scores = bounds.cap * torch.tanh(scores / bounds.cap)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    if bounds.sinks is None:
-        return scores.softmax(-1)
-    sinks = bounds.sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
-    return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
 
 
 def _repeat(heads: torch.Tensor, count: int) -> torch.Tensor:
@@ -154,8 +149,7 @@ def packed_attention(
     **extra: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls: the layout of the pass attends. Without one, the tokens are the
-    last of one sequence.
-    """
+    last of one sequence."""
     if layout is None and (len(query) > 1 or attention_mask is not None):
         raise RuntimeError(
             "a model with posttrain attention computes one sequence without padding, or rows with a layout; call "
@@ -190,9 +184,8 @@ _MIXERS = re.compile(r"\.(linear_attn|conv|mamba|mixer|self_attn)$")
 
 
 def by_stream(layout: Any, compute: Callable[[np.ndarray], torch.Tensor]) -> torch.Tensor:
-    """Outputs [T, D] of a row, from `compute` of the row indices [n] int64 of each stream of a `PackedLayout`, which returns
-    [n, D]. Tokens that streams share have the outputs of the first.
-    """
+    """Outputs [T, D] of a row, from `compute` of the row indices [n] int64 of each stream of a `PackedLayout`, which
+    returns [n, D]. Tokens that streams share have the outputs of the first."""
     outputs, source, end = [], np.full(layout.segments[-1].stop, -1), 0
     for places in layout.streams():
         outputs.append(compute(places))
@@ -253,8 +246,7 @@ class Lengths:
 
     def spans(self, tokens: int) -> list[tuple[int, int, int]]:
         """(length, first, stop) for a stream of `tokens` tokens: the outputs of tokens first .. stop - 1 have the
-        frequencies of `length`, in a pass over the tokens before `stop`.
-        """
+        frequencies of `length`, in a pass over the tokens before `stop`."""
         short = min(tokens, self.original)
         if self.each:
             beyond = [(count, count - 1, count) for count in range(short + 1, tokens + 1)]

@@ -24,7 +24,7 @@ from posttrain.models.cuda.attention import use_flash_attention
 from posttrain.models.cuda.four_bit import quantize
 from posttrain.models.files import check_files, tensors_of
 from posttrain.models.forward import base_decoder, path_of, use_float32_head
-from posttrain.models.gate import choose_path
+from posttrain.models.gate import choose_path, quiet_transformers
 from posttrain.models.layers import (
     lengths_of,
     resolve_fused,
@@ -185,8 +185,16 @@ def resolve_path(path: str) -> str:
             raise InputError(f"model.path: file not found: {path}")
         return str(converted_gguf(Path(path)))
     local = _local_directory(path)
-    if local is None:
-        _require_available(path)
+    if local is None and not _is_cached(path):
+        from huggingface_hub import HfApi
+
+        try:  # the loader itself would retry for a minute
+            HfApi().model_info(path, timeout=10)
+        except Exception as error:
+            raise InputError(
+                f"model.path: {path} is not in the local cache and the hub did not return it ({first_line(error)}); "
+                "check the id and the network, or give a directory"
+            ) from error
     return local or path
 
 
@@ -429,17 +437,15 @@ def _load(recipe: ModelRecipe, auto_class: Any, device_override: torch.device | 
     adapter = _adapter_config(path) if _is_adapter(path) else None
     keywords: dict[str, Any] = {"trust_remote_code": recipe.trust_remote_code}
     base = adapter["base_model_name_or_path"] if adapter is not None else path
-    verbosity = transformers_logging.get_verbosity()
-    # The caller reports missing weights.
-    transformers_logging.set_verbosity_error()
     try:
         if auto_class is AutoModelForSequenceClassification:
             # The same part of a composite model as the policy, with the statistics and units of a reward model.
             keywords["config"] = load_config(recipe)
             keywords["config"].num_labels = 1
-        loaded: Any = auto_class.from_pretrained(
-            base, dtype=dtype, output_loading_info=True, use_safetensors=True, **keywords
-        )
+        with quiet_transformers():  # the caller reports missing weights
+            loaded: Any = auto_class.from_pretrained(
+                base, dtype=dtype, output_loading_info=True, use_safetensors=True, **keywords
+            )
     except Exception as error:
         remedy = "check that the files are complete, or that the hub id is right and reachable"
         if "Unrecognized configuration class" in str(error):
@@ -450,8 +456,6 @@ def _load(recipe: ModelRecipe, auto_class: Any, device_override: torch.device | 
                 "from the same model"
             ) from error
         raise InputError(f"model.path: {recipe.path} could not be loaded ({_reason(error)}); {remedy}") from error
-    finally:
-        transformers_logging.set_verbosity(verbosity)
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if adapter is not None:
@@ -507,8 +511,7 @@ def _adapter_config(path: str) -> dict[str, Any]:
 
 def _with_adapters(model: Any, path: str) -> Any:
     """`model` with the adapters at `path` merged. Files that need pickle are refused, because unpickling can run
-    code.
-    """
+    code."""
     from peft import PeftModel
 
     if not (Path(path) / "adapter_model.safetensors").is_file():
@@ -522,21 +525,6 @@ def _with_adapters(model: Any, path: str) -> Any:
         raise InputError(
             f"model.path: the adapters {path} could not be loaded ({first_line(error)}); check that they are complete "
             "and were trained on the base model that adapter_config.json names"
-        ) from error
-
-
-def _require_available(hub_id: str) -> None:
-    """InputError for a hub id that is neither cached nor reachable. The loader itself would retry for a minute."""
-    from huggingface_hub import HfApi
-
-    if _is_cached(hub_id):
-        return
-    try:
-        HfApi().model_info(hub_id, timeout=10)
-    except Exception as error:
-        raise InputError(
-            f"model.path: {hub_id} is not in the local cache and the hub did not return it ({first_line(error)}); "
-            "check the id and the network, or give a directory"
         ) from error
 
 

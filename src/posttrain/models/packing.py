@@ -21,8 +21,7 @@ from posttrain.models.layers import Bounds, Lengths, RowSegment, causal_attentio
 
 class PackedLayout:
     """Segments side by side in one row. Each token gets the output and gradient that it would get if its stream ran
-    alone.
-    """
+    alone."""
 
     def __init__(self, segments: Sequence[RowSegment]) -> None:
         """`segments`: non-empty; together they cover the row in order, without gaps."""
@@ -36,8 +35,7 @@ class PackedLayout:
 
     def parts(self) -> list[tuple[int, int, "PackedLayout"]]:
         """(start, stop, layout) of the parts of the row that do not attend to each other: one for each length that
-        decides rotary frequencies. None has more tokens than the prefix tree of the streams.
-        """
+        decides rotary frequencies. None has more tokens than the prefix tree of the streams."""
         parts = []
         for _, group in groupby(self.segments, key=lambda segment: segment.length):
             segments = list(group)
@@ -132,8 +130,7 @@ class PackedRow:
 
     def distinct(self) -> tuple[np.ndarray, np.ndarray]:
         """Indices [u] of one representative of each distinct sampled token of the row, and [n] the representative of
-        each token.
-        """
+        each token."""
         kinds = self.predictors * (self.targets.max(initial=0) + 1) + self.targets
         _, first, kind = np.unique(kinds, return_index=True, return_inverse=True)
         return first, kind
@@ -155,7 +152,12 @@ def pack_row(streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray], lengt
     pieces: list[np.ndarray] = []
     places = [np.zeros(len(ids), np.int64) for ids in streams]
     end = 0
-    for length, versions in _by_length(streams, lengths).items():
+    # For each length that decides frequencies: (stream, first token that reads its outputs there, stop).
+    by_length: dict[int, list[tuple[int, int, int]]] = {}
+    for stream, ids in enumerate(streams):
+        for length, first, stop in [(0, 0, len(ids))] if lengths is None else lengths.spans(len(ids)):
+            by_length.setdefault(length, []).append((stream, first, stop))
+    for length, versions in by_length.items():
         path: tuple[tuple[int, int], ...] = ()
         for index, shared in tree_order([streams[stream][:stop] for stream, _, stop in versions]):
             stream, first, stop = versions[index]
@@ -174,17 +176,6 @@ def pack_row(streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray], lengt
         predictors=np.concatenate([at[:-1][mask[1:]] for at, mask in zip(places, sampled, strict=True)]),
         targets=np.concatenate([ids[mask] for ids, mask in zip(streams, sampled, strict=True)]),
     )
-
-
-def _by_length(streams: Sequence[np.ndarray], lengths: Lengths | None) -> dict[int, list[tuple[int, int, int]]]:
-    """For each length that decides frequencies: (stream, first token that reads its outputs there, stop)."""
-    if lengths is None:
-        return {0: [(stream, 0, len(ids)) for stream, ids in enumerate(streams)]}
-    versions: dict[int, list[tuple[int, int, int]]] = {}
-    for stream, ids in enumerate(streams):
-        for length, first, stop in lengths.spans(len(ids)):
-            versions.setdefault(length, []).append((stream, first, stop))
-    return versions
 
 
 def tree_order(streams: Sequence[np.ndarray]) -> list[tuple[int, int]]:

@@ -195,9 +195,9 @@ class TrainedModel:
             if not world.is_rank0:
                 return lambda: None
             assert gathered is not None
-            own = {name: tensor.clone() for name, tensor in gathered.items()} if world.size == 1 else gathered
+            owned = {name: tensor.clone() for name, tensor in gathered.items()} if world.size == 1 else gathered
             self.tokenizer.save_pretrained(directory)
-            return lambda: _write_weights(self.model, directory, own)
+            return lambda: _write_weights(self.model, directory, owned)
         copies: dict[int, torch.Tensor] = {}
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in self.saved_tensors().items():  # a tensor with several names stays one
@@ -214,8 +214,7 @@ class TrainedModel:
 
     def gather_weights(self, tensors: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor] | None:
         """Gather `tensors` (default: the model's whole state) in rank 0's CPU memory; None for a model that is not
-        sharded.
-        """
+        sharded."""
         if self.sharded is None:
             return None
         self.sharded.reshard()

@@ -121,7 +121,12 @@ class RewardModel(TrainedModel):
         """
         lengths_by = lengths_of(base_decoder(self.model))
         if lengths_by is not None and max(map(len, streams)) >= lengths_by.original:
-            return self._rewards_of_cuts(streams, lengths)
+            # One stream for each prefix, which has the rotary frequencies of its own length.
+            cuts = [ids[:count] for ids, stops in zip(streams, lengths, strict=True) for count in stops]
+            whole = [cut if cut[-1] in self.end_tokens else np.append(cut, self.end_token) for cut in cuts]
+            with torch.no_grad():
+                values = self.rewards(whole, [np.arange(len(cut)) > 0 for cut in whole])
+            return np.split(values.cpu().numpy(), np.cumsum([len(stops) for stops in lengths])[:-1])
         rows, counts, positions = [], [], []
         start = 0
         for ids, prefixes in zip(streams, lengths, strict=True):
@@ -136,14 +141,6 @@ class RewardModel(TrainedModel):
         with torch.no_grad():
             values = self._read(np.concatenate(rows), probed_layout(counts), np.concatenate(positions))
         return np.split(values.cpu().numpy(), np.cumsum([len(at) for at in positions])[:-1])
-
-    def _rewards_of_cuts(self, streams: Sequence[np.ndarray], lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """`prefix_rewards` from one stream for each prefix, which has the rotary frequencies of its own length."""
-        cuts = [ids[:count] for ids, counts in zip(streams, lengths, strict=True) for count in counts]
-        ended = [cut if cut[-1] in self.end_tokens else np.append(cut, self.end_token) for cut in cuts]
-        with torch.no_grad():
-            values = self.rewards(ended, [np.arange(len(cut)) > 0 for cut in ended])
-        return np.split(values.cpu().numpy(), np.cumsum([len(counts) for counts in lengths])[:-1])
 
     @cached_property
     def end_token(self) -> int:

@@ -60,8 +60,8 @@ class _AnyText(FormatRecipe):
         return content if isinstance(content, Rejected) else (content,)
 
     def instructions(self, names: Sequence[str]) -> str:
-        form = self._answer_form("your text")
-        return f"Answer only {'<think>your reason</think> and then ' if self.thinking else ''}{form}."
+        thought = "<think>your reason</think> and then " if self.thinking else ""
+        return f"Answer only {thought}<answer>your text</answer>."
 
 
 class GymnasiumRecipe(GameRecipe):
@@ -178,16 +178,14 @@ class Gymnasium(Game):
         self._return += float(reward)
         return float(reward)
 
-    def _ended(self) -> bool:
-        return self._over
-
-    def _succeeded(self) -> bool:
+    def _status(self) -> tuple[bool, bool]:
         if self.recipe.success_return is not None:
-            return self._return >= self.recipe.success_return
+            return self._over, self._return >= self.recipe.success_return
         if "is_success" in self._info:
-            return bool(self._info["is_success"])
+            return self._over, bool(self._info["is_success"])
         spec = _SPECS.get(self.recipe.id)
-        return self._terminated and (self._return > 0 or (spec is not None and spec.ends_in_success))
+        won = self._return > 0 or (spec is not None and spec.ends_in_success)
+        return self._over, self._terminated and won
 
     def _plan(self) -> tuple[list[str], str]:
         model = getattr(self._env.unwrapped, "P", None)

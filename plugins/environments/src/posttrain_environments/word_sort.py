@@ -65,20 +65,17 @@ class WordSort(Game):
     def _state(self, first: bool) -> str:
         if self._chosen is None:
             return f"Word: {self._word}."
-        return f"{self._word} in the {self._chosen} box: {'right' if self._succeeded() else 'wrong'}."
+        return f"{self._word} in the {self._chosen} box: {'right' if self._chosen == self._box() else 'wrong'}."
 
     def _key(self) -> str:
         return f"{self._word} in {self._chosen}" if self._chosen else self._word
 
     def _act(self, name: str) -> float:
         self._chosen = name
-        return float(self._succeeded())
+        return float(name == self._box())
 
-    def _ended(self) -> bool:
-        return self._chosen is not None
-
-    def _succeeded(self) -> bool:
-        return self._chosen == self._box()
+    def _status(self) -> tuple[bool, bool]:
+        return self._chosen is not None, self._chosen == self._box()
 
     def _box(self) -> str:
         return _BOXES[(ord(self._word[0]) - ord("a")) // 2]

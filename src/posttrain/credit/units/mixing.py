@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from posttrain.credit.assign import to_streams
 from posttrain.credit.baselines import standardize
 from posttrain.credit.units.spans import Spans
 from posttrain.episode import Advantages, Episode, PerToken, RewardStreams
@@ -154,14 +155,7 @@ def _scores(units: Sequence[UnitAdvantages | None]) -> list[np.ndarray | None]:
 
 def _added(episode: Episode, streams: Sequence[np.ndarray], values: np.ndarray) -> list[np.ndarray]:
     """Copies of `streams` [T] with `values` [n] added at the sampled tokens."""
-    masks = [stream.sampled for stream in episode.streams]
     if len(values) != episode.sampled_tokens:
         raise ValueError(f"units over {len(values)} tokens for an episode that sampled {episode.sampled_tokens}")
-    result, start = [], 0
-    for stream, mask in zip(streams, masks, strict=True):
-        changed = stream.astype(np.float32)
-        stop = start + int(mask.sum())
-        changed[mask] += values[start:stop].astype(np.float32)
-        result.append(changed)
-        start = stop
-    return result
+    added = to_streams(episode, values)
+    return [stream.astype(np.float32) + extra for stream, extra in zip(streams, added, strict=True)]

@@ -105,7 +105,7 @@ def reward_profile(answers: Sequence[np.ndarray]) -> Profile:
     return Profile(positions, means, stds, counts)
 
 
-def fit_normalizer(answers: Sequence[np.ndarray], floor: float = FLOOR) -> Fit:
+def fit_normalizer(answers: Sequence[np.ndarray]) -> Fit:
     """Fit mean and sigma against log p of the unit rewards [K_i] of several answers.
 
     Two Huber regressions on the profile, each position weighted by its count. The published fit weights all positions equally
@@ -119,7 +119,7 @@ def fit_normalizer(answers: Sequence[np.ndarray], floor: float = FLOOR) -> Fit:
     logs = np.log(profile.positions + _TINY)
     slope_mean, intercept_mean = huber_line(logs, profile.means, profile.counts)
     slope_std, intercept_std = huber_line(logs[several], profile.stds[several], profile.counts[several])
-    normalizer = Normalizer(slope_mean, slope_std, intercept_mean, intercept_std, floor)
+    normalizer = Normalizer(slope_mean, slope_std, intercept_mean, intercept_std)
     return Fit(
         normalizer,
         profile,
@@ -128,11 +128,11 @@ def fit_normalizer(answers: Sequence[np.ndarray], floor: float = FLOOR) -> Fit:
     )
 
 
-def huber_line(x: np.ndarray, y: np.ndarray, weights: np.ndarray, epsilon: float = EPSILON) -> tuple[float, float]:
+def huber_line(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
     """Slope and intercept of y [n] on x [n] with weights [n] > 0, robust to outliers in y.
 
-    Minimizes sum_i w_i (s + s H((y_i - a x_i - b) / s)) over a, b and the scale s, with H(z) = z^2 up to `epsilon` and
-    2 epsilon |z| - epsilon^2 beyond (Huber 1981, "Robust statistics", 7.7, proposal 2; the objective
+    Minimizes sum_i w_i (s + s H((y_i - a x_i - b) / s)) over a, b and the scale s, with H(z) = z^2 up to e = `EPSILON` and
+    2 e |z| - e^2 beyond (Huber 1981, "Robust statistics", 7.7, proposal 2; the objective
     of scikit-learn's HuberRegressor without its penalty on the slope). Reweighted least squares alternates with a fixed-point
     update of s; both decrease the convex objective. The slope is 0 if all x are equal.
     """
@@ -142,11 +142,11 @@ def huber_line(x: np.ndarray, y: np.ndarray, weights: np.ndarray, epsilon: float
     for _ in range(10_000):
         slope, intercept = _least_squares(x, y, w * inside)
         distances = np.abs(y - slope * x - intercept)
-        before, limit = scale, epsilon * scale
+        before, limit = scale, EPSILON * scale
         scale = float(np.sqrt(np.sum(w * np.minimum(distances, limit) ** 2)))
         if scale <= 1e-12 * max(1.0, float(np.abs(y).max())) or abs(before - scale) <= 1e-12 * scale:
             break
-        inside = np.minimum(1.0, epsilon * scale / np.maximum(distances, 1e-300))
+        inside = np.minimum(1.0, EPSILON * scale / np.maximum(distances, 1e-300))
     return slope, intercept
 
 
@@ -199,7 +199,7 @@ def fit_key(model: str, dataset: str, segmenter: UnitsRecipe) -> FitKey:
     return FitKey(model, dataset, segmenter.type, "avg", "0")
 
 
-def read_normalizers(path: Path, floor: float = FLOOR) -> dict[FitKey, Normalizer]:
+def read_normalizers(path: Path) -> dict[FitKey, Normalizer]:
     """All fits of the file. Raises `InputError` with the file and the position if it has another layout."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -209,15 +209,22 @@ def read_normalizers(path: Path, floor: float = FLOOR) -> dict[FitKey, Normalize
         ) from error
     except ValueError as error:
         raise InputError(f"{path} is not JSON ({error}); make one with `posttrain fit-normalizer`") from error
-    return {key: _normalizer(path, key, numbers, floor) for key, numbers in _walk(path, content, ())}
+    fits = {}
+    for key, numbers in _walk(path, content, ()):
+        try:
+            slope_mean, slope_std, intercept_mean, intercept_std = (float(number) for number in numbers)
+            fits[key] = Normalizer(slope_mean, slope_std, intercept_mean, intercept_std)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{path}: {key} must have four finite numbers ({error}); fit it again") from error
+    return fits
 
 
-def read_normalizer(path: Path, wanted: FitKey | None = None, floor: float = FLOOR) -> tuple[FitKey, Normalizer]:
+def read_normalizer(path: Path, wanted: FitKey | None = None) -> tuple[FitKey, Normalizer]:
     """The fit `wanted`, or the only one, with its key. Raises `InputError` with the existing keys if there is none.
 
     The published code silently uses mean 0 and standard deviation 1 for a missing key.
     """
-    fits = read_normalizers(path, floor)
+    fits = read_normalizers(path)
     if wanted is None and len(fits) == 1:
         return next(iter(fits.items()))
     matching = [(key, normalizer) for key, normalizer in fits.items() if wanted is not None and same(key, wanted)]
@@ -251,14 +258,6 @@ def _walk(path: Path, content: Any, above: tuple[str, ...]) -> list[tuple[FitKey
             "requires a mapping; correct the file"
         )
     return [entry for name, inner in content.items() for entry in _walk(path, inner, (*above, name))]
-
-
-def _normalizer(path: Path, key: FitKey, numbers: Any, floor: float) -> Normalizer:
-    try:
-        slope_mean, slope_std, intercept_mean, intercept_std = (float(number) for number in numbers)
-        return Normalizer(slope_mean, slope_std, intercept_mean, intercept_std, floor)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{path}: {key} must have four finite numbers ({error}); fit it again") from error
 
 
 def same(one: FitKey, other: FitKey) -> bool:

@@ -77,25 +77,21 @@ def _whole(tokens: list[int], decode: Decode) -> np.ndarray:
     A cut is suspect if the text before it ends in U+FFFD. It splits a character if the tokens on both sides decode to
     another text together than separately.
     """
-    alone = cache(lambda token: decode([token]))
+    single = cache(lambda token: decode([token]))
     whole = np.ones(len(tokens) + 1, dtype=bool)
     start = 0
     for place in range(1, len(tokens)):
-        text = alone(tokens[place - 1])
-        if (not text or text.endswith(_BROKEN)) and _divides(tokens, max(start, place - _LONGEST), place, decode):
-            whole[place] = False
-        else:
-            start = place
+        text = single(tokens[place - 1])
+        if not text or text.endswith(_BROKEN):
+            first = max(start, place - _LONGEST)
+            left = decode(tokens[first:place])
+            # Some decoders return one U+FFFD per byte until a character is complete, so one more token may not be enough.
+            stops = range(place + 1, min(place + _LONGEST, len(tokens)) + 1) if left.endswith(_BROKEN) else ()
+            if any(decode(tokens[first:stop]) != left + decode(tokens[place:stop]) for stop in stops):
+                whole[place] = False
+                continue
+        start = place
     return whole
-
-
-def _divides(tokens: list[int], start: int, place: int, decode: Decode) -> bool:
-    left = decode(tokens[start:place])
-    # Some decoders return one U+FFFD per byte until a character is complete, so one more token may not be enough.
-    return left.endswith(_BROKEN) and any(
-        decode(tokens[start:stop]) != left + decode(tokens[place:stop])
-        for stop in range(place + 1, min(place + _LONGEST, len(tokens)) + 1)
-    )
 
 
 def _reader(tokens: list[int], decode: Decode) -> Callable[[tuple[int, ...]], str]:

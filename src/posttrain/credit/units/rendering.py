@@ -42,8 +42,7 @@ def render_coalition(stream: Stream, units: Spans, members: int, tokens: Renderi
 
 def prefix_lengths(stream: Stream, units: Spans) -> np.ndarray:
     """[K] int64: length of the stream before unit 0, 1, ..., K - 1. The first is the length of the prompt. Tokens
-    between two units belong to the later unit.
-    """
+    between two units belong to the later unit."""
     sampled = np.flatnonzero(stream.sampled)
     first = sampled[:1]
     return np.concatenate([first, sampled[units.cuts[1:-1] - 1] + 1])

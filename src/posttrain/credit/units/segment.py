@@ -32,8 +32,13 @@ def step_starts(text: str, pattern: str) -> list[Location]:
     label = re.compile(pattern, re.MULTILINE)
     matches = list(label.finditer(text))
     if "label" in label.groupindex:
-        counts = [_counting(matches, letters) for letters in (True, False)]
-        matches = max(counts, key=lambda count: (len(count), -count[0].start() if count else 0))
+        counts: dict[bool, list[re.Match[str]]] = {True: [], False: []}  # by whether labels are letters
+        for letters, count in counts.items():
+            for match in matches:
+                name = match["label"] or ""
+                if name.isdigit() != letters and ordinal_of(name) == len(count) + 1:
+                    count.append(match)
+        matches = max(counts.values(), key=lambda count: (len(count), -count[0].start() if count else 0))
     return [(match.start(), _visible(text, match.start())) for match in matches]
 
 
@@ -53,16 +58,6 @@ def ordinal_of(label: str) -> int | None:
             return None
         number = number * 26 + ascii_uppercase.index(letter) + 1
     return number or None
-
-
-def _counting(matches: Sequence[re.Match[str]], letters: bool) -> list[re.Match[str]]:
-    """The matches whose labels count up from 1, either letters or numbers."""
-    count: list[re.Match[str]] = []
-    for match in matches:
-        label = match["label"] or ""
-        if label.isdigit() != letters and ordinal_of(label) == len(count) + 1:
-            count.append(match)
-    return count
 
 
 def _visible(text: str, start: int) -> int:
@@ -105,8 +100,7 @@ def sentence_starts(text: str) -> list[tuple[int, int]]:
 
 def paragraph_starts(text: str) -> list[tuple[int, int]]:
     """Locations where the paragraphs of `text` begin, except the first: at the first non-blank line after a blank
-    one.
-    """
+    one."""
     places, start, blank, begun = [], 0, False, False
     for line in text.split("\n"):
         shown = line.strip()
@@ -292,14 +286,14 @@ def _of_answer(recipe: StepUnits | EntropyUnits | TextUnits, answer: Answer, dec
 def _steps(recipe: StepUnits, text: AlignedText, thought: int) -> tuple[int, int, np.ndarray]:
     """The first token of the steps, the token after the last step, and the tokens that begin a step."""
     shift = int(text.offsets[thought])
-    said = text.text[shift:]
-    starts = step_starts(said, recipe.pattern)
+    shown = text.text[shift:]
+    starts = step_starts(shown, recipe.pattern)
     total = len(text.offsets) - 1
     if not starts:
         return total, total, np.zeros(0, dtype=np.int64)
-    if not said[: starts[0][0]].strip():
+    if not shown[: starts[0][0]].strip():
         starts[0] = (0, 0)
-    closing = closing_start(said, recipe.closing, starts[-1][1]) if recipe.closing is not None else []
+    closing = closing_start(shown, recipe.closing, starts[-1][1]) if recipe.closing is not None else []
     cuts = _places(text, starts, thought)
     return int(cuts[0]), int(_places(text, closing, thought)[0]) if closing else total, cuts
 

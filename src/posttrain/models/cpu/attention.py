@@ -147,8 +147,7 @@ def _padded(count: int) -> int:
 
 def _keys_of(heads: torch.Tensor, segment: RowSegment) -> torch.Tensor:
     """Keys or values that the segment sees, in the stream's order, zero-padded: [H_kv, K, D] from `heads` [H_kv, T,
-    D].
-    """
+    D]."""
     out = heads.new_empty(len(heads), _padded(segment.seen + segment.stop - segment.start), heads.shape[2])
     column = 0
     for start, stop in segment.keys:
@@ -170,8 +169,7 @@ def _put_rows(heads: torch.Tensor, block: _Block, rows: torch.Tensor) -> None:
 
 def _add_columns(heads: torch.Tensor, segment: RowSegment, block: _Block, columns: torch.Tensor) -> None:
     """Add gradients [H_kv, last - first, D] of the block's columns to the gradients `heads` [H_kv, T, D] of the
-    tokens.
-    """
+    tokens."""
     column = -block.first
     for start, stop in (*segment.before, (segment.start, block.stop)):
         first = max(0, -column)

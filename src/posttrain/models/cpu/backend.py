@@ -147,17 +147,17 @@ class RmsNorm(torch.autograd.Function):
         x, weight, inverse = ctx.saved_tensors
         kind, size = inverse.dtype, x.shape[-1]
         rows, above_rows, scale = x.reshape(-1, size), gradient.reshape(-1, size), weight.to(kind)
-        of_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-        of_weight = torch.zeros_like(scale) if ctx.needs_input_grad[1] else None
+        x_gradient = torch.empty_like(x, memory_format=torch.contiguous_format)
+        weight_gradient = torch.zeros_like(scale) if ctx.needs_input_grad[1] else None
         for part in _parts(rows):
             normal, above = rows[part].to(kind) * inverse[part], above_rows[part].to(kind)
             products = above * normal
-            if of_weight is not None:
-                of_weight += products.sum(0)
+            if weight_gradient is not None:
+                weight_gradient += products.sum(0)
             along = torch.mv(products, scale)[:, None] / size
             torch.mul(above, scale, out=products).addcmul_(normal, along, value=-1).mul_(inverse[part])
-            of_x.view(-1, size)[part] = products
-        return of_x, None if of_weight is None else of_weight.to(weight.dtype), None
+            x_gradient.view(-1, size)[part] = products
+        return x_gradient, None if weight_gradient is None else weight_gradient.to(weight.dtype), None
 
 
 def _parts(rows: torch.Tensor) -> list[slice]:
@@ -178,8 +178,8 @@ class Gated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gate, up = ctx.saved_tensors
-        of_gate = torch.ops.aten.silu_backward(gradient * up, gate)
-        return of_gate, silu(gate).mul_(gradient)
+        gate_gradient = torch.ops.aten.silu_backward(gradient * up, gate)
+        return gate_gradient, silu(gate).mul_(gradient)
 
 
 class Rotary(torch.autograd.Function):

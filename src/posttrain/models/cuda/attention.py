@@ -39,9 +39,7 @@ class Spans:
     """[K] int64: the row index of each key; None if the keys are the row itself."""
     keys_seen: torch.Tensor | None = None
     """[S] int32: number of keys that the last query of each span attends to, if spans have unused room at their ends;
-    None:
-    all.
-    """
+    None: all."""
 
 
 def spans_of(segments: Sequence[RowSegment], device: torch.device) -> Spans:
