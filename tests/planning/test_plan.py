@@ -263,7 +263,11 @@ def test_a_broken_model_directory_is_named(tmp_path):
         ("rl", ["rollout.failures.reward=1"], "rollout.failures.reward has no effect: rollout.failures.action is drop"),
         ("rl", ["loss.clip_high=0.3"], "loss.clip_high has no effect: with one update per step the ratio is always 1"),
         ("rl", ["optimizer.final_fraction=0"], "optimizer.final_fraction has no effect: optimizer.schedule"),
-        ("rl", ["evaluation.sampling.top_k=5"], "evaluation.sampling.top_k has no effect: evaluation.sampling.temperature"),
+        (
+            "rl",
+            ["evaluation.sampling.top_k=5"],
+            "evaluation.sampling.top_k has no effect: evaluation.sampling.temperature",
+        ),
         ("rl", ["evaluation.every=101"], "evaluation.every has no effect: the run ends after 100 steps"),
         ("sft", ["environment.type=bandit", "learner.epochs_per_step=2"], "learner.epochs_per_step has no effect:"),
         ("sft", ["environment.type=bandit", "rollout.groups_per_step=4"], "rollout.groups_per_step has no effect:"),
