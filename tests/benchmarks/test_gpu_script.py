@@ -259,6 +259,7 @@ def test_a_part_says_why_it_is_not_run(monkeypatch):
         return next(gpu.attempt(part, lambda: gpu.measure(part, device, True, LIMITS, 1))).note
 
     assert note("sft-4B-liger", "cpu") == "not run: Liger's kernels need a GPU"
+    monkeypatch.setattr("harness.made_model.small", lambda: "not trained for this")
     assert note("offload-8B", "cpu") == "not run: it needs a GPU"
     monkeypatch.setattr(gpu, "find_spec", lambda name: None)
     (row,) = gpu.attempt("sft-4B-liger", lambda: gpu.require_liger("cuda"))
