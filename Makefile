@@ -9,9 +9,10 @@ PLUGINS := -e plugins/environments -e plugins/imports -e plugins/memory
 VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
 
-# A process for each core, whole files in each, in the order of tests/conftest.py, and one thread each: tiny models gain
-# nothing from more.
-TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# A process for each core (or as many as PROCESSES says), whole files in each, in the order of tests/conftest.py, and one
+# thread each: tiny models gain nothing from more.
+PROCESSES := auto
+TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(PROCESSES) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-all test-avx2 soak lint format docs figures screenshots clean vllm
 

@@ -1,5 +1,7 @@
 """Small real models for the tests: random weights, a real tokenizer, a chat template."""
 
+import functools
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -101,6 +103,28 @@ def pytest_runtest_teardown(item):
     if left != FOLDER:
         os.chdir(FOLDER)
         pytest.fail(f"the test has left the current folder {left}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Modules and collected tests live until the end, so the garbage collector need not search them again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def machine_read_once():
+    """Describe the commit and the packages once: a run starts git three times for it and reads the data of each package."""
+    from posttrain.runs import machine
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_commit", "_version"):
+            patch.setattr(machine, name, functools.cache(getattr(machine, name)))
+        yield
 
 
 @pytest.fixture(autouse=True)

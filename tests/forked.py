@@ -3,22 +3,19 @@
 It does not import torch again, and its runs draw no figures.
 """
 
-import multiprocessing
 import os
 import runpy
 import sys
 import traceback
 from pathlib import Path
 
-from tests.training.small import PRELOAD
+from tests.training.small import fork_server
 
 
 def run_script(script: Path, words: list[str], folder: Path) -> tuple[int, str]:
     """Run `script` as `python script words...` in `folder`; returns the exit code and the output."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
     log = folder / f"{script.stem}.log"
-    process = context.Process(target=_child, args=(script, words, folder, log))
+    process = fork_server().Process(target=_child, args=(script, words, folder, log))
     process.start()
     process.join()
     assert process.exitcode is not None

@@ -67,7 +67,7 @@ def run(
     from tests.training.small import PRELOAD
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, "posttrain.cli.main", "tests.adversary.hardship"])
+    context.set_forkserver_preload([*PRELOAD, "tests.adversary.hardship"])
     log = place.with_name(f"{place.name}.log")
     log.write_bytes(b"")
     process = context.Process(target=_child, args=(words, place, log, at, prepare))
@@ -283,7 +283,7 @@ def bombs(seed: int, folder: Path) -> None:
     context = multiprocessing.get_context("forkserver")
     from tests.training.small import PRELOAD
 
-    context.set_forkserver_preload([*PRELOAD, "posttrain.cli.main", "tests.adversary.hardship"])
+    context.set_forkserver_preload([*PRELOAD, "tests.adversary.hardship"])
     process = context.Process(target=_read_bomb, args=(file, folder / "said"))
     process.start()
     process.join()

@@ -103,7 +103,7 @@ def permission(seed: int, folder: Path) -> None:
         context = multiprocessing.get_context("forkserver")
         from tests.training.small import PRELOAD
 
-        context.set_forkserver_preload([*PRELOAD, "posttrain.cli.main"])
+        context.set_forkserver_preload(PRELOAD)
         process = context.Process(target=_as_ordinary_user, args=(command, place))
         process.start()
         process.join()

@@ -18,7 +18,7 @@ from unittest import mock
 from tests.adversary import mcp_server
 from tests.listening import listening
 
-_PATIENCE = 2.0
+_PATIENCE = 1.0
 """Seconds until a server that does not answer is given up here."""
 
 

@@ -243,6 +243,18 @@ def test_the_shipped_placements_accept_the_overrides(part, tmp_path, monkeypatch
     assert recipe.hardware.engines.count * recipe.hardware.engines.devices == 8
 
 
+def test_a_part_says_why_it_is_not_run(monkeypatch):
+    def note(part, device):
+        return next(gpu.attempt(part, lambda: gpu.measure(part, device, True, LIMITS, 1))).note
+
+    assert note("sft-4B-liger", "cpu") == "not run: Liger's kernels need a GPU"
+    monkeypatch.setattr("harness.made_model.small", lambda: "not trained for this")
+    assert note("offload-8B", "cpu") == "not run: it needs a GPU"
+    monkeypatch.setattr(gpu, "find_spec", lambda name: None)
+    (row,) = gpu.attempt("sft-4B-liger", lambda: gpu.require_liger("cuda"))
+    assert row.note == "not run: liger-kernel is not installed"
+
+
 def test_a_slow_part_is_stopped_and_reported():
     (row,) = gpu.in_a_process("parity", QUICK, None, 0.05)
     assert "stopped after" in row.note

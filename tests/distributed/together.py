@@ -1,7 +1,7 @@
 """Whole runs in several real processes, started from a server that has imported everything: many runs in one start."""
 
 import contextlib
-import multiprocessing
+import gc
 import os
 import secrets
 import socket
@@ -23,8 +23,7 @@ def run(processes: int, jobs: list[Job], folder: Path) -> list[list[int]]:
     A job after which a process is gone ends the list. What is printed is in `folder`/log-RANK.txt.
     """
     ports = [_free_port() for _ in jobs]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*small.PRELOAD, "torch.distributed.checkpoint", "posttrain.distributed.sharding"])
+    context = small.fork_server()
     codes: Any = context.Queue()
     group = [
         context.Process(target=_work, args=(rank, processes, ports, jobs, folder, codes)) for rank in range(processes)
@@ -50,6 +49,7 @@ def _work(rank: int, size: int, ports: list[int], jobs: list[Job], folder: Path,
     log = open(folder / f"log-{rank}.txt", "a")  # noqa: SIM115
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
+    gc.freeze()  # what the server has imported is no garbage
     os.environ |= {
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",

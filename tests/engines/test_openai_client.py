@@ -46,7 +46,7 @@ def server(respond):
         allow_reuse_address = daemon_threads = True
 
     with Server(("127.0.0.1", 0), Handler) as running:
-        thread = threading.Thread(target=running.serve_forever, daemon=True)
+        thread = threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         try:
             yield running.server_address[1]

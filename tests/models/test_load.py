@@ -109,7 +109,7 @@ def test_gguf_metadata_that_would_fill_the_memory_is_refused(tmp_path, monkeypat
     for number, (kind, value) in enumerate(entries):
         content += struct.pack("<Q", 2) + b"k%d" % number + struct.pack("<I", kind) + value
     file.write_bytes(content)
-    os.truncate(file, 1 << 34)  # sparse
+    os.truncate(file, 1 << 26)  # sparse, and little to digest
     tracemalloc.start()
     with pytest.raises(InputError, match=r"metadata of \S+bomb.gguf has more than 8,388,608 values"):
         resolve_path(str(file))

@@ -76,22 +76,25 @@ def test_a_call_that_never_returns_fails_its_episode_on_time(blocking, monkeypat
 
 
 def test_calls_of_an_environment_that_does_not_block_never_overlap():
-    running, most = [0], [0]
+    running, most, both = [0], [0], threading.Barrier(2)
 
     def call():
         running[0] += 1
         most[0] = max(most[0], running[0])
         time.sleep(0.01)
         running[0] -= 1
-        return threading.get_ident()
 
-    async def all_calls(one_at_a_time):
-        return await asyncio.gather(*(ended_within(call, 60.0, one_at_a_time) for _ in range(8)))
+    def meet():
+        both.wait(50.0)
 
-    asyncio.run(all_calls(True))
+    async def all_calls(function, count, one_at_a_time):
+        await asyncio.gather(*(ended_within(function, 60.0, one_at_a_time) for _ in range(count)))
+
+    asyncio.run(all_calls(call, 8, True))
     assert most == [1]
-    asyncio.run(all_calls(False))
-    assert most[0] > 1
+    # Of others, each waits for another one to run at the same time.
+    asyncio.run(all_calls(meet, 2, False))
+    assert not both.broken
 
 
 def test_too_many_calls_that_still_hang_end_the_run(monkeypatch):

@@ -1,5 +1,6 @@
 """A small but complete RL run in a separate process, which can kill itself at a given point."""
 
+import gc
 import importlib
 import json
 import multiprocessing
@@ -13,10 +14,25 @@ from typing import Any
 
 PRELOAD = [
     "torch",
+    "torch.distributed.checkpoint",
     "transformers",
     "peft",
-    *(f"posttrain.training.{stage}" for stage in ("rl", "sft", "dpo", "reward")),
+    "posttrain.cli.main",
+    "posttrain.distributed.sharding",
+    *(f"posttrain.training.{stage}" for stage in ("rl", "sft", "dpo", "reward", "distill", "generate")),
 ]
+"""What runs import, so that each run need not."""
+
+
+def fork_server() -> Any:
+    """The context whose processes are forked from a server that has imported `PRELOAD`.
+
+    A process has one such server, and it imports what its first user names: each test takes it from here, or starts it before
+    the package does.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
 
 
 def recipe_values(tiny: Path, runs: Path, **changes: Any) -> dict[str, Any]:
@@ -82,9 +98,7 @@ def run(
     `kill_after`: SIGKILL from outside after so many seconds. Without `figures` the run draws none, which saves most of its
     time.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    process = context.Process(target=_child, args=(values, resume, die_at, figures))
+    process = fork_server().Process(target=_child, args=(values, resume, die_at, figures))
     process.start()
     process.join(kill_after)
     if process.is_alive():
@@ -101,6 +115,7 @@ def _child(values: dict[str, Any], resume: bool, die_at: tuple[str, int] | None,
     from posttrain.recipe.stages import Recipe
     from posttrain.stages import run_stage
 
+    gc.freeze()  # what the server has imported is no garbage
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "POSTTRAIN_PLOTS": str(int(figures))}
     log = open(Path(values["runs"]) / "log.txt", "a")  # noqa: SIM115
     os.dup2(log.fileno(), 1)

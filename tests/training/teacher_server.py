@@ -1,12 +1,13 @@
 """A server process that scores prompts with a real small model, by transformers alone, as vLLM and OpenAI do."""
 
 import json
-import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from tests.training.small import fork_server
 
 
 @contextmanager
@@ -15,8 +16,7 @@ def serving(model: Path, fails: int = 0, broken_task: str | None = None) -> Iter
 
     `fails`: it answers so many scoring requests with status 503 first. `broken_task`: it refuses prompts with this text.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers"])
+    context = fork_server()
     here, there = context.Pipe()
     process = context.Process(target=_serve, args=(str(model), fails, broken_task, there), daemon=True)
     process.start()

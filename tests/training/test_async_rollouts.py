@@ -153,8 +153,8 @@ def test_a_step_with_only_stale_episodes_makes_no_update_and_gives_a_warning(cre
     [
         {"credit": {"type": "remax"}},
         {"model": {"lora": {"rank": 2}}},
-        {"model": {"dtype": "bfloat16"}},
-        {"credit": {"type": "gae"}},
+        pytest.param({"model": {"dtype": "bfloat16"}}, marks=pytest.mark.slow),
+        pytest.param({"credit": {"type": "gae"}}, marks=pytest.mark.slow),
         {"credit": {"type": "gae"}, "critic": {"backbone": "shared"}},
         {"rollout": {"filter": {"type": "uncertainty", "keep": 0.5}}},
         {"loss": {"type": "ppo", "correction": {"weights": "token"}}},

@@ -1,6 +1,5 @@
 """A run that samples ahead and is killed at any instant resumes to the same bits; its buffer survives."""
 
-import multiprocessing
 import os
 import random
 import shutil
@@ -72,9 +71,7 @@ def test_it_resumes_from_an_older_checkpoint_without_its_buffer(tiny_model, tmp_
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_stops_both_sides_with_a_checkpoint(number, tiny_model, tmp_path, uninterrupted):
     values = recipe(tiny_model, tmp_path)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(small.PRELOAD)
-    process = context.Process(target=small._child, args=(values, False, None))
+    process = small.fork_server().Process(target=small._child, args=(values, False, None))
     process.start()
     log, deadline = tmp_path / "log.txt", time.monotonic() + 120
     while time.monotonic() < deadline and not (log.exists() and "step 2/5" in log.read_text()):

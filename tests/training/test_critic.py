@@ -76,8 +76,8 @@ def test_the_critic_learns_to_explain_predictable_returns(tiny_model, tmp_path):
         {"model": {"lora": {"rank": 2}}},
         {"learner": {"epochs_per_step": 2, "updates_per_step": 2, "tokens_per_batch": 1500}},
         {"credit": {"type": "rloo"}},
-        {"credit": {"type": "grpo"}},
-        {"credit": {"type": "reinforce_pp"}},
+        pytest.param({"credit": {"type": "grpo"}}, marks=pytest.mark.slow),
+        pytest.param({"credit": {"type": "reinforce_pp"}}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -170,7 +170,10 @@ def test_the_divergence_and_its_gradient_are_those_of_full_logits(played, teache
     assert float((found - expected).abs().max()) < 1e-5 * float(expected.abs().max())
 
 
-@pytest.mark.parametrize("loss", [LOSSES["sampled"], LOSSES["top_k"]], ids=["reverse_kl", "jsd"])
+@pytest.mark.parametrize(
+    "loss",
+    [pytest.param(LOSSES["sampled"], id="reverse_kl", marks=pytest.mark.slow), pytest.param(LOSSES["top_k"], id="jsd")],
+)
 def test_the_policy_approaches_its_teacher(tiny_model, teacher_model, tmp_path, loss):
     rollout = {"groups_per_step": 4, "episodes_per_group": 8, "tokens_per_turn": 4, "tokens_per_episode": 300}
     values = values_of(tiny_model, tmp_path, {"path": str(teacher_model)}, loss=loss, steps=12, rollout=rollout)

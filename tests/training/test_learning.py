@@ -89,7 +89,7 @@ def test_thresholds_are_below_the_worst_of_the_measured_seeds():
         assert threshold < min(found.values()) - 0.1
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", ["bandit", *(pytest.param(task, marks=pytest.mark.slow) for task in list(TASKS)[1:])])
 def test_it_learns_from_rewards_alone(task, made, tmp_path):
     assert success_after(task, "ppo", made, tmp_path) > TASKS[task][-1]
 

@@ -22,8 +22,8 @@ PLACES = {
     "tensors": ("torch:save", 5),
 }
 """Where a process dies, and about how often that place is passed in a whole run."""
-QUICK = ("environment", "optimizer", "rename", "tensors")
-"""Places that are not slow tests. They are visited once, the others twice."""
+CHAIN = (("environment", 20), ("optimizer", 3), ("rename", 2), ("tensors", 1))
+"""Where one run dies in turn, and at which passage of each of its processes."""
 
 
 @pytest.fixture(scope="module")
@@ -34,25 +34,30 @@ def uninterrupted(tiny_model, tmp_path_factory):
 
 
 def _kill_and_finish(model, runs, deaths, figures=False):
-    """Die at each of `deaths` in turn, then run to the end."""
+    """Die at each of `deaths` in turn, then run to the end; returns how the processes before the last one ended."""
     values = small.recipe_values(model, runs)
-    for death in deaths:
-        small.run(values, resume=(runs / "small").exists(), die_at=death, figures=figures)
+    ends = [small.run(values, resume=(runs / "small").exists(), die_at=death, figures=figures) for death in deaths]
     assert small.run(values, resume=(runs / "small").exists(), figures=figures) == 0, (runs / "log.txt").read_text()
+    return ends
 
 
 def _same(run, reference):
     small.assert_same(run, reference)
 
 
-@pytest.mark.parametrize(
-    "place", [pytest.param(place, marks=[] if place in QUICK else pytest.mark.slow) for place in PLACES]
-)
+def test_it_resumes_to_the_same_bits_after_kills_in_turn(tiny_model, tmp_path, uninterrupted):
+    deaths = [(PLACES[place][0], count) for place, count in CHAIN]
+    assert _kill_and_finish(tiny_model, tmp_path, deaths) == [-signal.SIGKILL] * len(deaths)
+    _same(tmp_path / "small", uninterrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
 def test_it_resumes_to_the_same_bits_after_a_kill_there(place, tiny_model, tmp_path, uninterrupted):
     draw = random.Random(place)
     what, most = PLACES[place]
-    deaths = [(what, draw.randint(1, most)) for _ in range(1 if place in QUICK else 2)]
-    _kill_and_finish(tiny_model, tmp_path, deaths, figures=place not in QUICK)
+    deaths = [(what, draw.randint(1, most)) for _ in range(2)]
+    _kill_and_finish(tiny_model, tmp_path, deaths, figures=True)
     _same(tmp_path / "small", uninterrupted)
 
 
@@ -71,12 +76,8 @@ def test_killed_many_times_anywhere(chain, tiny_model, tmp_path, uninterrupted):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_ends_with_a_checkpoint_and_a_message(number, tiny_model, tmp_path, uninterrupted):
-    import multiprocessing
-
     values = small.recipe_values(tiny_model, tmp_path)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(small.PRELOAD)
-    process = context.Process(target=small._child, args=(values, False, None))
+    process = small.fork_server().Process(target=small._child, args=(values, False, None))
     process.start()
     log = tmp_path / "log.txt"
     deadline = time.monotonic() + 60

@@ -98,7 +98,7 @@ def same(run, reference):
         pytest.param("sft", [("sync", 20), ("report", 1)], marks=pytest.mark.slow),
         ("sft_streamed", [("checkpoint", 4)]),
         ("dpo", [("caches", 3), ("learner", 3)]),
-        ("dpo_moving", [("metrics", 6)]),
+        pytest.param("dpo_moving", [("metrics", 6)], marks=pytest.mark.slow),
         pytest.param("kto_moving", [("optimizer", 5)], marks=pytest.mark.slow),
         pytest.param("dpo_streamed", [("tensors", 3)], marks=pytest.mark.slow),
         pytest.param("kto", [("metrics", 5)], marks=pytest.mark.slow),

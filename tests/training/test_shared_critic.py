@@ -218,11 +218,11 @@ def test_the_critic_learns_to_explain_predictable_returns(tiny_model, tmp_path):
     "changes",
     [
         {"model": {"lora": {"rank": 2}}},
-        {"model": {"dtype": "bfloat16"}},
+        pytest.param({"model": {"dtype": "bfloat16"}}, marks=pytest.mark.slow),
         {"model": {"gradient_checkpointing": True}},
         {"credit": {"type": "bilevel_gae"}},
         {"loss": {"type": "gspo"}},
-        {"loss": {"type": "ppo", "correction": {"weights": "token"}}},
+        pytest.param({"loss": {"type": "ppo", "correction": {"weights": "token"}}}, marks=pytest.mark.slow),
         {"learner": {"epochs_per_step": 2, "updates_per_step": 2, "tokens_per_batch": 1500}},
     ],
     ids=str,

@@ -140,7 +140,17 @@ ADVANTAGES = [
 ]
 
 
-@pytest.mark.parametrize("credit", REWARDED + ADVANTAGES, ids=lambda credit: credit["type"])
+QUICK = (REWARDED[1], REWARDED[2], *ADVANTAGES)
+"""Credits that are not slow tests: each segmenter, probe and placement, and each kind without a test of its own."""
+
+
+@pytest.mark.parametrize(
+    "credit",
+    [
+        pytest.param(one, id=one["type"], marks=[] if one in QUICK else pytest.mark.slow)
+        for one in REWARDED + ADVANTAGES
+    ],
+)
 def test_every_credit_trains(credit, tiny_model, reward_model, tmp_path):
     _, lines = run(recipe(tiny_model, tmp_path, reward_model, credit, steps=1))
     trained = [line for line in lines if line["kind"] == "train"]
@@ -154,16 +164,30 @@ def test_every_credit_trains(credit, tiny_model, reward_model, tmp_path):
         assert (line["units/forwards"] > 0) == (credit["type"] not in ("even", "outcome"))
 
 
-@pytest.mark.parametrize("kind", ["prefix", "loo", "drca_published", "unit_rewards"])
-def test_beta_0_is_plain_ppo_to_the_bit(kind, tiny_model, reward_model, unit_reward_model, tmp_path):
-    found = []
-    own = {} if kind == "unit_rewards" else {"segmenter": TOKENS}
-    judge = unit_reward_model if kind == "unit_rewards" else reward_model
-    for name, credit in (("plain", None), ("units", {"type": kind, "beta": 0} | own)):
-        directory, _ = run(recipe(tiny_model, tmp_path, judge, credit, name=name, steps=1))
-        # The state of torch's generator goes on from run to run.
-        found.append({name: bits for name, bits in weights(directory.path).items() if not name.startswith("random")})
-    assert found[0] == found[1]
+def trained_bits(tiny_model, folder, judge, credit):
+    directory, _ = run(recipe(tiny_model, folder, judge, credit, steps=1))
+    # The state of torch's generator goes on from run to run.
+    return {name: bits for name, bits in weights(directory.path).items() if not name.startswith("random")}
+
+
+@pytest.fixture(scope="module")
+def plain_bits(tiny_model, reward_model, tmp_path_factory):
+    """What plain PPO learns from the score of the reward model."""
+    return trained_bits(tiny_model, tmp_path_factory.mktemp("plain"), reward_model, None)
+
+
+@pytest.mark.parametrize("kind", ["prefix", "loo", "drca_published"])
+def test_beta_0_is_plain_ppo_to_the_bit(kind, tiny_model, reward_model, plain_bits, tmp_path):
+    credit = {"type": kind, "beta": 0, "segmenter": TOKENS}
+    assert trained_bits(tiny_model, tmp_path, reward_model, credit) == plain_bits
+
+
+def test_beta_0_of_unit_rewards_is_plain_ppo_to_the_bit(tiny_model, unit_reward_model, tmp_path):
+    made = []
+    for name, credit in (("plain", None), ("units", {"type": "unit_rewards", "beta": 0})):
+        (tmp_path / name).mkdir()
+        made.append(trained_bits(tiny_model, tmp_path / name, unit_reward_model, credit))
+    assert made[0] == made[1]
 
 
 def test_unit_credit_of_type_outcome_equals_plain_credit(tiny_model, reward_model, tmp_path):

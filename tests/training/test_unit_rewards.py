@@ -137,7 +137,9 @@ def run(values):
     return run_stage(TypeAdapter(Recipe).validate_python(values), console=console)
 
 
-@pytest.mark.parametrize("segmenter", [TOKEN, ENTROPY], ids=["token", "entropy"])
+@pytest.mark.parametrize(
+    "segmenter", [pytest.param(TOKEN, id="token", marks=pytest.mark.slow), pytest.param(ENTROPY, id="entropy")]
+)
 def test_a_run_learns_and_its_model_has_the_reported_scores(segmenter, tiny_model, tiny_policy, tmp_path):
     units = {"segmenter": segmenter, "entropy_coefficient": 0.02}
     directory = run(recipe_values("reward", tiny_model, tmp_path, epochs=6, units=units))

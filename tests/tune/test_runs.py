@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,18 @@ from optuna.trial import TrialState
 from posttrain.recipe.compose import load_recipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import read_metrics
-from tests.training import preferences
+from tests.training import preferences, small
 
 from . import studies
 
 DEADLY = Path(__file__).parent / "deadly.py"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server():
+    """Start the server of other tests first: that of a study, from which later tests would fork as well, has imported less."""
+    small.fork_server()
+    forkserver.ensure_running()
 
 
 def keys(tiny: Path, **changes) -> dict:

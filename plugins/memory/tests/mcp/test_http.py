@@ -26,6 +26,8 @@ from posttrain.loopback import open_listener
 from posttrain_memory.mcp.http import guarded, read_token
 
 MAIN = "import sys; from posttrain.cli.main import main; sys.exit(main())"
+IMPATIENT = f"from posttrain import loopback; loopback._HEADER_SECONDS = 4.0; {MAIN}"
+"""Waits less long for the headers of a request, so that the end of connections that send none is seen."""
 TOKEN = "a-token-of-the-test-0123456789"
 PATIENCE = 240
 LIST = {
@@ -37,10 +39,10 @@ LIST = {
 
 
 @contextmanager
-def running(folder, *words, **variables):
+def running(folder, *words, program=MAIN, **variables):
     """The command with HTTP on a free port: the port, and the process, its lines before the address in `said`."""
     process = subprocess.Popen(
-        [sys.executable, "-c", MAIN, "memory", "mcp", str(folder), "--http", "0", *words],
+        [sys.executable, "-c", program, "memory", "mcp", str(folder), "--http", "0", *words],
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -70,7 +72,8 @@ def server(memory):
     script = turns(code('text = read_file("user.md")'), reply("Kim, +41 31 555 01 99."))
     with serving(script) as model:
         words = ["--url", model.url, "--model", "x", "--filter", "hide: [{category: phone}]"]
-        with running(memory, *words, "--token-variable", "MEMORY_TOKEN", MEMORY_TOKEN=TOKEN) as (port, _):
+        words += ["--token-variable", "MEMORY_TOKEN"]
+        with running(memory, *words, program=IMPATIENT, MEMORY_TOKEN=TOKEN) as (port, _):
             yield port
 
 
