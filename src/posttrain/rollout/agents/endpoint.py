@@ -17,9 +17,7 @@ _REMEMBERED = 10_000
 
 
 class AgentEndpoint:
-    """Serves chat completions and messages in a thread, as a context manager. A key selects the session that
-    answers.
-    """
+    """Serves chat completions and messages in a thread, as a context manager. A key selects the session that answers."""
 
     name = "policy"
 
@@ -59,8 +57,7 @@ class AgentEndpoint:
 
     async def answers(self, call: ChatCall, request: Any) -> list[ChatAnswer]:
         """The answer of the session of the request's key, computed in the session's event loop; cancelled if the client
-        closes the connection.
-        """
+        closes the connection."""
         if call.options.n != 1:
             raise CallRefused("n must be 1; send several requests")
         if call.options.logprobs:
