@@ -44,7 +44,8 @@ def compute_advantages(
             given[name] = sampled_values(episodes, computed)
         elif name in recipe.inputs:
             raise ValueError(f"{recipe.type} needs the {name} of {what}")
-    advantages = per_token(recipe, episodes, of_tokens, recipe.call(**given))
+    result = recipe.compute(**{name: given[name] for name in given if name in recipe.inputs})
+    advantages = per_token(recipe, episodes, of_tokens, result)
     masks = [[stream.sampled for stream in episode.streams] for episode in episodes]
     streams = [_to_streams(one, m) for one, m in zip(advantages, masks, strict=True)]
     return Advantages(streams, without_baseline(recipe, episodes))

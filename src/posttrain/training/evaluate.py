@@ -129,7 +129,7 @@ class RemoteRolloutManager:
         yield RemoteRolloutWorker(
             client=self.client,
             engine=self.engine,
-            failure_monitor=FailureLimit(self.rollout.failures, self.episodes),
+            record=FailureLimit(self.rollout.failures, self.episodes),
             environment=environment or self.environment,
             rollout=self.rollout,
             sampling=sampling,

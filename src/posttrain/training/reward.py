@@ -60,9 +60,7 @@ def train(
 
 
 def _fit_normalizer(run: RunDirectory, console: Console) -> None:
-    """Fit the normalizer of unit rewards for RL. The reward model is usable without it, so a failure is only a
-    warning.
-    """
+    """Fit the normalizer of unit rewards for RL. The reward model is usable without it, so a failure is only a warning."""
     try:
         lines = fit_run(run, None).lines()
     except InputError as error:
@@ -74,9 +72,7 @@ def _fit_normalizer(run: RunDirectory, console: Console) -> None:
 def _forward_and_objective(
     recipe: RewardRecipe, model: RewardModel, rows: Sequence[TokenRow]
 ) -> tuple[Callable[[Sequence[Sample]], Any], RewardObjective]:
-    """Return the forward pass and the objective: one reward per answer, or one per unit of it. `rows`: all stored
-    rows.
-    """
+    """Return the forward pass and the objective: one reward per answer, or one per unit of it. `rows`: all stored rows."""
     if recipe.units is None:
         model.set_units(None)
         return reward_forward(model), RewardObjective(recipe.loss)
