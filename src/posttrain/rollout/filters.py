@@ -33,7 +33,8 @@ def most_uncertain(groups: Sequence[Group], keep: float) -> list[Group]:
     # Rounding may make a product such as 0.1 x 30 slightly larger than the integer.
     count = max(1, math.ceil(keep * len(groups) - 1e-9))
     # Sorted, so that groups with the same returns in another order have the same spread to the bit.
-    spreads = [float(np.std(sorted(episode.total_reward for episode in group))) for group in candidates]
+    returns = [sorted(episode.total_reward for episode in group) for group in candidates]
+    spreads = [float(np.std(r)) if has_signal(g) else 0.0 for g, r in zip(candidates, returns, strict=True)]
     ranked = sorted(zip(candidates, spreads, strict=True), key=lambda pair: (-pair[1], pair[0][0].group))
     chosen = {group[0].group for group, _ in ranked[:count]}
     return [group for group in nonempty if group[0].group in chosen]

@@ -249,10 +249,11 @@ class AsyncRollouts:
         self.tasks.load_state_dict(sampled.tasks)
         oldest = self._versions.get(max(0, step - 1 - self.rollout.async_rollouts), 0)
         for episode in batch.sampled:
-            assert episode.versions.min(initial=oldest) >= oldest, (
-                f"step {step} got a token of version {episode.versions.min()} and rollout.async_rollouts = "
-                f"{self.rollout.async_rollouts} allows version {oldest} or newer"
-            )
+            if episode.versions.min(initial=oldest) < oldest:
+                raise AssertionError(
+                    f"step {step} got a token of version {episode.versions.min()} and rollout.async_rollouts = "
+                    f"{self.rollout.async_rollouts} allows version {oldest} or newer"
+                )
         version, most = self.manager.policy.version, self.rollout.max_staleness
         batch.metrics |= {
             "time/waited_for_learner": sampled.waited,

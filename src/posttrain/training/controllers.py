@@ -206,11 +206,8 @@ class RunningStatistics(Saved):
 
     def __init__(self, source: RewardSource | None) -> None:
         self.source = source
+        self.active = source is not None and source.normalize == "running"
         self.count, self.mean, self.squares = 0, 0.0, 0.0
-
-    @property
-    def active(self) -> bool:
-        return self.source is not None and self.source.normalize == "running"
 
     def include(self, episodes: Sequence[Episode]) -> None:
         """Count the rewards of a step's episodes."""

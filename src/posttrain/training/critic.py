@@ -43,15 +43,13 @@ class CriticUpdater:
         self.learner = Updater(model, self.optimizer, learner, forward, key="critic.optimizer")
         self.objective = ValueObjective(settings.clip)
 
+    remote_state: RemoteState | None = None
+    """The state in a checkpoint of a critic in other processes; None for a critic in this process."""
+
     @property
     def head(self) -> ValueHead | None:
         """The head on the policy's trunk; None for a critic with its own trunk."""
         return self.model.head if isinstance(self.model, SharedCritic) else None
-
-    @property
-    def remote_state(self) -> RemoteState | None:
-        """The state in a checkpoint of a critic in other processes; None for a critic in this process."""
-        return None
 
     @property
     def updates(self) -> int:
@@ -162,13 +160,10 @@ class CriticLearner:
         self.settings = settings
         self.credit = credit
         self.updater = open_critic(settings, policy, learner, updates, seed, stored_statistics)
+        self.head = self.updater.head
+        """The head on the policy's trunk; None for a critic with its own trunk."""
         self._fit: Totals = {}
         self._begun: tuple[list[Sample], Callable[[], list[np.ndarray]]] | None = None
-
-    @property
-    def head(self) -> ValueHead | None:
-        """The head on the policy's trunk; None for a critic with its own trunk."""
-        return self.updater.head
 
     def begin_values(self, samples: Sequence[Sample]) -> None:
         """Let a critic on processes of its own compute the values that the next `estimate_values` needs."""

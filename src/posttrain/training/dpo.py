@@ -210,22 +210,16 @@ def _objective(
         reference.assign(samples)
     if isinstance(recipe.loss, KtoLoss):
         mismatched = mismatched_samples(samples, pool, recipe.data.max_tokens)
-        return UnpairedObjective(recipe.loss, _kl_estimate(learner, reference, mismatched), len(mismatched))
+        ratios = torch.zeros(len(mismatched))
+        if not reference.is_policy:
+            reference.assign(mismatched)
+            for place, scores in enumerate(logprobs(learner, mismatched)):
+                references = mismatched[place].ref_logprobs
+                assert references is not None
+                ratios[place] = float(scores.sum(dtype="float64") - references.sum(dtype="float64"))
+        # Over the whole step, so that the estimate does not depend on the micro-batches.
+        return UnpairedObjective(recipe.loss, kto_kl(ratios), len(mismatched))
     return PairObjective(recipe.loss, recipe.nll_coefficient, shift.value if shift is not None else None)
-
-
-def _kl_estimate(
-    learner: Updater[TokenScores], reference: ReferenceLogprobs, mismatched: Sequence[Sample]
-) -> torch.Tensor:
-    """Return KTO's KL estimate over the whole step, so that it does not depend on the micro-batches."""
-    if reference.is_policy:
-        return kto_kl(torch.zeros(len(mismatched)))
-    reference.assign(mismatched)
-    ratios = []
-    for sample, scores in zip(mismatched, logprobs(learner, mismatched), strict=True):
-        assert sample.ref_logprobs is not None
-        ratios.append(float(scores.sum(dtype="float64") - sample.ref_logprobs.sum(dtype="float64")))
-    return kto_kl(torch.tensor(ratios, dtype=torch.float32))
 
 
 def mismatched_samples(samples: Sequence[Sample], pool: Sequence[TokenRow], max_tokens: int) -> list[Sample]:

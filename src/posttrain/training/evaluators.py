@@ -3,23 +3,25 @@
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from posttrain.data.held_out import TaskSplit
 from posttrain.environments.protocol import EnvironmentFactory, completed, return_range
 from posttrain.episode import Episode, Outcome, StopReason
 from posttrain.errors import RunError
 from posttrain.evaluation.summary import MEAN, PASS, evaluate
-from posttrain.recipe.agent import AgentRecipe
 from posttrain.recipe.components import environment_class
-from posttrain.recipe.rollout import SCORES, EvaluationRecipe, RolloutRecipe, SamplingRecipe
-from posttrain.rollout.driver import EpisodeWorker, Played, quiet, unscored_message
+from posttrain.recipe.rollout import SCORES, EvaluationRecipe
+from posttrain.rollout.driver import Played, quiet, unscored_message
 from posttrain.rollout.store import Split, write_episodes
 from posttrain.runs.tables import EVALUATED, START, TRAINED, PolicyRow, Table, checkpoint_note, policy_tables
+
+if TYPE_CHECKING:
+    from posttrain.training.evaluate import RemoteRolloutManager
+    from posttrain.training.rollouts import RolloutManager
 
 T = TypeVar("T")
 
@@ -53,21 +55,6 @@ class Evaluator(ABC):
         return []
 
 
-class WorkerSource(Protocol):
-    """Supplies rollout workers: a `RolloutManager` or a `RemoteRolloutManager`."""
-
-    environment: EnvironmentFactory
-    rollout: RolloutRecipe
-    model_name: str
-    scorer: Any
-    """What adds a reward model's rewards to the episodes; None without one."""
-    agent: AgentRecipe | None
-
-    def worker(
-        self, sampling: SamplingRecipe, environment: EnvironmentFactory | None = None
-    ) -> AbstractContextManager[EpisodeWorker[Any]]: ...
-
-
 class EpisodeEvaluator(Evaluator):
     """Plays held-out seeds of an environment and compares the results with its baseline policies.
 
@@ -77,7 +64,7 @@ class EpisodeEvaluator(Evaluator):
 
     def __init__(
         self,
-        manager: WorkerSource,
+        manager: "RolloutManager | RemoteRolloutManager",
         evaluation: EvaluationRecipe,
         tasks: TaskSplit,
         seed: int,
@@ -88,6 +75,7 @@ class EpisodeEvaluator(Evaluator):
         """Create an evaluator.
 
         Args:
+            manager: supplies the rollout workers.
             tasks: its `validation` seeds make the learning curve, and its `test` seeds the final table.
             seed: the run seed.
             episodes: directory to which the episodes are written.

@@ -59,7 +59,6 @@ from posttrain.training.reward_scorer import RewardScorer, open_scorer
 from posttrain.training.rollouts import (
     RolloutBatch,
     RolloutManager,
-    Rollouts,
     SyncRollouts,
     TaskOrder,
     rollout_metrics,
@@ -72,6 +71,7 @@ from posttrain.training.trainer import Callback, Checkpointable, LoopSettings, T
 from posttrain.training.unit_credit import StepCredit, UnitCreditor
 from posttrain.training.updater import Objective, Sample, Totals, Updater, add_totals, means, samples_of_episodes
 
+Rollouts = SyncRollouts | AsyncRollouts
 MakeRollouts = Callable[[RlRecipe, RolloutManager, TaskOrder, RunDirectory], Rollouts]
 
 

@@ -5,11 +5,11 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -273,26 +273,6 @@ def _play_groups(
     return [[e for e in usable if e.group == group] for group in groups]
 
 
-class Rollouts(Protocol):
-    """The batches of a run, step by step. `running` is a context manager around the steps."""
-
-    phase: str
-    """Name of the time of `take` in the metrics."""
-    manager: RolloutManager
-
-    def running(self, step: int) -> Any:
-        """Context manager inside which batches are sampled, starting with that of `step`."""
-        ...
-
-    def take(self, step: int) -> RolloutBatch:
-        """The batch of `step`."""
-        ...
-
-    def learned(self, step: int) -> None:
-        """Called when the policy has the weights after `step`."""
-        ...
-
-
 def counters_since(before: EngineCounters, engine: Engine) -> EngineCounters:
     """The work of the engine since it had the counters `before`, and the largest size of its cache so far."""
     work = {name: value - getattr(before, name) for name, value in asdict(engine.counters).items()}
@@ -300,17 +280,18 @@ def counters_since(before: EngineCounters, engine: Engine) -> EngineCounters:
 
 
 class SyncRollouts:
-    """Samples the batch of a step on request: `rollout.async_rollouts: 0`."""
+    """The batches of a run, each sampled on request: `rollout.async_rollouts: 0`."""
 
     phase = "rollout"
+    """Name of the time of `take` in the metrics."""
 
     def __init__(self, manager: RolloutManager, tasks: TaskOrder, greedy: bool = False) -> None:
         """`greedy`: as in `collect`."""
         self.manager, self.tasks, self.greedy = manager, tasks, greedy
 
-    @contextmanager
-    def running(self, step: int) -> Iterator[None]:
-        yield
+    def running(self, step: int) -> AbstractContextManager[None]:
+        """Context manager inside which batches are sampled, starting with that of `step`."""
+        return nullcontext()
 
     def take(self, step: int) -> RolloutBatch:
         """Sample with the current weights. Several processes divide the groups, and each receives all of them."""
@@ -328,7 +309,7 @@ class SyncRollouts:
         return batch
 
     def learned(self, step: int) -> None:
-        pass
+        """Called when the policy has the weights after `step`."""
 
 
 # -- metrics ----------------------------------------------------------------------------------------------------------

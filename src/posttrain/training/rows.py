@@ -169,16 +169,13 @@ class EpochRows:
     def batch(self, step: int) -> list[TokenRow]:
         """Return the rows of update `step`, counted from 0. The result does not depend on earlier calls."""
         epoch, part = divmod(step, self.updates_per_epoch)
-        chosen = self._order(epoch)[part * self.rows_per_update : (part + 1) * self.rows_per_update]
-        return [self.rows[i] for i in chosen]
-
-    def _order(self, epoch: int) -> np.ndarray:
         draws = random_stream(self.seed, "rows", epoch)
-        parts = []
+        passes_of_sources = []
         for rows, count in zip(self._sources, self._counts, strict=True):
             passes, rest = divmod(count, max(len(rows), 1))
-            parts += [*[rows] * passes, draws.permutation(rows)[:rest]]
-        return draws.permutation(np.concatenate(parts))
+            passes_of_sources += [*[rows] * passes, draws.permutation(rows)[:rest]]
+        order = draws.permutation(np.concatenate(passes_of_sources))
+        return [self.rows[i] for i in order[part * self.rows_per_update : (part + 1) * self.rows_per_update]]
 
 
 class StreamedRows:
