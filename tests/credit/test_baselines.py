@@ -22,7 +22,11 @@ GREEDY = {7: 1.5, 3: -1.0}
 def outcome_baseline(name):
     """A registered credit as (returns, groups, lengths, greedy) -> [N]."""
     credit = CREDITS.make(name)
-    return lambda returns, groups, lengths, greedy: credit.call(
+
+    def compute(**given):
+        return credit.compute(**{key: value for key, value in given.items() if key in credit.inputs})
+
+    return lambda returns, groups, lengths, greedy: compute(
         returns=returns, groups=groups, lengths=lengths, greedy=greedy
     )
 

@@ -36,7 +36,7 @@ from posttrain.recipe.loss import (
     SimpoLoss,
 )
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
-from posttrain.training.distillation import DistillationObjective, distillation_forward
+from posttrain.training.distill import DistillationObjective, distillation_forward
 from posttrain.training.objectives import (
     MixedObjective,
     PairObjective,

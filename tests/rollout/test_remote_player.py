@@ -62,7 +62,7 @@ def player(server, environment=None, count=1, sampling=GREEDY, rollout=None, **e
     return RemoteRolloutWorker(
         client=chat_client("engine", recipe.url, recipe.timeout, recipe.retries, recipe.api_key_variable),
         engine=recipe,
-        failure_monitor=FailureLimit(limits.failures, count),
+        record=FailureLimit(limits.failures, count),
         environment=environment or make_env(Words, max_turns=2),
         rollout=limits,
         sampling=sampling,

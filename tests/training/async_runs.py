@@ -16,7 +16,7 @@ from posttrain.rollout.weight_sync import WeightSnapshot
 from posttrain.runs.directory import RunDirectory
 from posttrain.stages import run_stage
 from posttrain.training import rl
-from posttrain.training.rollouts import collect
+from posttrain.training.rollouts import collect, counters_since
 
 from . import small
 
@@ -74,7 +74,7 @@ class OneThread:
         )
         before = replace(self.engine.counters)
         batch = collect(worker, self.tasks, step)
-        batch.counters = self.engine.counters.since(before)
+        batch.counters = counters_since(before, self.engine)
         return batch
 
     def learned(self, step):

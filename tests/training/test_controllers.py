@@ -44,21 +44,27 @@ def test_the_entropy_coefficient_follows_the_target():
     controller = EntropyController(EntropyRecipe(target=1.0, coefficient=0.01, step=0.005, max_coefficient=0.02))
     assert controller.coefficient == 0.01
     for entropy, expected in [(0.5, 0.015), (0.9, 0.02), (0.9, 0.02), (1.5, 0.0), (None, 0.0), (0.5, 0.02)]:
-        controller.update(entropy)
+        controller.update({} if entropy is None else {"policy/entropy": entropy})
         assert controller.coefficient == pytest.approx(expected)
     copy = EntropyController(controller.recipe)
     copy.load_state_dict(controller.state_dict())
     assert copy.coefficient == controller.coefficient
 
 
+def test_a_fixed_entropy_coefficient_stays():
+    controller = EntropyController(EntropyRecipe(coefficient=0.01))
+    controller.update({"policy/entropy": 0.0})
+    assert controller.coefficient == 0.01
+
+
 def test_the_target_is_about_the_tokens_that_get_the_bonus():
     controller = EntropyController(EntropyRecipe(target=1.0, step=0.1, tokens="answer"))
-    controller.update_from({"policy/entropy": 0.2})
+    controller.update({"policy/entropy": 0.2})
     assert controller.coefficient == 0.0
-    controller.update_from({"policy/entropy": 2.0, "policy/bonus_entropy": 0.2})
+    controller.update({"policy/entropy": 2.0, "policy/bonus_entropy": 0.2})
     assert controller.coefficient == pytest.approx(0.1)
     of_all = EntropyController(EntropyRecipe(target=1.0, step=0.1))
-    of_all.update_from({"policy/entropy": 0.2})
+    of_all.update({"policy/entropy": 0.2})
     assert of_all.coefficient == pytest.approx(0.1)
 
 

@@ -22,7 +22,7 @@ from posttrain.recipe.rollout import RolloutRecipe
 from posttrain.recipe.teacher import TeacherRecipe
 from posttrain.rollout.driver import rollout
 from posttrain.training.controllers import RewardShaping, RunningStatistics
-from posttrain.training.distillation import DistillationObjective, distillation_forward
+from posttrain.training.distill import DistillationObjective, distillation_forward
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.teacher import WHOLE, open_teacher
 from posttrain.training.updater import Updater, samples_of_episodes

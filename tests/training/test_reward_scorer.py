@@ -50,7 +50,7 @@ def reward_model(tiny_model, tmp_path_factory):
 
 
 def scorer(path, policy, **keys) -> RewardScorer:
-    return RewardScorer(RewardSource(path=str(path), **keys), policy)
+    return RewardScorer(RewardSource(path=str(path), **keys), policy.tokenizer)
 
 
 def episode(policy, answers=("Goal",), cut=False, group=0, ids=None, paid=0.0) -> Episode:

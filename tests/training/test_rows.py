@@ -154,13 +154,11 @@ def test_rows_are_held_out_for_any_loss_on(recipe, loss_on):
     for held_out in (5, 0.2):
         data = load(recipe.model_copy(update={"held_out": held_out}), loss_on=loss_on)
         assert (len(data.validation), len(data.test), len(data.stored)) == (3, 2, 18)
-        assert data.final == data.test
 
 
 def test_without_rows_for_a_test_set_all_held_out_rows_are_for_validation(recipe):
     data = load(recipe.model_copy(update={"held_out": 1}))
     assert (len(data.validation), data.test) == (1, [])
-    assert data.final == data.validation
     data = load(recipe.model_copy(update={"held_out": 5, "test": recipe.train}))
     assert (len(data.validation), len(data.test)) == (5, 23)
 

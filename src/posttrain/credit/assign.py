@@ -44,7 +44,8 @@ def compute_advantages(
             given[name] = sampled_values(episodes, computed)
         elif name in recipe.inputs:
             raise ValueError(f"{recipe.type} needs the {name} of {what}")
-    advantages = per_token(recipe, episodes, token_rewards, recipe.call(**given))
+    result = recipe.compute(**{name: given[name] for name in given if name in recipe.inputs})
+    advantages = per_token(recipe, episodes, token_rewards, result)
     streams = [to_streams(episode, values) for episode, values in zip(episodes, advantages, strict=True)]
     return Advantages(streams, without_baseline(recipe, episodes))
 

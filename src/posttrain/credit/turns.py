@@ -41,7 +41,7 @@ class TurnCredit(Credit):
         raise NotImplementedError
 
 
-@register_credit("turn_returns", compared_with="group")
+@register_credit("turn_returns")
 class TurnReturnsCredit(TurnCredit):
     """Reward-to-go per turn."""
 
@@ -53,7 +53,7 @@ class TurnReturnsCredit(TurnCredit):
     """`others`: subtract the mean reward-to-go of the group's other episodes at that turn (0 after their end); unbiased. `none`: no baseline."""
 
     @property
-    def compared_with(self) -> Comparison:
+    def compared_with(self) -> Comparison:  # type: ignore[override]
         """The group, if there is a baseline."""
         return "group" if self.baseline == "others" else None
 

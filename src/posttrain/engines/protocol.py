@@ -5,7 +5,7 @@ The vLLM server imports this module in another interpreter, so at run time it im
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -67,12 +67,6 @@ class EngineCounters:
     decoding_seconds: float = 0.0
     """The rest of the time of its passes, sampling included."""
 
-    def since(self, before: "EngineCounters") -> "EngineCounters":
-        """The work done since `before`, and the largest size of the cache so far."""
-        now, then = asdict(self), asdict(before)
-        done = {name: now[name] - then[name] for name in now}
-        return EngineCounters(**done | {"cache_bytes": self.cache_bytes})
-
 
 class Engine(Protocol):
     """Samples completions of token prompts."""
@@ -106,18 +100,18 @@ class Engine(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class StopStrings:
     """Strings that end a completion as soon as its decoded tokens contain one of them."""
 
-    def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
-        self.tokenizer = tokenizer
-        self.texts = tuple(texts)
-        # A stop string of n bytes ends within the last n tokens, each of which has at least one byte.
-        self._tail = max((len(text.encode()) for text in self.texts), default=0) + EXTRA_TOKENS
+    tokenizer: Any
+    texts: Sequence[str]
 
     def matched(self, ids: Sequence[int]) -> bool:
         """Whether the completion `ids` ends here. Call it once for each sampled token."""
         if not self.texts:
             return False
-        text = self.tokenizer.decode(list(ids[-self._tail :]))
+        # A stop string of n bytes ends within the last n tokens, each of which has at least one byte.
+        tail = max(len(text.encode()) for text in self.texts) + EXTRA_TOKENS
+        text = self.tokenizer.decode(list(ids[-tail:]))
         return any(stop in text for stop in self.texts)

@@ -35,14 +35,10 @@ class Credit(Section):
         ),
     )
 
-    comparison: ClassVar[Comparison] = None
+    compared_with: ClassVar[Comparison] = None
+    """Where the baseline needs at least one other episode: in the episode's group, or in the batch. None: nowhere."""
     nonnegative: ClassVar[bool] = False
     """Whether returns below 0 are refused."""
-
-    @property
-    def compared_with(self) -> Comparison:
-        """Where the baseline needs at least one other episode: in the episode's group, or in the batch. None: nowhere."""
-        return self.comparison
 
     @property
     def rewards_of(self) -> Literal["token", "turn", "episode"]:
@@ -102,7 +98,7 @@ def register_credit(
     Raises:
         ValueError: `names` has the name of a built-in credit, or a parameter has a name that is not listed above.
     """
-    return CREDITS.register(*names, comparison=compared_with, nonnegative=nonnegative, metrics=metrics)
+    return CREDITS.register(*names, compared_with=compared_with, nonnegative=nonnegative, metrics=metrics)
 
 
 VALUES = Panel("Mean over sampled tokens", "reward", from_zero=False, smoothed=True, figure="critic")

@@ -35,10 +35,6 @@ class Section(BaseConfig):
         """The computation with this section's settings; every kind has its own."""
         raise NotImplementedError
 
-    def call(self, *arguments: Any, **named: Any) -> Any:
-        """`compute` with the `arguments`, and with those of the `named` arguments that it has parameters for."""
-        return self.compute(*arguments, **{name: named[name] for name in named if name in self.inputs})
-
     def problems(self, recipe: Any) -> list[str]:
         """One sentence for each key of this section that does not fit to the rest of the `recipe`, an error."""
         return []
@@ -171,6 +167,9 @@ def section_of(names: tuple[str, ...], function: Callable[..., Any], base: type[
     )
     section.model_fields["type"].description = f"`{name}`: {doc.splitlines()[0]}"
     settings = [field for field in fields if field != "type"]
+    if not settings:
+        section.compute = staticmethod(function)  # type: ignore[method-assign]
+        return section
 
     def compute(self: Section, *arguments: Any, **named: Any) -> Any:
         return function(*arguments, **named, **{setting: getattr(self, setting) for setting in settings})

@@ -10,8 +10,7 @@ from typing import Any
 
 class _CallablePackage(ModuleType):
     """A package that can be called: Python binds it in the parent package, where it hides the function of the same
-    name.
-    """
+    name."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from posttrain.rollout.driver import rollout

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from itertools import islice
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -105,12 +105,8 @@ def outcome_of(step: Step) -> Outcome:
     return Outcome.TERMINATED if step.terminated else Outcome.TRUNCATED
 
 
-class Scorer(Protocol):
-    """Adds rewards to finished episodes, for example those of a reward model."""
-
-    def __call__(self, episodes: Sequence[Episode]) -> None:
-        """Add a reward to the last turn, and to that turn's stream, of each episode that did not fail."""
-        ...
+Scorer = Callable[[Sequence[Episode]], None]
+"""Adds a reward, such as that of a reward model, to the last turn of each episode that did not fail and to its stream."""
 
 
 class EpisodeWorker(ABC, Generic[TranscriptT]):

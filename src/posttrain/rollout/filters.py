@@ -11,12 +11,6 @@ from posttrain.recipe.rollout import OverlongRecipe
 Group = list[Episode]
 
 
-def return_std(group: Sequence[Episode]) -> float:
-    """Population standard deviation of the group's returns; exactly 0 for equal returns or fewer than two episodes."""
-    returns = [episode.total_reward for episode in group]
-    return float(np.std(sorted(returns))) if has_signal(group) else 0.0
-
-
 def has_signal(group: Sequence[Episode]) -> bool:
     """Whether the returns of the group differ. If they do not, a group baseline gives no gradient.
 
@@ -38,8 +32,11 @@ def most_uncertain(groups: Sequence[Group], keep: float) -> list[Group]:
     candidates = [group for group in nonempty if has_signal(group)] or nonempty
     # Rounding may make a product such as 0.1 x 30 slightly larger than the integer.
     count = max(1, math.ceil(keep * len(groups) - 1e-9))
-    best = sorted(candidates, key=lambda group: (-return_std(group), group[0].group))[:count]
-    chosen = {group[0].group for group in best}
+    # Sorted, so that groups with the same returns in another order have the same spread to the bit.
+    returns = [sorted(episode.total_reward for episode in group) for group in candidates]
+    spreads = [float(np.std(r)) if has_signal(g) else 0.0 for g, r in zip(candidates, returns, strict=True)]
+    ranked = sorted(zip(candidates, spreads, strict=True), key=lambda pair: (-pair[1], pair[0][0].group))
+    chosen = {group[0].group for group, _ in ranked[:count]}
     return [group for group in nonempty if group[0].group in chosen]
 
 

@@ -72,7 +72,7 @@ class InFlight:
         self._stopped = True
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is already closed
-                self._loop.call_soon_threadsafe(_cancel_all)
+                self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks()])
 
     async def _poll_regularly(self, poll: Callable[[], None]) -> None:
         while True:
@@ -86,11 +86,6 @@ class InFlight:
                 for task in self._open:
                     task.cancel()
                 return
-
-
-def _cancel_all() -> None:
-    for task in asyncio.all_tasks():
-        task.cancel()
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ class EpisodeBuffer:
         self.step = step
         self.end: dict[str, Any] | None = None
         """The contents of the end line; None before `finish`."""
+        self._header = {"format": FORMAT, "step": step}
         self._episodes: dict[tuple[int | str, ...], Episode] = {}
         self._log: LineLog | None = None
         self._read(keep_partial)
@@ -82,10 +83,6 @@ class EpisodeBuffer:
         if self._log.size == 0:
             self._log.append(f"{json_line(self._header)}\n".encode())
         self._log.append(f"{line}\n".encode(), sync)
-
-    @property
-    def _header(self) -> dict[str, Any]:
-        return {"format": FORMAT, "step": self.step}
 
     def _read(self, keep_partial: bool) -> None:
         """Read the file up to the first damaged line, and truncate it there. A file without episodes to keep is deleted."""

@@ -1,22 +1,20 @@
 """A rollout worker for models behind an OpenAI-compatible server: text in, text out, no token ids."""
 
-import asyncio
 import json
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from threading import Thread
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from posttrain.data.tools import hermes_text, parse_served
 from posttrain.engines.openai import ChatCompletion, complete
-from posttrain.environments.protocol import Action, EnvironmentFactory, Message, Observation
-from posttrain.episode import Episode, Outcome, StopReason, Stream, Turn
+from posttrain.environments.protocol import Action, EnvironmentFactory, Observation, ended_within
+from posttrain.episode import Episode, Outcome, StopReason, Turn
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.engines import OpenAIEngineRecipe, has_thinking, no_primer
 from posttrain.recipe.rollout import FailureRecipe, RolloutRecipe, SamplingRecipe
 from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, Scorer
-from posttrain.rollout.transcript import tool_counts
+from posttrain.rollout.transcript import Transcript
 
 THOUGHTS = "thoughts"
 """Key of `Turn.info` for thinking that the server returns separately, if the environment's format has no thinking."""
@@ -29,30 +27,16 @@ def server_seed(request: EpisodeRequest, attempt: int, turn: int) -> int:
     return request.request_seed(attempt, turn) % _SEEDS
 
 
-class TextTranscript:
+class TextTranscript(Transcript):
     """The messages of one episode without token ids.
 
     Each turn spans positions 0 to the number of tokens that the server reports, 0 if it reports none.
     """
 
-    def __init__(
-        self, messages: Sequence[Message], state: str | None = None, tools: Sequence[dict[str, Any]] = ()
-    ) -> None:
-        self.messages: list[dict[str, Any]] = list(messages)
-        self.tools = tools
-        self.action: Action = ""
-        """The last answer in the form that the environment expects: with its calls if there are tools."""
-        self._sent: list[dict[str, Any]] = list(messages)
-        """`messages` in the server's format, with calls in `tool_calls`."""
-        self.turns: list[Turn] = []
-        self._state = state
-        self._first = 0
-        """Index in `messages` of the first message of the current context."""
-
     @property
     def context(self) -> list[dict[str, Any]]:
         """The messages that the next answer follows."""
-        return self._sent[self._first :]
+        return self._shown[self._first :]
 
     def answer(
         self,
@@ -69,40 +53,14 @@ class TextTranscript:
         sent: dict[str, Any] = {"role": "assistant", "content": text}
         if self.tools:
             self.action = parsed = parse_served(text, calls)
-            info |= tool_counts(parsed)
             if parsed.calls and not parsed.errors:
                 sent = parsed.message(len(self.turns))
                 for call in sent["tool_calls"]:
                     call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
             text = hermes_text(parsed)
-        self._sent.append(sent)
+        self._shown.append(sent)
         self.turns.append(Turn(0, 0, tokens, 0.0, stop_reason, text, info, self._state))
         self.messages.append({"role": "assistant", "content": text})
-
-    def reward(self, reward: float, info: dict[str, Any]) -> None:
-        turn = self.turns[-1]
-        turn.reward, turn.info = reward, turn.info | info
-
-    def observe(
-        self, messages: Sequence[dict[str, Any]], state: str | None = None, new_conversation: bool = False
-    ) -> None:
-        self._state = state
-        if new_conversation:
-            self._first = len(self.messages)
-        self.messages.extend(messages)
-        self._sent.extend(messages)
-
-    def streams(self) -> list[Stream]:
-        """Empty: a server returns no token ids."""
-        return []
-
-
-class FailureMonitor(Protocol):
-    """Records episodes and stops the run after too many failures."""
-
-    def record(self, episode: Episode) -> None:
-        """Record a finished episode. Raises if too many have failed."""
-        ...
 
 
 class FailureLimit:
@@ -115,7 +73,7 @@ class FailureLimit:
         self._first: Episode | None = None
         self._max_share = failures.max_share
 
-    def record(self, episode: Episode) -> None:
+    def __call__(self, episode: Episode) -> None:
         """RunError as soon as all episodes failed, or a larger share than `rollout.failures.max_share`."""
         if episode.outcome is not Outcome.FAILED:
             return
@@ -137,7 +95,8 @@ class RemoteRolloutWorker(EpisodeWorker[TextTranscript]):
     client: Any
     """As returned by `chat_client`."""
     engine: OpenAIEngineRecipe
-    failure_monitor: FailureMonitor
+    record: Callable[[Episode], None]
+    """Called with each finished episode. Raises if too many have failed."""
     environment: EnvironmentFactory
     rollout: RolloutRecipe
     sampling: SamplingRecipe
@@ -155,39 +114,30 @@ class RemoteRolloutWorker(EpisodeWorker[TextTranscript]):
         return TextTranscript(observation.messages, observation.state, observation.tools)
 
     async def run_episode(self, request: EpisodeRequest) -> Episode:
-        """Play one episode. Raises the exceptions of `failure_monitor`."""
+        """Play one episode. Raises the exceptions of `record`."""
         episode = await super().run_episode(request)
-        self.failure_monitor.record(episode)
+        self.record(episode)
         return episode
 
     async def answer(self, transcript: TextTranscript, request: EpisodeRequest, attempt: int) -> Action:
         """Request the next answer and append it. ChatRequestError if the server returns none."""
         seed = server_seed(request, attempt, len(transcript.turns))
-        completion = await self._complete(transcript.context, seed, transcript.tools)
+        # From a daemon thread, so that an interrupted program does not wait for the server.
+        send = partial(self._send, transcript.context, seed, transcript.tools)
+        completion, error = await ended_within(send, None, one_at_a_time=False)
+        if error is not None:
+            raise error
         thinking = has_thinking(self.environment.recipe)
-        full_text = completion.text_with_reasoning() if thinking else completion.text
-        text, at_stop_string = self._cut_at_stop_string(full_text, len(full_text) - len(completion.text))
+        text = completion.text_with_reasoning() if thinking else completion.text
         reason = StopReason.END_TOKEN if completion.finished else StopReason.TURN_BUDGET
-        reason = StopReason.STOP_STRING if at_stop_string else reason
+        # Stop strings are not sent: servers omit the string that matched from the text, and few report which one it was.
+        # They count after the separate thinking.
+        after, stops = len(text) - len(completion.text), self.rollout.stop_strings
+        if ends := [start + len(stop) for stop in stops if (start := text.find(stop, after)) >= 0]:
+            text, reason = text[: min(ends)], StopReason.STOP_STRING
         thoughts = "" if thinking else completion.reasoning
         transcript.answer(text, completion.tokens or 0, reason, thoughts, completion.calls)
         return transcript.action
-
-    async def _complete(
-        self, messages: Sequence[dict[str, Any]], seed: int, tools: Sequence[dict[str, Any]]
-    ) -> ChatCompletion:
-        """Send the request from a daemon thread, so an interrupted program does not wait for the server."""
-        result: Future[ChatCompletion] = Future()
-
-        def send() -> None:
-            result.set_running_or_notify_cancel()
-            try:
-                result.set_result(self._send(messages, seed, tools))
-            except BaseException as error:
-                result.set_exception(error)
-
-        Thread(target=send, name="remote model", daemon=True).start()
-        return await asyncio.wrap_future(result)
 
     def _send(self, messages: Sequence[dict[str, Any]], seed: int, tools: Sequence[dict[str, Any]]) -> ChatCompletion:
         engine, sampling, max_tokens = self.engine, self.sampling, self.rollout.tokens_per_turn
@@ -209,13 +159,3 @@ class RemoteRolloutWorker(EpisodeWorker[TextTranscript]):
             seed=seed if engine.sends_seed and sampling.temperature > 0 else None,
             extra=extra,
         )
-
-    def _cut_at_stop_string(self, text: str, after: int) -> tuple[str, bool]:
-        """`text` up to and including its first stop string from the character `after` on, where separate thinking ends,
-        and whether there is one.
-
-        Stop strings are not sent: servers omit the string that matched from the text, and few report which one it was.
-        """
-        stops = self.rollout.stop_strings
-        ends = [start + len(stop) for stop in stops if (start := text.find(stop, after)) >= 0]
-        return (text[: min(ends)], True) if ends else (text, False)

@@ -113,11 +113,20 @@ def write_episodes(
         "advantages": advantages is not None,
     }
     lines = [json_line(header)]
-    for number, episode in enumerate(episodes):
-        credit = None if advantages is None else [_pack(np.asarray(a)) for a in advantages.values[number]]
-        lines.append(
-            json_line({**episode_record(episode), "advantages": credit, "units": _unit_record(unit_credit[number])})
-        )
+    for number, (episode, credited) in enumerate(zip(episodes, unit_credit, strict=True)):
+        record = episode_record(episode) | {"advantages": None, "units": None}
+        if advantages is not None:
+            record["advantages"] = [_pack(np.asarray(stream)) for stream in advantages.values[number]]
+        if credited is not None:
+            record["units"] = {
+                "channel": _CHANNEL_OF[type(credited)],
+                "cuts": _pack(credited.spans.cuts),
+                "is_unit": _pack(credited.spans.is_unit),
+                "credits": _pack(credited.credits),
+                "outcome": float(credited.outcome),
+                "empty_value": float(credited.empty_value),
+            }
+        lines.append(json_line(record))
     with storage_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
     write_atomically(path, zstandard.ZstdCompressor(level=3, write_checksum=True).compress("\n".join(lines).encode()))
@@ -126,8 +135,7 @@ def write_episodes(
 
 def stored_records(path: Path) -> Iterator[bytes]:
     """The episodes of one file as lines of JSON, in order; one line at a time is in memory. Errors as for
-    `read_episodes`.
-    """
+    `read_episodes`."""
     with _damage(path):
         lines = _lines(path)
         _checked_header(next(lines))
@@ -242,15 +250,8 @@ def _check_number(value: Any) -> None:
 
 def json_line(value: dict[str, Any]) -> str:
     """One line of JSON. Numpy values become numbers and lists, other unsupported values become text."""
-    return json.dumps(value, default=_to_json, separators=(",", ":"))
-
-
-def _to_json(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    return str(value)
+    numpy = (np.generic, np.ndarray)
+    return json.dumps(value, default=lambda v: v.tolist() if isinstance(v, numpy) else str(v), separators=(",", ":"))
 
 
 def _pack(array: np.ndarray) -> list[str]:
@@ -293,32 +294,15 @@ def episode_record(episode: Episode) -> dict[str, Any]:
     }
 
 
-def _unit_record(units: CreditedUnits | None) -> dict[str, Any] | None:
-    if units is None:
-        return None
-    return {
-        "channel": _CHANNEL_OF[type(units)],
-        "cuts": _pack(units.spans.cuts),
-        "is_unit": _pack(units.spans.is_unit),
-        "credits": _pack(units.credits),
-        "outcome": float(units.outcome),
-        "empty_value": float(units.empty_value),
-    }
-
-
-def _units(record: dict[str, Any] | None) -> CreditedUnits | None:
-    if record is None:
-        return None
-    spans = Spans(_unpack(record["cuts"], "i"), _unpack(record["is_unit"], "b"))
-    credits = _unpack(record["credits"], "f")
-    return _CHANNELS[record["channel"]](spans, credits, record["outcome"], record["empty_value"])
-
-
 def _contents(record: dict[str, Any]) -> tuple[Episode, list[np.ndarray] | None, CreditedUnits | None]:
     """An episode of a file, its advantages per stream, and its units."""
-    episode, units, credit = episode_from_record(record), _units(record["units"]), record["advantages"]
-    if units is not None and units.spans.tokens != episode.sampled_tokens:
-        raise ValueError("the units are not those of the sampled tokens")
+    episode, credit, units = episode_from_record(record), record["advantages"], None
+    if (stored := record["units"]) is not None:
+        spans = Spans(_unpack(stored["cuts"], "i"), _unpack(stored["is_unit"], "b"))
+        credits = _unpack(stored["credits"], "f")
+        units = _CHANNELS[stored["channel"]](spans, credits, stored["outcome"], stored["empty_value"])
+        if spans.tokens != episode.sampled_tokens:
+            raise ValueError("the units are not those of the sampled tokens")
     if credit is None:
         return episode, None, units
     pairs = zip(credit, episode.streams, strict=True)

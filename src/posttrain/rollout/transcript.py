@@ -1,7 +1,7 @@
 """The transcript of an episode while it is played: its messages, and its tokens as streams."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -11,29 +11,44 @@ from posttrain.environments.protocol import Action
 from posttrain.episode import StopReason, Stream, Turn
 
 
-class Transcript(Protocol):
+class Transcript:
     """The record of one episode that an episode worker builds."""
 
-    turns: list[Turn]
-    messages: list[dict[str, Any]]
-    """The conversation as text, answers included."""
+    def __init__(self, messages: Sequence[Message], state: str | None = None, tools: Sequence[Tool] = ()) -> None:
+        self.messages: list[Message] = list(messages)
+        """The conversation as text, answers included."""
+        self.turns: list[Turn] = []
+        self.tools = tools
+        self.action: Action = ""
+        """The last answer in the form that the environment expects: with its calls parsed if there are tools."""
+        self._state = state
+        self._first = 0
+        """Index in `messages` of the first message of the current context."""
+        self._shown: list[Message] = list(messages)
+        """`messages` in the form that the model expects: calls in `tool_calls`."""
 
     def reward(self, reward: float, info: dict[str, Any]) -> None:
-        """Set the reward and the `info` of the last turn."""
-        ...
+        """Set the reward and the `info` of the last turn, with the numbers of its tool calls and of malformed ones."""
+        turn = self.turns[-1]
+        turn.reward = reward
+        if not isinstance(self.action, str):
+            turn.info = turn.info | {"tool_calls": len(self.action.calls), "malformed_calls": len(self.action.errors)}
+        turn.info = turn.info | info
 
-    def observe(
-        self, messages: Sequence[dict[str, Any]], state: str | None = None, new_conversation: bool = False
-    ) -> None:
+    def observe(self, messages: Sequence[Message], state: str | None = None, new_conversation: bool = False) -> None:
         """Append the environment's next messages. The other arguments are those of `Step`."""
-        ...
+        self._state = state
+        if new_conversation:
+            self._first = len(self.messages)
+        self.messages.extend(messages)
+        self._shown.extend(messages)
 
     def streams(self) -> list[Stream]:
         """The token streams; empty if the token ids are unknown."""
-        ...
+        return []
 
 
-class TokenTranscript:
+class TokenTranscript(Transcript):
     """Builds the token streams of an episode turn by turn. Tokens are only ever appended.
 
     If the chat template would rewrite earlier turns, the next turn starts a new stream whose prompt is the rewritten
@@ -48,18 +63,9 @@ class TokenTranscript:
         state: str | None = None,
         tools: Sequence[Tool] = (),
     ) -> None:
+        super().__init__(messages, state, tools)
         self.renderer = renderer
         self.primer = primer
-        self.tools = tools
-        self.messages: list[Message] = list(messages)
-        self.action: Action = ""
-        """The last answer in the form that the environment expects: with its calls parsed if there are tools."""
-        self.turns: list[Turn] = []
-        self._state = state
-        self._first = 0
-        """Index in `messages` of the first message of the current context."""
-        self._shown: list[Message] = list(messages)
-        """`messages` in the form that the chat template expects: calls in `tool_calls`."""
         self._thought = False
         """Whether an answer of the current stream contains thinking."""
         self._streams = [StreamBuilder()]
@@ -100,8 +106,7 @@ class TokenTranscript:
 
     def written(self, text: str) -> list[int]:
         """The tokens of an answer that no model sampled, with its end token. Calls in Hermes syntax are converted to
-        the syntax of the chat template.
-        """
+        the syntax of the chat template."""
         if self.tools and not self.primer:
             parsed = parse_hermes(text)
             message = self.renderer.call_message(text, parsed, len(self.turns))
@@ -110,9 +115,8 @@ class TokenTranscript:
 
     def reward(self, reward: float, info: dict) -> None:
         """Set the reward and the `info` of the last turn. The reward is placed on the turn's last sampled token."""
+        super().reward(reward, info)
         turn = self.turns[-1]
-        turn.reward = reward
-        turn.info = tool_counts(self.action) | info
         self._streams[turn.stream].rewards[turn.stop - 1] += reward
 
     def observe(self, messages: Sequence[Message], state: str | None = None, new_conversation: bool = False) -> None:
@@ -121,11 +125,7 @@ class TokenTranscript:
         `state` names the state in which that answer is given. `new_conversation` starts a new conversation in a new
         stream.
         """
-        self._state = state
-        if new_conversation:
-            self._first = len(self.messages)
-        self.messages.extend(messages)
-        self._shown.extend(messages)
+        super().observe(messages, state, new_conversation)
         roles = {"tool" if message["role"] == "tool" else "user" for message in messages} or {"user"}
         # Chat templates keep earlier thinking before the result of a call, but may remove it before a new question.
         thought = {"tool": "</think>" in self.turns[-1].answer, "user": self._thought}
@@ -142,13 +142,6 @@ class TokenTranscript:
     def streams(self) -> list[Stream]:
         """The streams up to their last sampled token. Streams without sampled tokens are left out."""
         return [stream.build() for stream in self._streams if any(turn >= 0 for turn in stream.turn)]
-
-
-def tool_counts(action: Action) -> dict[str, Any]:
-    """The numbers of tool calls and of malformed ones in an answer, for the `info` of its turn; empty without tools."""
-    if isinstance(action, str):
-        return {}
-    return {"tool_calls": len(action.calls), "malformed_calls": len(action.errors)}
 
 
 class StreamBuilder:

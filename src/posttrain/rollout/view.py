@@ -1,7 +1,7 @@
 """Episodes rendered for the terminal."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
@@ -29,9 +29,7 @@ _LARGEST_TOKENIZER = 256 << 20
 
 
 def judge_verdict(turn: Turn) -> str:
-    """Score and reason of a judge as the environment stored them; empty if there are none, or if their form is
-    unknown.
-    """
+    """Score and reason of a judge as the environment stored them; empty if there are none, or if their form is unknown."""
     match turn.info.get("judge"):
         case {"score": int() | float() as score, "reason": str(reason)}:
             return f"judge {score:.2f}: {reason}"
@@ -122,8 +120,7 @@ def unit_summary(units: CreditedUnits, recipe: UnitCreditRecipe | None) -> Text:
 
 def unit_text(episode: Episode, turn: Turn, decode: Decode | None) -> UnitText:
     """A function that returns the text of a unit by exact offsets, so no character at its ends is lost or split.
-    Without `decode`, it returns token ids.
-    """
+    Without `decode`, it returns token ids."""
     ids = episode.streams[turn.stream].ids
     if decode is None:
         return lambda start, stop: Text(" ".join(map(str, ids[start:stop].tolist())))
@@ -206,23 +203,18 @@ def view_episode(
         return token_view(turn)(turn.start, turn.stop) if tokens else Text(printable(content))
 
     parts: list[RenderableType] = [Rule(_title(episode), align="left", style="bold")]
-    remaining = list(enumerate(episode.turns))
-    for message in episode.messages:
-        parts.append(_role(message["role"]))
-        if message["role"] == "assistant" and remaining:
-            number, turn = remaining.pop(0)
-            parts += [
-                _inset(answer(message.get("content") or "", turn)),
-                _turn_line(number, turn, advantages, _changes(episode, turn)),
-            ]
+    turns = iter(enumerate(episode.turns))
+    shown = [
+        (message["role"], message.get("content") or "", next(turns, None) if message["role"] == "assistant" else None)
+        for message in episode.messages
+    ]
+    shown += [("assistant", turn.answer, (number, turn)) for number, turn in turns]
+    for role, content, numbered in shown:
+        parts.append(Text(printable(role), style=f"bold {ROLE_STYLES.get(role, 'white')}"))
+        if numbered is None:
+            parts.append(_inset(Text(printable(content))))
         else:
-            parts.append(_inset(Text(printable(message.get("content") or ""))))
-    for number, turn in remaining:
-        parts += [
-            _role("assistant"),
-            _inset(answer(turn.answer, turn)),
-            _turn_line(number, turn, advantages, _changes(episode, turn)),
-        ]
+            parts += [_inset(answer(content, numbered[1])), _turn_line(episode, *numbered, advantages)]
     if units is not None:
         parts.append(_inset(unit_summary(units, recipe)))
     if episode.failure is not None:
@@ -292,44 +284,27 @@ def _title(episode: Episode) -> Text:
     style = "green" if episode.success else "red" if episode.outcome is Outcome.FAILED else "yellow"
     tokens = sum(turn.stop - turn.start for turn in episode.turns)
     total = f" · {tokens} tokens" if len(episode.turns) > 1 else ""  # a single turn shows its own count
+    versions = episode.versions
+    mixed = len(versions) and versions.min() != versions.max()
+    version = f"versions {versions.min()} to {versions.max()}" if mixed else f"version {episode.version}"
     return Text.assemble(
         f"group {episode.group} episode {episode.index} · seed {episode.seed} · ",
         (ending, style),
-        f" · return {episode.total_reward:+.3f}{total} · {_versions(episode)}",
+        f" · return {episode.total_reward:+.3f}{total} · {version}",
     )
-
-
-def _versions(episode: Episode) -> str:
-    """The version of the weights that sampled the episode, or the first and last of several."""
-    versions = episode.versions
-    mixed = len(versions) and versions.min() != versions.max()
-    return f"versions {versions.min()} to {versions.max()}" if mixed else f"version {episode.version}"
-
-
-def _role(role: str) -> Text:
-    return Text(printable(role), style=f"bold {ROLE_STYLES.get(role, 'white')}")
 
 
 def _inset(content: RenderableType) -> Padding:
     return Padding(content, (0, 0, 0, 2))
 
 
-def _changes(episode: Episode, turn: Turn) -> list[tuple[int, int]]:
-    """(version, number of consecutive tokens) of an answer; empty if the episode has one version."""
-    if len(set(episode.versions.tolist())) < 2:
-        return []
-    versions = episode.streams[turn.stream].versions[turn.start : turn.stop].tolist()
-    return [(version, len(list(run))) for version, run in groupby(versions)]
-
-
-def _turn_line(
-    number: int, turn: Turn, advantages: list[np.ndarray] | None, runs: Sequence[tuple[int, int]] = ()
-) -> Padding:
+def _turn_line(episode: Episode, number: int, turn: Turn, advantages: list[np.ndarray] | None) -> Padding:
     line = Text(
         f"turn {number} · reward {turn.reward:+.3f} · {turn.stop - turn.start} tokens · {turn.stop_reason.value}", "dim"
     )
-    if runs:
-        line.append(" · " + ", ".join(f"{count} by version {version}" for version, count in runs))
+    if len(set(episode.versions.tolist())) > 1:
+        versions = groupby(episode.streams[turn.stream].versions[turn.start : turn.stop].tolist())
+        line.append(" · " + ", ".join(f"{len(list(run))} by version {version}" for version, run in versions))
     if advantages is not None:
         values = advantages[turn.stream][turn.start : turn.stop]
         if len(values):

@@ -73,9 +73,7 @@ class PublishedWeights:
             self._changed.notify_all()
 
     def after(self, step: int) -> WeightSnapshot:
-        """The weights after `step`, or the oldest kept snapshot if that is newer. Blocks until such a snapshot
-        exists.
-        """
+        """The weights after `step`, or the oldest kept snapshot if that is newer. Blocks until such a snapshot exists."""
         with self._changed:
             while not self._stopped and max(self._by_step, default=-1) < step:
                 self._changed.wait()

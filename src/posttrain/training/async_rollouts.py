@@ -28,7 +28,7 @@ from posttrain.rollout.weight_sync import PublishedWeights, WeightSnapshot, Weig
 from posttrain.runs.directory import RunDirectory, storage_errors
 from posttrain.runs.metrics import record_event
 from posttrain.runs.storage import saved_steps
-from posttrain.training.rollouts import RolloutBatch, RolloutManager, TaskOrder, collect
+from posttrain.training.rollouts import RolloutBatch, RolloutManager, TaskOrder, collect, counters_since
 
 STOP_SECONDS = 60.0
 """Maximum number of seconds to wait for the thread to end. Calls of the environment are not interrupted."""
@@ -56,7 +56,7 @@ class Sampler:
         steps: int,
         greedy: bool,
     ) -> None:
-        """Create the thread's state; `start` starts it.
+        """Create the thread's state.
 
         Args:
             manager: supplies the settings, and the engine if it runs outside this process. Evaluation uses it too.
@@ -171,23 +171,13 @@ class Sampler:
                 replace(worker, version=sync.version), tasks, journal.step, self._greedy, journal.collect_episodes
             )
             batch.seconds = time.perf_counter() - begun
-            batch.counters = engine.counters.since(counters)
-            self._count_discarded(batch, journal.tokens_before, self._in_flight.restarts - restarts)
+            batch.counters = counters_since(counters, engine)
+            if self._manager.rollout.on_new_weights == "restart":
+                used = sum(e.sampled_tokens for e in (*batch.sampled, *batch.greedy.values())) - journal.tokens_before
+                batch.metrics["rollout/restarted"] = float(self._in_flight.restarts - restarts)
+                batch.metrics["tokens/discarded"] = float(batch.counters.sampled - used)
         journal.finish({"seconds": batch.seconds, "counters": asdict(batch.counters), "metrics": batch.metrics})
         return SampledBatch(journal.step, batch, tasks.state_dict(), waited)
-
-    def _count_discarded(self, batch: RolloutBatch, before: int, restarts: int) -> None:
-        """Count the tokens that `restart` discarded. `before`: sampled tokens of the batch that an earlier process
-        left.
-        """
-        if self._manager.rollout.on_new_weights != "restart":
-            return
-        episodes = [*batch.sampled, *batch.greedy.values()]
-        used = sum(episode.sampled_tokens for episode in episodes) - before
-        batch.metrics |= {
-            "rollout/restarted": float(restarts),
-            "tokens/discarded": float(batch.counters.sampled - used),
-        }
 
     def _hand_over(self, batch: SampledBatch) -> None:
         with self._ready:
@@ -250,31 +240,41 @@ class AsyncRollouts:
 
     def take(self, step: int) -> RolloutBatch:
         """Wait for the batch of `step`. Raises the error that ended the thread, if any. With several processes, rank 0
-        samples and broadcasts the batch.
-        """
+        samples and broadcasts the batch."""
         begun = time.perf_counter()
         sampled = self._world.on_rank0(self._sampler.next)
         self._remove_covered()
         assert sampled.step == step, f"batch {sampled.step} for step {step}"
         batch, waited = sampled.batch, time.perf_counter() - begun
         self.tasks.load_state_dict(sampled.tasks)
-        self._check_bound(step, batch)
-        version = self.manager.policy.version
+        oldest = self._versions.get(max(0, step - 1 - self.rollout.async_rollouts), 0)
+        for episode in batch.sampled:
+            if episode.versions.min(initial=oldest) < oldest:
+                raise AssertionError(
+                    f"step {step} got a token of version {episode.versions.min()} and rollout.async_rollouts = "
+                    f"{self.rollout.async_rollouts} allows version {oldest} or newer"
+                )
+        version, most = self.manager.policy.version, self.rollout.max_staleness
         batch.metrics |= {
             "time/waited_for_learner": sampled.waited,
             "time/sampling": batch.seconds,
             "time/overlap_share": max(0.0, 1 - waited / max(batch.seconds, waited, 1e-9)),
         }
-        self._drop_stale(batch, version)
+        if most is not None:
+            fresh = [episode for episode in batch.episodes if staleness(episode, version) <= most]
+            batch.metrics["rollout/stale"] = float(len(batch.episodes) - len(fresh))
+            batch.episodes = fresh
+            if not fresh:
+                batch.warnings.append(
+                    f"every episode is older than rollout.max_staleness = {most} updates, so no episode is left to train on"
+                )
         old = token_staleness(batch.episodes, version)
         if len(old):
             batch.metrics |= {"policy/staleness_mean": float(old.mean()), "policy/staleness_max": float(old.max())}
         return batch
 
     def learned(self, step: int) -> None:
-        """Publish the policy's weights as those after `step`. Call it inside `critical()`, where no signal
-        interrupts.
-        """
+        """Publish the policy's weights as those after `step`. Call it inside `critical()`, where no signal interrupts."""
         self._step = step
         self._versions[step] = self.manager.policy.version
         for old in [known for known in self._versions if known < step - self.rollout.async_rollouts]:
@@ -308,9 +308,7 @@ class AsyncRollouts:
 
     def _pending(self) -> list[WeightSnapshot]:
         """The weights of 1, 2, ... `async_rollouts` steps ago, on rank 0, if a batch needs them. Before a checkpoint is
-        read:
-        uninitialized tensors to read it into.
-        """
+        read: uninitialized tensors to read it into."""
         if not (self._exact and self._world.is_rank0):
             return []
         kept = {weights.step: weights for weights in self._published.kept()}
@@ -321,26 +319,3 @@ class AsyncRollouts:
         """Delete the batches on disk that no resume will need."""
         if self._world.is_rank0:
             remove_batches(journals_of(self.run.path), 0, max(saved_steps(self.run.checkpoints), default=0))
-
-    # -- stale episodes -----------------------------------------------------------------------------------------------
-
-    def _check_bound(self, step: int, batch: RolloutBatch) -> None:
-        oldest = self._versions.get(max(0, step - 1 - self.rollout.async_rollouts), 0)
-        for episode in batch.sampled:
-            if len(episode.versions) and episode.versions.min() < oldest:
-                raise AssertionError(
-                    f"step {step} got a token of version {episode.versions.min()} and rollout.async_rollouts = "
-                    f"{self.rollout.async_rollouts} allows version {oldest} or newer"
-                )
-
-    def _drop_stale(self, batch: RolloutBatch, version: int) -> None:
-        most = self.rollout.max_staleness
-        if most is None:
-            return
-        fresh = [episode for episode in batch.episodes if staleness(episode, version) <= most]
-        batch.metrics["rollout/stale"] = float(len(batch.episodes) - len(fresh))
-        batch.episodes = fresh
-        if not fresh:
-            batch.warnings.append(
-                f"every episode is older than rollout.max_staleness = {most} updates, so no episode is left to train on"
-            )

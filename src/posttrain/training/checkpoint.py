@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -221,8 +221,9 @@ class Checkpoints:
                 damaged.append((path, str(error).partition(";")[0]))
                 continue
             for newer, _ in damaged:
+                names = (newer.with_name(f"damaged_{newer.name}{n}") for n in chain([""], map(".{}".format, count(2))))
                 with storage_errors(newer):
-                    newer.rename(_unused(newer.with_name(f"damaged_{newer.name}")))
+                    newer.rename(next(unused for unused in names if not unused.exists()))
             return [
                 f"{reason}; it is now damaged_{newer.name}, and the run continues from step {step}"
                 for newer, reason in damaged
@@ -252,9 +253,3 @@ class Checkpoints:
             doomed = partial_path(self.path(step))
             self.path(step).rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _unused(path: Path) -> Path:
-    """`path`, or the first of `path.2`, `path.3`, … that does not exist."""
-    names = (path.with_name(f"{path.name}.{number}") for number in count(2))
-    return path if not path.exists() else next(name for name in names if not name.exists())

@@ -45,7 +45,7 @@ def check_recipe(recipe: StageRecipe, made: Sequence[Path] = ()) -> list[str]:
     there = [checks.model_is_there(key, path) for key, path in paths.items()]
     if there and there[0] and recipe.model.lora is not None:
         checks.lines += checks.run(lambda: check_targets(recipe.model, recipe.scores)) or []
-    renderer = checks.run(lambda: _renderer(recipe.model)) if there and there[0] else None
+    renderer = checks.run(lambda: _renderer(recipe.model.model_dump_json())) if there and there[0] else None
     if renderer is not None:
         checks.lines += renderer.warnings()
     checks.rows(recipe, renderer)
@@ -56,12 +56,9 @@ def check_recipe(recipe: StageRecipe, made: Sequence[Path] = ()) -> list[str]:
     return checks.lines
 
 
-def _renderer(model: ModelRecipe) -> Renderer:
-    return _renderer_of(model.model_dump_json())
-
-
 @lru_cache(maxsize=4)
-def _renderer_of(model: str) -> Renderer:
+def _renderer(model: str) -> Renderer:
+    """The renderer of the model of a recipe, given as JSON."""
     recipe = ModelRecipe.model_validate_json(model)
     tokenizer = load_tokenizer(recipe)
     return Renderer(tokenizer, load_end_tokens(recipe.path, tokenizer))

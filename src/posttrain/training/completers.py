@@ -28,8 +28,7 @@ from posttrain.rollout.remote_worker import THOUGHTS, RemoteRolloutWorker, serve
 from posttrain.runs.completions import CompletionLog, Key, line_of
 
 _FAILURES_IN_A_ROW = 16
-"""Number of consecutive failed requests after which a server counts as down; twice `engine.max_concurrent` if
-larger.
+"""Number of consecutive failed requests after which a server counts as down; twice `engine.max_concurrent` if larger.
 """
 _PROMPT_TAIL = 16
 """Number of tokens at the end of a prompt that are searched for an opened thinking block."""
@@ -58,8 +57,7 @@ class PromptRow:
 
     def fields(self, recipe: GenerateRecipe, sample: int) -> dict[str, Any]:
         """Return the fields of a prediction that do not depend on the answer. `seed` is null if the engine gets no
-        seed.
-        """
+        seed."""
         request = self.episode_request(recipe, sample)
         seed: int | None = request.request_seed(0, 0)
         if recipe.remote is not None:
@@ -215,18 +213,8 @@ class LocalCompleter:
                 yield window
 
     def rollout_worker(self) -> RolloutWorker:
-        """Return a worker for the next window."""
-        return RolloutWorker(
-            engine=self._open_engine(),
-            renderer=self.renderer,
-            environment=EnvironmentFactory(text_task(self.recipe)),
-            rollout=_rollout(self.recipe, self.max_tokens),
-            sampling=self.recipe.sampling,
-            version=0,
-        )
-
-    def _open_engine(self) -> Engine:
-        """Return a new local engine, or the one vLLM engine, which keeps its weights and cached prompts."""
+        """Return a worker for the next window: with a new local engine, or with the one vLLM engine, which keeps its
+        weights and cached prompts."""
         from posttrain.engines.factory import open_engine
 
         recipe = self.recipe
@@ -235,7 +223,14 @@ class LocalCompleter:
             logs = Path(recipe.runs) / recipe.name / "logs"
             self._engine = open_engine(self.policy, recipe.engine, self.max_tokens, recipe.sampling, logs, False)
             self._engine.load_weights(0)
-        return self._engine
+        return RolloutWorker(
+            engine=self._engine,
+            renderer=self.renderer,
+            environment=EnvironmentFactory(text_task(self.recipe)),
+            rollout=_rollout(self.recipe, self.max_tokens),
+            sampling=self.recipe.sampling,
+            version=0,
+        )
 
 
 class RemoteCompleter:
@@ -259,28 +254,22 @@ class RemoteCompleter:
 
     def rollout_worker(self) -> RemoteRolloutWorker:
         """Return a worker that raises ServerUnavailable after too many consecutive failures."""
+        limit, failures = max(_FAILURES_IN_A_ROW, 2 * self.engine.max_concurrent), 0
+
+        def record(episode: Episode) -> None:
+            nonlocal failures
+            failures = failures + 1 if episode.outcome is Outcome.FAILED else 0
+            if failures >= limit:
+                raise ServerUnavailable(f"{failures} consecutive requests failed, the last one: {episode.failure}")
+
         return RemoteRolloutWorker(
             client=self.client,
             engine=self.engine,
-            failure_monitor=_ConsecutiveFailures(max(_FAILURES_IN_A_ROW, 2 * self.engine.max_concurrent)),
+            record=record,
             environment=EnvironmentFactory(text_task(self.recipe)),
             rollout=_rollout(self.recipe, self.recipe.rollout.tokens_per_episode),
             sampling=self.recipe.sampling,
         )
-
-
-class _ConsecutiveFailures:
-    """Stops the requests after `limit` consecutive failures."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._failures = 0
-
-    def record(self, episode: Episode) -> None:
-        """Count an episode. Raises ServerUnavailable if the limit is reached."""
-        self._failures = self._failures + 1 if episode.outcome is Outcome.FAILED else 0
-        if self._failures >= self.limit:
-            raise ServerUnavailable(f"{self._failures} consecutive requests failed, the last one: {episode.failure}")
 
 
 def _rollout(recipe: GenerateRecipe, max_tokens: int) -> RolloutRecipe:
@@ -336,8 +325,7 @@ def _without_thinking_tokens(turn: Turn, episode: Episode, renderer: Renderer) -
 
 def _without_thoughts(turn: Turn) -> tuple[str, None, int]:
     """Return the text after a thinking block, and the number of thinking characters, including those that the server
-    returns separately. A server may have opened the block in the prompt, so a closing tag alone ends a block too.
-    """
+    returns separately. A server may have opened the block in the prompt, so a closing tag alone ends a block too."""
     separate, text = str(turn.info.get(THOUGHTS, "")), turn.answer
     before, closing, after = text.partition(CLOSING)
     kept = "" if before.lstrip().startswith(OPENING) else before
@@ -347,9 +335,7 @@ def _without_thoughts(turn: Turn) -> tuple[str, None, int]:
 
 
 def _with_thoughts(turn: Turn) -> str:
-    """Return the text with separately returned thinking as a leading block, which stays open where a limit cut it
-    off.
-    """
+    """Return the text with separately returned thinking as a leading block, which stays open where a limit cut it off."""
     separate, text = str(turn.info.get(THOUGHTS, "")), turn.answer
     if not separate or text.lstrip().startswith(OPENING):
         return text

@@ -6,8 +6,9 @@ and entropy bonus, the old log-probabilities, and a reference model that follows
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -69,40 +70,27 @@ class PolicyLearner:
         loss: PolicyLoss,
         kl: KlRecipe,
         entropy: EntropyRecipe,
+        old: Literal["learner", "rollout"],
         extend: Callable[[PolicyObjective], Objective[TokenScores]] = lambda objective: objective,
     ) -> None:
-        """`extend`: adds further terms to the objective of an update."""
-        self.policy, self.updater, self.loss, self.extend = policy, updater, loss, extend
+        """`old`: whose log-probabilities are the old ones. `extend`: adds further terms to the objective of an update."""
+        self.policy, self.updater, self.loss, self.old, self.extend = policy, updater, loss, old, extend
         self.kl, self.entropy = KlController(kl), EntropyController(entropy)
         moves = kl.coefficient > 0 and kl.reference.update_every is not None
         self.moving = MovingReference(kl.reference, policy, updater.optimizer) if moves else None
 
-    def objective(self, old: Literal["learner", "rollout"], first: bool) -> Objective[TokenScores]:
-        """The objective of an update.
-
-        Args:
-            old: whose log-probabilities are the old ones.
-            first: whether no update on these samples came before.
-        """
-        return self.extend(
-            PolicyObjective(
-                self.loss,
-                self.kl.recipe,
-                self.kl.coefficient,
-                self.entropy.recipe,
-                self.entropy.coefficient,
-                old,
-                first,
-                random_stream(self.policy.seed, "clip_cov", self.policy.version),
-            )
+    def objective(self, first: bool) -> Objective[TokenScores]:
+        """The objective of an update. `first`: whether no update on these samples came before."""
+        kl, entropy = self.kl, self.entropy
+        random = random_stream(self.policy.seed, "clip_cov", self.policy.version)
+        objective = PolicyObjective(
+            self.loss, kl.recipe, kl.coefficient, entropy.recipe, entropy.coefficient, self.old, first, random
         )
+        return self.extend(objective)
 
-    def step(
-        self, samples: Sequence[Sample], old: Literal["learner", "rollout"], first: bool, rows: Sequence[Sample] = ()
-    ) -> Totals:
-        """Make one optimizer step on the samples of episodes, and on supervised `rows`. Other arguments as for
-        `objective`."""
-        objective = self.objective(old, first)
+    def step(self, samples: Sequence[Sample], first: bool, rows: Sequence[Sample] = ()) -> Totals:
+        """Make one optimizer step on the samples of episodes, and on supervised `rows`. `first` as for `objective`."""
+        objective = self.objective(first)
         totals = self.updater.update([*samples, *rows], objective)
         if self.moving is not None:
             self.moving.follow()
@@ -119,18 +107,35 @@ class PolicyLearner:
         self.kl.update(metrics.get("policy/kl"), episodes)
         if self.entropy.used:
             metrics["entropy/coefficient"] = self.entropy.coefficient
-        self.entropy.update_from(metrics)
+        self.entropy.update(metrics)
 
 
 # -- coefficients -----------------------------------------------------------------------------------------------------
 
 
-class KlController:
+class Saved:
+    """An object whose attributes `saved` belong in a checkpoint, as plain JSON."""
+
+    saved: ClassVar[tuple[str, ...]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of the attributes."""
+        return {name: copy(getattr(self, name)) for name in self.saved}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        for name in self.saved:
+            setattr(self, name, state[name])
+
+
+class KlController(Saved):
     """The KL coefficient: fixed, or adapted to a target.
 
     Adaptive: e = clip(KL / target - 1, -s, s) with s = `KL_STEP`, coefficient x (1 + e n / horizon) after n episodes; n
     is capped at one horizon, so one update changes the coefficient by at most a factor s. Source: Ziegler et al. 2019.
     """
+
+    saved = ("coefficient",)
 
     def __init__(self, recipe: KlRecipe) -> None:
         self.recipe = recipe
@@ -142,14 +147,6 @@ class KlController:
             return
         error = min(max(kl / self.recipe.target - 1, -KL_STEP), KL_STEP)
         self.coefficient *= 1 + error * min(episodes / self.recipe.horizon, 1.0)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The current coefficient."""
-        return {"coefficient": self.coefficient}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self.coefficient = state["coefficient"]
 
 
 class EntropyController:
@@ -173,22 +170,16 @@ class EntropyController:
         """The coefficient of the next step's bonus."""
         return self._adapted if self._below else 0.0
 
-    def update(self, entropy: float | None) -> None:
-        """Adapt to `entropy`, the measured entropy per token in nats. None or a value that is not finite changes
-        nothing.
-        """
+    def update(self, metrics: Mapping[str, float]) -> None:
+        """Adapt to the entropy, in nats per token, of the tokens that get the bonus, in the `metrics` of a step. An entropy
+        that is missing or not finite changes nothing."""
         target = self.recipe.target
+        entropy = metrics.get("policy/entropy" if self.recipe.tokens == "all" else "policy/bonus_entropy")
         if target is None or entropy is None or not math.isfinite(entropy):
             return
         change = self.recipe.step if entropy < target else -self.recipe.step
         self._adapted = min(max(self._adapted + change, 0.0), self.recipe.max_coefficient)
         self._below = entropy <= target
-
-    def update_from(self, metrics: Mapping[str, float]) -> None:
-        """Adapt to the entropy of the tokens that get the bonus, taken from a step's `metrics`. No effect if it is
-        missing.
-        """
-        self.update(metrics.get("policy/entropy" if self.recipe.tokens == "all" else "policy/bonus_entropy"))
 
     def state_dict(self) -> dict[str, Any]:
         """The adapted coefficient, and whether the last entropy was at most the target."""
@@ -208,16 +199,15 @@ def scaled(raw: float, mean: float, std: float, clip: float | None) -> float:
     return value if clip is None else min(max(value, -clip), clip)
 
 
-class RunningStatistics:
+class RunningStatistics(Saved):
     """Mean and standard deviation of the reward model's rewards in training so far (Welford 1962)."""
+
+    saved = ("count", "mean", "squares")
 
     def __init__(self, source: RewardSource | None) -> None:
         self.source = source
+        self.active = source is not None and source.normalize == "running"
         self.count, self.mean, self.squares = 0, 0.0, 0.0
-
-    @property
-    def active(self) -> bool:
-        return self.source is not None and self.source.normalize == "running"
 
     def include(self, episodes: Sequence[Episode]) -> None:
         """Count the rewards of a step's episodes."""
@@ -240,12 +230,6 @@ class RunningStatistics:
             return 0.0  # all rewards so far are equal
         return scaled(raw, self.mean, math.sqrt(self.squares / (self.count - 1)), self.source.clip)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "mean": self.mean, "squares": self.squares}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
-
 
 @dataclass(frozen=True)
 class RewardShaping:
@@ -260,8 +244,7 @@ class RewardShaping:
 
     def shape(self, episodes: Sequence[Episode], samples: Sequence[Sample], kl_coefficient: float) -> RewardStreams:
         """Reward streams of `episodes`. The `samples` need `ref_logprobs` if the KL penalty is in the reward, and the
-        teacher's scores if a teacher is.
-        """
+        teacher's scores if a teacher is."""
         rewards = reward_streams(episodes)
         for episode, streams in zip(episodes, rewards.values, strict=True):
             last = episode.turns[-1]
@@ -283,22 +266,13 @@ class RewardShaping:
             )
         return rewards
 
-    def of_greedy(self, greedy: Mapping[int, Episode]) -> dict[int, float]:
-        """Group -> return of its greedy episode, in the units of the shaped rewards."""
-        return {
-            group: episode.total_reward + self.running.correction(episode.turns[-1].info)
-            for group, episode in greedy.items()
-        }
-
 
 def _per_token(
     episodes: Sequence[Episode],
     others: Sequence[np.ndarray | None],
     estimate: Callable[[np.ndarray], np.ndarray],
 ) -> PerToken:
-    """`estimate` of log policy - log other at each sampled token, zero elsewhere. `others`: [n] per stream, in
-    order.
-    """
+    """`estimate` of log policy - log other at each sampled token, zero elsewhere. `others`: [n] per stream, in order."""
     remaining = iter(others)
     estimates: PerToken = []
     for episode in episodes:
@@ -368,19 +342,22 @@ _GUARDS = (
 )
 
 
-class Guards:
+class Guards(Saved):
     """Counts, per guard, the consecutive steps beyond its threshold.
 
     The metrics are those of Wang et al. 2025, "RAGEN", arXiv 2504.20073: the spread of returns collapses first, then
     entropy, and gradient spikes mark the steps after which a run does not recover.
     """
 
+    saved = ("in_a_row", "since", "stopped")
+
     def __init__(self, recipe: GuardRecipe) -> None:
         self.recipe = recipe
         self.stopped = False
         """Whether a guard has ended the run."""
-        self._in_a_row = {guard.key: 0 for guard in _GUARDS}
-        self._since = {guard.key: 0 for guard in _GUARDS}
+        self.in_a_row = {guard.key: 0 for guard in _GUARDS}
+        self.since = {guard.key: 0 for guard in _GUARDS}
+        """The step at which the count of a guard began."""
 
     def check(self, metrics: dict[str, float], step: int) -> list[str]:
         """One sentence for each guard that fires at this step, usually none.
@@ -395,27 +372,17 @@ class Guards:
             if threshold is None or math.isnan(value):
                 continue
             beyond = (value < threshold if guard.below else value > threshold) and not (guard.of_returns and solved)
-            if beyond and not self._in_a_row[guard.key]:
-                self._since[guard.key] = step
-            self._in_a_row[guard.key] = self._in_a_row[guard.key] + 1 if beyond else 0
-            if beyond and self._in_a_row[guard.key] % self.recipe.patience == 0:
+            if beyond and not self.in_a_row[guard.key]:
+                self.since[guard.key] = step
+            self.in_a_row[guard.key] = self.in_a_row[guard.key] + 1 if beyond else 0
+            if beyond and self.in_a_row[guard.key] % self.recipe.patience == 0:
                 side = "below" if guard.below else "above"
                 fired.append(
                     f"{guard.metric} = {value:.4g} has been {side} guards.thresholds.{guard.key} = {threshold:g} since step "
-                    f"{self._since[guard.key]}: {guard.meaning}"
+                    f"{self.since[guard.key]}: {guard.meaning}"
                 )
         self.stopped = bool(fired) and self.recipe.action == "stop"
         return fired
-
-    def state_dict(self) -> dict[str, Any]:
-        """The counts, the steps at which they began, and whether a guard has ended the run."""
-        return {"in_a_row": dict(self._in_a_row), "since": dict(self._since), "stopped": self.stopped}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`."""
-        self._in_a_row |= state["in_a_row"]
-        self._since |= state["since"]
-        self.stopped = state.get("stopped", False)
 
 
 def mismatch_limit(recipe: SampledRecipe, device: torch.device) -> float:

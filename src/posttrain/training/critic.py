@@ -20,7 +20,7 @@ from posttrain.recipe.model import LearnerRecipe
 from posttrain.training.checkpoint import RemoteState
 from posttrain.training.objectives import ValueObjective
 from posttrain.training.optimizer import Optimizer
-from posttrain.training.updater import Sample, Totals, Updater, computed, on_stream
+from posttrain.training.updater import Sample, Totals, Updater, computed, on_stream, per_sample
 
 
 class CriticUpdater:
@@ -36,20 +36,20 @@ class CriticUpdater:
         """`updates`: optimizer steps of the critic in the whole run."""
         self.model = model
         self.optimizer = Optimizer(model.trainable(), settings.optimizer, updates)
-        self.learner: Updater[torch.Tensor] = Updater(
-            model, self.optimizer, learner, self._forward, key="critic.optimizer"
-        )
+
+        def forward(samples: Sequence[Sample]) -> torch.Tensor:
+            return model.values([s.stream.ids for s in samples], [s.stream.sampled for s in samples])
+
+        self.learner = Updater(model, self.optimizer, learner, forward, key="critic.optimizer")
         self.objective = ValueObjective(settings.clip)
+
+    remote_state: RemoteState | None = None
+    """The state in a checkpoint of a critic in other processes; None for a critic in this process."""
 
     @property
     def head(self) -> ValueHead | None:
         """The head on the policy's trunk; None for a critic with its own trunk."""
         return self.model.head if isinstance(self.model, SharedCritic) else None
-
-    @property
-    def remote_state(self) -> RemoteState | None:
-        """The state in a checkpoint of a critic in other processes; None for a critic in this process."""
-        return None
 
     @property
     def updates(self) -> int:
@@ -69,11 +69,7 @@ class CriticUpdater:
 
     def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """The values [n] float32 before the sampled tokens of each sample."""
-        found: dict[int, np.ndarray] = {}
-        for group, values in self.learner.without_gradient(samples):
-            ends = np.cumsum([samples[i].sampled_tokens for i in group])[:-1]
-            found |= dict(zip(group, np.split(values.cpu().numpy(), ends), strict=True))
-        return [found[i] for i in range(len(samples))]
+        return per_sample(self.learner, samples)
 
     def update(self, samples: Sequence[Sample]) -> Totals:
         """Make one optimizer step; returns its metrics, under names that begin with `critic/`."""
@@ -109,9 +105,6 @@ class CriticUpdater:
         """Restore `state_dict`, after the tensors were read."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.learner.skipped_in_a_row, self.model.version = state["skipped_in_a_row"], state["version"]
-
-    def _forward(self, samples: Sequence[Sample]) -> torch.Tensor:
-        return self.model.values([s.stream.ids for s in samples], [s.stream.sampled for s in samples])
 
 
 @Factory
@@ -167,18 +160,10 @@ class CriticLearner:
         self.settings = settings
         self.credit = credit
         self.updater = open_critic(settings, policy, learner, updates, seed, stored_statistics)
+        self.head = self.updater.head
+        """The head on the policy's trunk; None for a critic with its own trunk."""
         self._fit: Totals = {}
         self._begun: tuple[list[Sample], Callable[[], list[np.ndarray]]] | None = None
-
-    @property
-    def head(self) -> ValueHead | None:
-        """The head on the policy's trunk; None for a critic with its own trunk."""
-        return self.updater.head
-
-    @property
-    def policy_waits(self) -> bool:
-        """Whether the next update is one of the value warm-up, in which the policy does not learn."""
-        return self.updater.updates < self.settings.updates_before_policy
 
     def begin_values(self, samples: Sequence[Sample]) -> None:
         """Let a critic on processes of its own compute the values that the next `estimate_values` needs."""
@@ -197,8 +182,8 @@ class CriticLearner:
             self.begin_values(samples)
         assert self._begun is not None
         (missing, computed_values), self._begun = self._begun, None
-        for sample, of_sample in zip(missing, computed_values(), strict=True):
-            sample.values = of_sample
+        for sample, sample_values in zip(missing, computed_values(), strict=True):
+            sample.values = sample_values
         values: PerToken = []
         left = iter(samples)
         for episode in episodes:
@@ -232,15 +217,3 @@ class CriticLearner:
             f"critic: {warning}; lower critic.optimizer.learning_rate if it happens again"
             for warning in self.updater.take_warnings()
         ]
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """As `CriticUpdater.tensors`."""
-        return self.updater.tensors()
-
-    def state_dict(self) -> dict[str, Any]:
-        """As `CriticUpdater.state_dict`."""
-        return self.updater.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As `CriticUpdater.load_state_dict`."""
-        self.updater.load_state_dict(state)

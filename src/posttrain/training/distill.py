@@ -7,27 +7,41 @@ Sources: Agarwal et al. 2023, "On-policy distillation of language models" (GKD),
 Machines Lab 2025, "On-policy distillation".
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 from rich.console import Console
 
-from posttrain.models.forward import TokenScores
+from posttrain.losses.distillation import TeacherScores, candidate_logprobs, generalized_jsd, reverse_kl_losses
+from posttrain.losses.policy import number, token_weights
+from posttrain.models.forward import TokenMetric, TokenScores, upload
 from posttrain.models.policy import Policy
 from posttrain.recipe.components import environment_class
-from posttrain.recipe.distill import DistillRecipe, JsdLoss
+from posttrain.recipe.distill import DistillRecipe, JsdLoss, ReverseKlLoss
+from posttrain.recipe.model import LearnerRecipe
 from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.seeds import random_stream
 from posttrain.training.controllers import Guards
-from posttrain.training.distillation import DistillationObjective, distillation_forward
+from posttrain.training.objectives import episode_ids, token_batch, token_forward
 from posttrain.training.optimizer import Optimizer
-from posttrain.training.rl import StepBatch, make_order, make_rows, make_tasks, make_teacher, make_trainer, run_steps
+from posttrain.training.rl import (
+    StepBatch,
+    StepComponents,
+    make_order,
+    make_rows,
+    make_tasks,
+    make_teacher,
+    make_trainer,
+    run_steps,
+)
 from posttrain.training.rollouts import RolloutManager, SyncRollouts, rollout_metrics
 from posttrain.training.rows import FixedRows
 from posttrain.training.teacher import WHOLE, Teacher
-from posttrain.training.trainer import Callback, Trainer
-from posttrain.training.updater import Totals, Updater, add_totals, samples_of_episodes
+from posttrain.training.trainer import Callback
+from posttrain.training.updater import Sample, Totals, Updater, add_totals, computed, samples_of_episodes
 
 
 def train(
@@ -37,13 +51,111 @@ def train(
     run_steps(make_components(recipe, run, callbacks), recipe, resume, console)
 
 
+# -- the objective, and the forward pass that it needs -----------------------------------------------------------------
+
+
+def distillation_forward(
+    policy: Policy, settings: LearnerRecipe, temperature: float, loss: ReverseKlLoss | JsdLoss
+) -> Callable[[Sequence[Sample]], TokenScores]:
+    """A forward pass that returns the scores of the sampled tokens and, for `jsd`, their divergences from the teacher.
+
+    The divergence is computed beside the output projection, so that the policy's full distributions exist for
+    `learner.logits_per_chunk` tokens at a time. Policy and teacher are compared at the sampling `temperature`, also on
+    fixed rows, so that all steps minimize one divergence.
+    """
+    if isinstance(loss, ReverseKlLoss):
+        return token_forward(policy, settings, temperature)
+
+    def forward(samples: Sequence[Sample]) -> TokenScores:
+        ids, sampled = [s.stream.ids for s in samples], [s.stream.sampled for s in samples]
+        measure = divergence(samples, loss.beta, policy.device)
+        return policy.score(ids, sampled, temperature, settings.logits_per_chunk, measure=measure)
+
+    return forward
+
+
+def divergence(samples: Sequence[Sample], beta: float, device: torch.device) -> TokenMetric:
+    """The generalized Jensen-Shannon divergence of the policy from the teacher of `samples`, per sampled token."""
+    teachers = [teacher_of(sample) for sample in samples]
+    distribution = torch.from_numpy(np.concatenate([computed(each.distribution) for each in teachers]))
+    chosen = [each.candidates for each in teachers if each.candidates is not None]
+    candidates = torch.from_numpy(np.concatenate(chosen)).long() if chosen else None
+
+    def measure(logprobs: torch.Tensor, places: slice) -> torch.Tensor:
+        target = upload(distribution[places], device)
+        if candidates is not None:
+            return generalized_jsd(candidate_logprobs(logprobs, upload(candidates[places], device)), target, beta)
+        shared = logprobs[:, : target.shape[1]]
+        if shared.shape[1] < logprobs.shape[1]:  # without padding, like the teacher's
+            shared = torch.log_softmax(shared, dim=1)
+        return generalized_jsd(shared, target, beta)
+
+    return measure
+
+
+class DistillationObjective:
+    """A distillation loss, averaged over the sampled tokens of the optimizer step. The samples need `teacher`."""
+
+    def __init__(self, loss: ReverseKlLoss | JsdLoss) -> None:
+        self.loss = loss
+
+    def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
+        lengths = [sample.sampled_tokens for sample in samples]
+        return token_weights(self.loss.aggregation, lengths, self.loss.constant, episode_ids(samples))
+
+    def has_signal(self, sample: Sample) -> bool:
+        return sample.sampled_tokens > 0
+
+    def __call__(
+        self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
+    ) -> tuple[torch.Tensor, Totals]:
+        batch = token_batch(samples, weights, output.logprobs.device)
+        teacher = upload(np.concatenate([teacher_of(sample).logprobs for sample in samples]), output.logprobs.device)
+        if isinstance(self.loss, ReverseKlLoss):
+            losses = reverse_kl_losses(output.logprobs, teacher, batch, self.loss.discount, self.loss.cap)
+        else:
+            assert output.measured is not None
+            losses = output.measured
+        loss = (batch.weights * losses).sum()
+        logprobs, count = output.logprobs.detach(), float(len(teacher))
+        metrics: Totals = {
+            "loss/distillation": (number(loss), number(batch.weights.sum())),
+            "policy/entropy": (number(output.entropies.detach().sum()), count),
+            "teacher/logprob": (number(teacher.sum()), count),
+            "teacher/agreement": _agreement(samples),
+        }
+        if not any(sample.ptx for sample in samples):
+            # At tokens that the policy sampled, the mean of log policy - log teacher estimates KL(policy, teacher).
+            metrics["teacher/reverse_kl"] = (number((logprobs - teacher).sum()), count)
+            metrics["policy/mismatch"] = (number((logprobs - batch.rollout_logprobs).abs().sum()), count)
+        return loss, metrics
+
+
+def _agreement(samples: Sequence[Sample]) -> tuple[float, float]:
+    """(trained tokens that are the teacher's most probable token, trained tokens); (0, 0) if the former is unknown."""
+    agreed, count = 0, 0
+    for sample in samples:
+        teacher = teacher_of(sample)
+        if teacher.distribution is not None:
+            best = teacher.distribution.argmax(1) if teacher.candidates is None else teacher.candidates[:, 0]
+            agreed += int((best == sample.stream.ids[sample.stream.sampled]).sum())
+            count += sample.sampled_tokens
+    return float(agreed), float(count)
+
+
+def teacher_of(sample: Sample) -> TeacherScores:
+    """The teacher's scores of a sample, which an earlier phase of the step must have computed."""
+    assert sample.teacher is not None
+    return sample.teacher
+
+
+# -- the components ---------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class Components:
+class Components(StepComponents):
     """The components of a run."""
 
-    trainer: Trainer[TokenScores]
-    rollouts: SyncRollouts
-    guards: Guards
     teacher: Teacher
     fixed_rows: FixedRows | None
     share: float
@@ -51,17 +163,15 @@ class Components:
     objective: DistillationObjective
 
     def batch(self, step: int) -> StepBatch:
-        """What `step` learns from, with the teacher's scores. A random draw that depends only on the run seed and the step
-        chooses between episodes and fixed rows.
-        """
+        """What `step` learns from, with the teacher's scores. A random draw that depends only on the run seed and the
+        step chooses between episodes and fixed rows."""
         draw = random_stream(self.trainer.settings.seed, "off_policy", step)
-        if self.fixed_rows is not None and float(draw.random()) < self.share:
-            return self.rows(self.fixed_rows, step)
-        return self.sampled(step)
-
-    def sampled(self, step: int) -> StepBatch:
-        """Sample the episodes of `step`, and have the teacher score them."""
         trainer = self.trainer
+        if self.fixed_rows is not None and float(draw.random()) < self.share:
+            with trainer.phase("teacher"):
+                samples = self.fixed_rows.batch(step - 1)
+                self.teacher.score_rows(samples)
+            return StepBatch(samples, [*range(len(samples))], {"teacher/off_policy": 1.0}, [])
         with trainer.phase(self.rollouts.phase):
             batch = self.rollouts.take(step)
         trainer.sampled(step, batch.sampled)
@@ -73,20 +183,13 @@ class Components:
         groups = [episode.group for episode in episodes for _ in episode.streams]
         return StepBatch(samples, [*groups], rollout_metrics(batch) | metrics, [*batch.warnings, *warnings])
 
-    def rows(self, fixed: FixedRows, step: int) -> StepBatch:
-        """Take the fixed rows of `step`, and have the teacher score them."""
-        with self.trainer.phase("teacher"):
-            samples = fixed.batch(step - 1)
-            self.teacher.score_rows(samples)
-        return StepBatch(samples, [*range(len(samples))], {"teacher/off_policy": 1.0}, [])
-
     def update(self, batch: StepBatch, step: int) -> Totals:
         """One optimizer step on each part of the batch."""
         totals: Totals = {}
         learner = self.trainer.learner
-        for number, chosen in enumerate(batch.parts(learner.settings) or [[]]):
+        for place, chosen in enumerate(batch.parts(learner.settings) or [[]]):
             update = learner.update(chosen, self.objective)
-            if number > 0:  # the weights have changed since sampling
+            if place > 0:  # the weights have changed since sampling
                 update.pop("policy/mismatch", None)
             add_totals(totals, update)
         return totals

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -36,8 +36,7 @@ from posttrain.training.updater import Sample, Totals, Updater
 
 class ReferenceLogprobs:
     """Sets `ref_logprobs` of samples. `precompute` scores samples with the initial policy and caches the result on
-    disk.
-    """
+    disk."""
 
     def __init__(
         self, recipe: DpoRecipe, policy: Policy, learner: Updater[TokenScores], moving: MovingReference | None = None
@@ -69,17 +68,21 @@ class ReferenceLogprobs:
         assert self.policy.version == 0, "the policy was already trained"
         assert self.moving is None, "the reference model changes"
         names = [_name(sample.stream) for sample in samples]
-        missing = sorted({name for name in names if name not in self._known})
-        if not missing:
-            return
-        file = self._file(missing)
-        if file is not None and self._load(file, samples, names):
-            return
         unknown = {name: sample for name, sample in zip(names, samples, strict=True) if name not in self._known}
+        if not unknown:
+            return
+        file, lengths = None, {name: unknown[name].sampled_tokens for name in sorted(unknown)}
+        if self._directory is not None:
+            rows = hashlib.blake2b(b"".join(lengths), digest_size=16).hexdigest()
+            file = self._directory / "references" / f"{self._model}.{rows}.npz"
+            if stored := current_world().on_rank0(partial(self._read, file, lengths)):
+                self._known |= stored
+                return
         computed = logprobs(self.learner, [_unpaired(sample) for sample in unknown.values()])
         self._known |= dict(zip(unknown, computed, strict=True))
         if file is not None and current_world().is_rank0:
-            self._write(file, missing)
+            with suppress(RunError), atomic_file(file) as opened:  # the cache may be on a disk that is full
+                np.savez(opened, logprobs=np.concatenate([self._known[name] for name in lengths]))
 
     def assign(self, samples: Sequence[Sample]) -> None:
         """Set `ref_logprobs` of each sample. Values that `precompute` did not compute are computed now."""
@@ -92,40 +95,15 @@ class ReferenceLogprobs:
         for sample, name in zip(samples, names, strict=True):
             sample.ref_logprobs = self._known[name] if name in self._known else temporary[name]
 
-    def _file(self, names: Sequence[bytes]) -> Path | None:
-        if self._directory is None:
-            return None
-        rows = hashlib.blake2b(b"".join(names), digest_size=16).hexdigest()
-        return self._directory / "references" / f"{self._model}.{rows}.npz"
-
-    def _load(self, file: Path, samples: Sequence[Sample], names: Sequence[bytes]) -> bool:
-        """Read the missing values on rank 0 and broadcast them; returns whether the file had them."""
-        before = set(self._known)
-        if not current_world().on_rank0(lambda: self._read(file, samples, names)):
-            return False
-        read = {name: values for name, values in self._known.items() if name not in before}
-        self._known |= current_world().broadcast(read)
-        return True
-
-    def _read(self, file: Path, samples: Sequence[Sample], names: Sequence[bytes]) -> bool:
-        """Read the missing values; returns whether the file had them."""
-        lengths = {name: s.sampled_tokens for name, s in zip(names, samples, strict=True)}
-        missing = sorted({name for name in names if name not in self._known})
-        try:
+    def _read(self, file: Path, lengths: Mapping[bytes, int]) -> dict[bytes, np.ndarray]:
+        """The stored values of the names in `lengths`, of these numbers of tokens; empty unless the file has them."""
+        ends = np.cumsum(list(lengths.values()))
+        with suppress(Exception):  # damaged files raise zip and npy errors of many types
             with np.load(file) as stored:
                 values = stored["logprobs"]
-            ends = np.cumsum([lengths[name] for name in missing])
-            if values.shape != (ends[-1],) or values.dtype != np.float32:
-                return False
-        except Exception:  # damaged files raise zip and npy errors of many types
-            return False
-        self._known |= dict(zip(missing, np.split(values, ends[:-1]), strict=True))
-        return True
-
-    def _write(self, file: Path, names: Sequence[bytes]) -> None:
-        """Write the values to the cache. Write errors are ignored."""
-        with suppress(RunError), atomic_file(file) as opened:
-            np.savez(opened, logprobs=np.concatenate([self._known[name] for name in names]))
+            if values.shape == (ends[-1],) and values.dtype == np.float32:
+                return dict(zip(lengths, np.split(values, ends[:-1]), strict=True))
+        return {}
 
 
 def _unpaired(sample: Sample) -> Sample:
@@ -166,7 +144,11 @@ def train(
     learner = Updater(policy, optimizer, recipe.learner, token_forward(policy, recipe.learner))
     reference = ReferenceLogprobs(recipe, policy, learner)
     pool = data.stored if isinstance(recipe.loss, KtoLoss) else []
-    warnings = [*_one_prompt(pool), *check_rows(recipe, data)]
+    warnings = check_rows(recipe, data)
+    if pool and all(row.prompt == pool[0].prompt for row in pool):
+        warnings.insert(
+            0, "all training rows have the same prompt, so KTO's KL estimate has no mismatched answers and is 0"
+        )
     shift = RewardShift() if isinstance(recipe.loss, BcoLoss) and recipe.loss.shift else None
     held_out = partial(_objective, recipe, learner, reference, pool, shift)
     evaluator = PreferenceEvaluator(learner, data, recipe.name, held_out, unpaired=kind == "unpaired")
@@ -228,29 +210,16 @@ def _objective(
         reference.assign(samples)
     if isinstance(recipe.loss, KtoLoss):
         mismatched = mismatched_samples(samples, pool, recipe.data.max_tokens)
-        return UnpairedObjective(recipe.loss, _kl_estimate(learner, reference, mismatched), len(mismatched))
+        ratios = torch.zeros(len(mismatched))
+        if not reference.is_policy:
+            reference.assign(mismatched)
+            for place, scores in enumerate(logprobs(learner, mismatched)):
+                references = mismatched[place].ref_logprobs
+                assert references is not None
+                ratios[place] = float(scores.sum(dtype="float64") - references.sum(dtype="float64"))
+        # Over the whole step, so that the estimate does not depend on the micro-batches.
+        return UnpairedObjective(recipe.loss, kto_kl(ratios), len(mismatched))
     return PairObjective(recipe.loss, recipe.nll_coefficient, shift.value if shift is not None else None)
-
-
-def _one_prompt(pool: Sequence[TokenRow]) -> list[str]:
-    """Return a warning if KTO's KL cannot be estimated because all rows have the same prompt."""
-    if not pool or any(row.prompt != pool[0].prompt for row in pool):
-        return []
-    return ["all training rows have the same prompt, so KTO's KL estimate has no mismatched answers and is 0"]
-
-
-def _kl_estimate(
-    learner: Updater[TokenScores], reference: ReferenceLogprobs, mismatched: Sequence[Sample]
-) -> torch.Tensor:
-    """Return KTO's KL estimate over the whole step, so that it does not depend on the micro-batches."""
-    if reference.is_policy:
-        return kto_kl(torch.zeros(len(mismatched)))
-    reference.assign(mismatched)
-    ratios = []
-    for sample, scores in zip(mismatched, logprobs(learner, mismatched), strict=True):
-        assert sample.ref_logprobs is not None
-        ratios.append(float(scores.sum(dtype="float64") - sample.ref_logprobs.sum(dtype="float64")))
-    return kto_kl(torch.tensor(ratios, dtype=torch.float32))
 
 
 def mismatched_samples(samples: Sequence[Sample], pool: Sequence[TokenRow], max_tokens: int) -> list[Sample]:
@@ -267,7 +236,11 @@ def mismatched_samples(samples: Sequence[Sample], pool: Sequence[TokenRow], max_
     for index, sample in enumerate(samples):
         by_prompt.setdefault(_prompt(sample), []).append(index)
     if len(by_prompt) == 1:
-        others = _answers_to_other_prompts(samples[0], pool, len(samples))
+        prompt, count = _prompt(samples[0]), len(samples)
+        other_rows = [row for row in pool if row.prompt != prompt]
+        draws = random_stream("mismatched answers", prompt.hex())
+        places = draws.choice(len(other_rows), count, replace=len(other_rows) < count) if other_rows else []
+        others = [samples_of_row(other_rows[place])[0] for place in places]
         return [_mismatched(one, other, max_tokens) for one, other in zip(samples, others, strict=False)]
     order = [index for indices in by_prompt.values() for index in indices]
     donors: dict[int, int] = {}
@@ -277,14 +250,6 @@ def mismatched_samples(samples: Sequence[Sample], pool: Sequence[TokenRow], max_
         rest = [*order[start:], *order[: start - len(indices)]]
         donors |= {index: rest[place % len(rest)] for place, index in enumerate(indices)}
     return [_mismatched(sample, samples[donors[index]], max_tokens) for index, sample in enumerate(samples)]
-
-
-def _answers_to_other_prompts(sample: Sample, pool: Sequence[TokenRow], count: int) -> list[Sample]:
-    prompt = _prompt(sample)
-    others = [row for row in pool if row.prompt != prompt]
-    draws = random_stream("mismatched answers", prompt.hex())
-    places = draws.choice(len(others), count, replace=len(others) < count).tolist() if others else []
-    return [samples_of_row(others[place])[0] for place in places]
 
 
 def _prompt(sample: Sample) -> bytes:

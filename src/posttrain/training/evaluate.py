@@ -25,7 +25,7 @@ from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog, Progress, take_events
 from posttrain.runs.report import write_report
 from posttrain.runs.tables import show_line
-from posttrain.training.evaluators import EVALUATED, EpisodeEvaluator, WorkerSource
+from posttrain.training.evaluators import EVALUATED, EpisodeEvaluator
 from posttrain.training.results import write_tables
 from posttrain.training.tasks import LeftOut, check_tasks, too_long
 
@@ -64,18 +64,17 @@ def _open_evaluator(recipe: EvaluateRecipe, directory: RunDirectory) -> tuple[Ep
         *check_tasks(recipe.environment, tasks, recipe.rollout, recipe.reward is not None, None, recipe.agent),
     ]
     left_out = LeftOut()
-    manager: WorkerSource
     if recipe.remote is not None:
         # Only the server can count the tokens of its prompts.
         episodes = len(tasks.test) * evaluation.episodes_per_seed
-        manager = RemoteRolloutManager(recipe.remote, recipe.environment, recipe.rollout, episodes)
+        manager: Any = RemoteRolloutManager(recipe.remote, recipe.environment, recipe.rollout, episodes)
     else:
         from posttrain.models.policy import Policy
         from posttrain.training.reward_scorer import open_scorer
         from posttrain.training.rollouts import RolloutManager
 
         policy = Policy(recipe.model, recipe.seed)
-        local = manager = RolloutManager(
+        manager = RolloutManager(
             policy,
             recipe.engine,  # type: ignore[arg-type]
             recipe.environment,
@@ -85,7 +84,7 @@ def _open_evaluator(recipe: EvaluateRecipe, directory: RunDirectory) -> tuple[Ep
             directory.logs,
             recipe.agent,
         )
-        left_out, summary = too_long(recipe.environment, recipe.rollout, local.renderer, tasks)
+        left_out, summary = too_long(recipe.environment, recipe.rollout, manager.renderer, tasks)
         warnings = [*warnings, *summary]
     evaluator = EpisodeEvaluator(
         manager, evaluation, tasks, recipe.seed, directory.episodes, recipe.name, left_out.held_out
@@ -129,7 +128,7 @@ class RemoteRolloutManager:
         yield RemoteRolloutWorker(
             client=self.client,
             engine=self.engine,
-            failure_monitor=FailureLimit(self.rollout.failures, self.episodes),
+            record=FailureLimit(self.rollout.failures, self.episodes),
             environment=environment or self.environment,
             rollout=self.rollout,
             sampling=sampling,

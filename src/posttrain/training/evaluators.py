@@ -1,74 +1,61 @@
 """Evaluators: held-out measurements of a stage, such as playing episodes. Does not import torch."""
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from posttrain.data.held_out import TaskSplit
 from posttrain.environments.protocol import EnvironmentFactory, completed, return_range
 from posttrain.episode import Episode, Outcome, StopReason
 from posttrain.errors import RunError
 from posttrain.evaluation.summary import MEAN, PASS, evaluate
-from posttrain.recipe.agent import AgentRecipe
 from posttrain.recipe.components import environment_class
-from posttrain.recipe.rollout import SCORES, EvaluationRecipe, RolloutRecipe, SamplingRecipe
-from posttrain.rollout.driver import EpisodeWorker, Played, quiet, unscored_message
+from posttrain.recipe.rollout import SCORES, EvaluationRecipe
+from posttrain.rollout.driver import Played, quiet, unscored_message
 from posttrain.rollout.store import Split, write_episodes
 from posttrain.runs.tables import EVALUATED, START, TRAINED, PolicyRow, Table, checkpoint_note, policy_tables
+
+if TYPE_CHECKING:
+    from posttrain.training.evaluate import RemoteRolloutManager
+    from posttrain.training.rollouts import RolloutManager
 
 T = TypeVar("T")
 
 
-class Evaluator(Protocol):
+class Evaluator(ABC):
     """One kind of held-out measurement. Its values go to a line of the metrics log; no two kinds share a key."""
 
     def baselines(self) -> dict[str, dict[str, Any]]:
         """Name -> values of the baseline policies, such as `random` and `optimal`; empty if there are none."""
-        ...
+        return {}
 
+    @abstractmethod
     def curve(self, step: int, played: Played = quiet) -> dict[str, Any]:
         """Values of the learning curve, on the data that selects the best checkpoint. `played` is called with the
-        number of finished episodes or rows and the total.
-        """
-        ...
+        number of finished episodes or rows and the total."""
 
+    @abstractmethod
     def final(self, step: int, played: Played = quiet) -> dict[str, Any]:
         """Values of the final table, on data that was not used to select a checkpoint."""
-        ...
 
+    @abstractmethod
     def cost(self) -> str:
         """A phrase that describes the work of `final`, for the display."""
-        ...
 
+    @abstractmethod
     def tables(self, lines: Mapping[str, Mapping[str, Any]]) -> list[Table]:
-        """The final tables, from the metrics lines of kind `baseline` and `final` by their `player`."""
-        ...
+        """The final tables, from the metrics lines of kind `baseline` and `final` by their `policy`."""
 
     def artifacts(self) -> Sequence[str]:
         """Lines to print after the final tables, such as scored samples; usually none."""
-        ...
+        return []
 
 
-class WorkerSource(Protocol):
-    """Supplies rollout workers: a `RolloutManager` or a `RemoteRolloutManager`."""
-
-    environment: EnvironmentFactory
-    rollout: RolloutRecipe
-    model_name: str
-    scorer: Any
-    """What adds a reward model's rewards to the episodes; None without one."""
-    agent: AgentRecipe | None
-
-    def worker(
-        self, sampling: SamplingRecipe, environment: EnvironmentFactory | None = None
-    ) -> AbstractContextManager[EpisodeWorker[Any]]: ...
-
-
-class EpisodeEvaluator:
+class EpisodeEvaluator(Evaluator):
     """Plays held-out seeds of an environment and compares the results with its baseline policies.
 
     Attributes:
@@ -77,7 +64,7 @@ class EpisodeEvaluator:
 
     def __init__(
         self,
-        manager: WorkerSource,
+        manager: "RolloutManager | RemoteRolloutManager",
         evaluation: EvaluationRecipe,
         tasks: TaskSplit,
         seed: int,
@@ -88,6 +75,7 @@ class EpisodeEvaluator:
         """Create an evaluator.
 
         Args:
+            manager: supplies the rollout workers.
             tasks: its `validation` seeds make the learning curve, and its `test` seeds the final table.
             seed: the run seed.
             episodes: directory to which the episodes are written.
@@ -109,8 +97,7 @@ class EpisodeEvaluator:
 
     def choice(self, metric: Literal["success", "return"] | None) -> Callable[[dict[str, Any]], float]:
         """The value that selects the best checkpoint: `metric`, or by default success if the environment reports it,
-        else the return.
-        """
+        else the return."""
         return lambda values: values[metric or ("success" if "success" in values else "return")]
 
     def baselines(self) -> dict[str, dict[str, Any]]:
@@ -147,9 +134,7 @@ class EpisodeEvaluator:
         return f"playing {len(self.tasks.test)} held-out episodes"
 
     def tables(self, lines: Mapping[str, Mapping[str, Any]]) -> list[Table]:
-        """Table of the random, initial, trained and optimal policies, and tables of further scores of the
-        environment.
-        """
+        """Table of the random, initial, trained and optimal policies, and tables of further scores of the environment."""
         return policy_tables(self.rows(lines), f"{self.title}: {self.environment.type}, held-out seeds")
 
     def rows(self, lines: Mapping[str, Mapping[str, Any]]) -> list[PolicyRow]:
@@ -166,16 +151,17 @@ class EpisodeEvaluator:
             for policy in ("random", *others, START, TRAINED, EVALUATED, "optimal")
             if "n" in lines.get(policy, {})
         ]
-        rows = [
-            PolicyRow.from_values(titles.get(policy, policy), lines[policy], _note(lines[policy])) for policy in players
-        ]
-        return [
-            replace(row, scores={**_attempts(lines[policy]), **row.scores})
-            for policy, row in zip(players, rows, strict=True)
-        ]
-
-    def artifacts(self) -> Sequence[str]:
-        return []
+        rows = []
+        for policy in players:
+            line = lines[policy]
+            notes = [checkpoint_note(line)] if "best_step" in line else []
+            notes += [f"{line['failed']} of {line['episodes']} episodes failed"] if line.get("failed") else []
+            row = PolicyRow.from_values(titles.get(policy, policy), line, "; ".join(notes))
+            # mean@k and pass@k, with their intervals.
+            keys = [key for key in line if key.startswith((MEAN, PASS)) and not key.endswith(("_low", "_high"))]
+            attempts = {key.replace("k/", ""): (line[key], line[f"{key}_low"], line[f"{key}_high"]) for key in keys}
+            rows.append(replace(row, scores=attempts | row.scores))
+        return rows
 
     def _play(self, seeds: Sequence[int], step: int, split: Split, played: Played) -> dict[str, Any]:
         # A reward model adds to the rewards of the environment, and an agent may have others.
@@ -202,19 +188,6 @@ class EpisodeEvaluator:
     def _ordered(self, scores: Mapping[str, T]) -> dict[str, T]:
         order = environment_class(self.environment.type).score_order
         return {name: scores[name] for name in dict.fromkeys([*order, *scores]) if name in scores}
-
-
-def _attempts(line: Mapping[str, Any]) -> dict[str, tuple[float, float, float]]:
-    """mean@k and pass@k of an evaluation line with their intervals, under their names in the table."""
-    keys = [key for key in line if key.startswith((MEAN, PASS)) and not key.endswith(("_low", "_high"))]
-    return {key.replace("k/", ""): (line[key], line[f"{key}_low"], line[f"{key}_high"]) for key in keys}
-
-
-def _note(line: Mapping[str, Any]) -> str:
-    """The note beside a row of the table: which checkpoint it is, and how many episodes failed."""
-    notes = [checkpoint_note(line)] if "best_step" in line else []
-    notes += [f"{line['failed']} of {line['episodes']} episodes failed"] if line.get("failed") else []
-    return "; ".join(notes)
 
 
 def _warnings(episodes: Sequence[Episode], most: int) -> list[str]:

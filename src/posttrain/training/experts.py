@@ -170,7 +170,14 @@ def settings_warnings(recipe: EnvironmentRecipe, sources: Sequence[SourceRecipe]
     """
     current, warnings = _dotted(recipe.model_dump(mode="json")), []
     for source in sources:
-        stored = _dotted(_stored_settings(source))
+        if not Path(source.path).expanduser().exists():
+            continue
+        first = next((row for _, row in read_rows(source) if isinstance(row, dict)), {})
+        try:
+            settings = json.loads(first.get(SETTINGS_COLUMN) or "")
+        except (TypeError, ValueError, RecursionError):
+            continue
+        stored = _dotted(settings) if isinstance(settings, dict) else {}
         if stored.get("type") != recipe.type:
             continue
         different = [key for key in current if key in stored and stored[key] != current[key]]
@@ -182,17 +189,6 @@ def settings_warnings(recipe: EnvironmentRecipe, sources: Sequence[SourceRecipe]
                 "evaluation differ; generate the rows again, or set these keys"
             )
     return warnings
-
-
-def _stored_settings(source: SourceRecipe) -> dict[str, Any]:
-    if not Path(source.path).expanduser().exists():
-        return {}
-    first = next((row for _, row in read_rows(source) if isinstance(row, dict)), {})
-    try:
-        settings = json.loads(first.get(SETTINGS_COLUMN) or "")
-    except (TypeError, ValueError, RecursionError):
-        return {}
-    return settings if isinstance(settings, dict) else {}
 
 
 def _dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

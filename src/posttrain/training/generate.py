@@ -1,8 +1,8 @@
 """The generate stage: completes every prompt of a data set and writes a file of predictions."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -50,7 +50,9 @@ def run(recipe: GenerateRecipe, directory: RunDirectory, resume: bool, overwrite
         show_line(console, line)
     all_requests = [(row, sample) for row in rows for sample in range(recipe.samples)]
     requests = [(row, sample) for row, sample in all_requests if row.number not in completer.skipped]
-    identity = {"recipe": _hash(recipe), "data": digest_of(rows)}
+    # The recipe without the keys that determine where results are stored and logged.
+    unlogged = {key: GenerateRecipe.model_fields[key].get_default() for key in ("name", *LOGGED_IN)}
+    identity = {"recipe": recipe_hash(recipe.model_copy(update=unlogged)), "data": digest_of(rows)}
     replaced = recipe.predictions if overwrite else None
     with CompletionLog(directory.checkpoints / "completions.jsonl", identity, replaced) as log, Interrupts():
         if resume:
@@ -95,34 +97,28 @@ class _Generation:
             try:
                 for window in self.completer.windows(requests, self.log):
                     episodes = [row.episode_request(self.recipe, sample) for row, sample in window]
-                    run_episodes(self.completer.rollout_worker(), episodes, self._on_episode(window, progress))
+                    run_episodes(self.completer.rollout_worker(), episodes, partial(self._on_episode, window, progress))
                     for message in take_events():
                         progress.message(message)
             finally:
                 self.seconds = time.monotonic() - self._start
                 self._update(progress, force=True)
 
-    def _on_episode(self, window: list[CompletionRequest], progress: Progress) -> Callable[[int, Episode], None]:
-        """Return the callback for finished episodes of `window`."""
-
-        def on_episode(number: int, episode: Episode) -> None:
-            row, sample = window[number]
-            if episode.outcome is Outcome.FAILED:
-                self.failed[key_of(row, sample)] = episode.failure or "unknown failure"
-            else:
-                self._store(prediction(self.recipe, row, sample, episode, self.completer.renderer))
-            self._update(progress)
-
-        return on_episode
-
-    def _store(self, row: dict[str, Any]) -> None:
-        key = row["id"], row["sample"]
-        self.tokens += row["tokens"] or 0
-        if key in self.log:
-            self.different += self.log[key]["prediction"] != row["prediction"]
+    def _on_episode(self, window: list[CompletionRequest], progress: Progress, number: int, episode: Episode) -> None:
+        """Store the finished episode of `window[number]`."""
+        row, sample = window[number]
+        key = key_of(row, sample)
+        if episode.outcome is Outcome.FAILED:
+            self.failed[key] = episode.failure or "unknown failure"
         else:
-            self.log.append(key, row)
-            self.answered += 1
+            answer = prediction(self.recipe, row, sample, episode, self.completer.renderer)
+            self.tokens += answer["tokens"] or 0
+            if key in self.log:
+                self.different += self.log[key]["prediction"] != answer["prediction"]
+            else:
+                self.log.append(key, answer)
+                self.answered += 1
+        self._update(progress)
 
     def _update(self, progress: Progress, force: bool = False) -> None:
         now = time.monotonic()
@@ -231,12 +227,6 @@ def _summary(recipe: GenerateRecipe, generation: _Generation, requested: int) ->
             "changed; the saved answers are kept"
         )
     return values, lines
-
-
-def _hash(recipe: GenerateRecipe) -> str:
-    """Return the hash of the recipe without the keys that determine where results are stored and logged."""
-    fields = GenerateRecipe.model_fields
-    return recipe_hash(recipe.model_copy(update={key: fields[key].get_default() for key in ("name", *LOGGED_IN)}))
 
 
 def _resume(directory: RunDirectory) -> str:

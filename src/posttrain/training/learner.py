@@ -1,6 +1,4 @@
-"""Credit and the learner for your own training loop: episodes, then advantages, then one optimizer step of the
-policy.
-"""
+"""Credit and the learner for your own training loop: episodes, then advantages, then one optimizer step of the policy."""
 
 import warnings
 import weakref
@@ -132,7 +130,7 @@ class Learner:
         self.optimizer = Optimizer(policy.trainable(), section(OptimizerRecipe, **optimizer), updates)
         batches = section(LearnerRecipe, tokens_per_batch=tokens_per_batch)
         self._updater = Updater(policy, self.optimizer, batches, token_forward(policy, batches, temperature))
-        self._learner = PolicyLearner(policy, self._updater, self.loss, self.kl, self.entropy)
+        self._learner = PolicyLearner(policy, self._updater, self.loss, self.kl, self.entropy, "rollout")
         self._energies = Updater(policy, self.optimizer, batches, energy_forward(policy, batches, temperature))
         self._old: dict[int, tuple[weakref.ref[Stream], np.ndarray | None]] = {}
         """Streams that were already trained on, by `id`, with their old log-probabilities; None means the rollout's."""
@@ -170,24 +168,20 @@ class Learner:
         set_advantages(samples, credit)
         if self._learner.kl.coefficient > 0:
             with self.policy.as_reference():
-                for sample, reference in zip(samples, self._logprobs(samples), strict=True):
+                for sample, reference in zip(samples, logprobs(self._updater, samples), strict=True):
                     sample.ref_logprobs = reference
         first = self._set_old_logprobs(samples)
         learner_old = any(sample.old_logprobs is not None for sample in samples)
+        self._learner.old = "learner" if learner_old else "rollout"
         if self.entropy.top_share < 1:
             for sample, (_, entropies, _) in zip(samples, scores(self._updater, samples), strict=True):
                 sample.entropies = entropies
         if self.entropy.tokens != "all":
             set_bonus_tokens(episodes, samples, self.entropy.tokens, self.policy)
-        metrics = means(self._learner.step(samples, "learner" if learner_old else "rollout", first))
+        metrics = means(self._learner.step(samples, first))
         mismatch = metrics.get("policy/mismatch", 0.0)
-        if (
-            first
-            and not learner_old
-            and self.loss.old == "auto"
-            and self.loss.ratio_to == "old"
-            and mismatch > MISMATCH
-        ):
+        unexpected = first and not learner_old and self.loss.old == "auto" and self.loss.ratio_to == "old"
+        if unexpected and mismatch > MISMATCH:
             warnings.warn(
                 f"the engine's log-probabilities differ from the learner's by {mismatch:.2g} nats per token; the local "
                 "engine in float32 stays below 0.001, so check that both use the same weights, tokenizer and "
@@ -206,7 +200,7 @@ class Learner:
         stale = any((s.stream.versions[s.stream.sampled] != self.policy.version).any() for s in new)
         differs = stale or rounds_or_drops(self.policy.recipe, self.policy.device)
         by_learner = bool(new) and self.loss.old_source(differs) == "learner"
-        computed = self._logprobs(new) if by_learner else [None] * len(new)
+        computed = logprobs(self._updater, new) if by_learner else [None] * len(new)
         for sample, old in zip(new, computed, strict=True):
             self._old[id(sample.stream)] = (weakref.ref(sample.stream), old)
         for sample in samples:
@@ -216,6 +210,3 @@ class Learner:
                 if sample.old_logprobs is None:
                     sample.old_logprobs = sample.stream.rollout_logprobs[sample.stream.sampled]
         return len(new) == len(samples)
-
-    def _logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        return logprobs(self._updater, samples)

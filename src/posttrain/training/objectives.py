@@ -27,7 +27,7 @@ from posttrain.recipe.loss import (
 )
 from posttrain.recipe.model import LearnerRecipe
 from posttrain.training.token_rules import logprobs_before, set_factors
-from posttrain.training.updater import Objective, Sample, Totals, Updater, computed, on_stream
+from posttrain.training.updater import Objective, Sample, Totals, Updater, computed, on_stream, per_sample
 
 
 @dataclass(frozen=True)
@@ -138,15 +138,15 @@ class UnpairedObjective(_PerRow):
         good = upload([sample.side is not None and sample.side.chosen for sample in samples], logps.device)
         losses = kto_losses(self.loss, ratios, good, self.kl.to(logps.device))
         rewards, nothing = self.loss.beta * ratios.detach(), torch.full_like(ratios.detach(), torch.nan)
-        rows = [_row(sample) for sample in samples]
+        rows = [sample.side.row for sample in samples if sample.side is not None]
         return Comparisons(rows, losses, torch.where(good, rewards, nothing), torch.where(good, nothing, rewards))
 
     def __call__(
         self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
     ) -> tuple[torch.Tensor, Totals]:
         loss, totals = self.loss_and_totals(self.compare(output, samples), samples)
-        of_step = {"preference/kl": (number(self.kl), 1.0), "preference/mismatched": (float(self.mismatched), 1.0)}
-        return loss, totals | of_step
+        totals |= {"preference/kl": (number(self.kl), 1.0), "preference/mismatched": (float(self.mismatched), 1.0)}
+        return loss, totals
 
 
 class RewardObjective(_PerRow):
@@ -201,12 +201,7 @@ def row_weights(compared: Comparisons, samples: Sequence[Sample]) -> torch.Tenso
 
 
 def _weights_of_rows(samples: Sequence[Sample]) -> dict[int, float]:
-    return {_row(sample): sample.weight for sample in samples}
-
-
-def _row(sample: Sample) -> int:
-    assert sample.side is not None
-    return sample.side.row
+    return {sample.side.row: sample.weight for sample in samples if sample.side is not None}
 
 
 def token_forward(
@@ -240,7 +235,7 @@ def energy_forward(
     gradient of its log-probability with respect to the logits. `temperature`: as in `token_forward`.
     """
 
-    def of_states(states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def energies(states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         parts = [states.new_zeros(0, dtype=torch.float32)]
         for start in range(0, len(targets), settings.logits_per_chunk):
             chunk = slice(start, start + settings.logits_per_chunk)
@@ -253,7 +248,7 @@ def energy_forward(
         ids, sampled = [s.stream.ids for s in samples], [s.stream.sampled for s in samples]
         targets = np.concatenate([stream_ids[mask] for stream_ids, mask in zip(ids, sampled, strict=True)])
         states = policy.states(ids, sampled)
-        return policy.compute(of_states, states, upload(targets, states.device))
+        return policy.compute(energies, states, upload(targets, states.device))
 
     return forward
 
@@ -263,11 +258,7 @@ def token_energies(learner: Updater[torch.Tensor], episodes: Sequence[Episode], 
 
     `learner` uses the forward pass of `energy_forward`, and `samples` are those of `episodes`.
     """
-    by_sample: dict[int, np.ndarray] = {}
-    for group, energies in learner.without_gradient(samples):
-        ends = np.cumsum([samples[i].sampled_tokens for i in group])[:-1]
-        by_sample |= dict(zip(group, np.split(energies.cpu().numpy(), ends), strict=True))
-    streams = iter(by_sample[i] for i in range(len(samples)))
+    streams = iter(per_sample(learner, samples))
     return [[on_stream(next(streams), stream.sampled) for stream in episode.streams] for episode in episodes]
 
 
@@ -309,23 +300,16 @@ def scores(
 def token_batch(samples: Sequence[Sample], weights: Sequence[float], device: torch.device) -> TokenBatch:
     """The sampled tokens of whole streams, flat; `weights[i]` is the weight of stream i's tokens."""
     lengths = [s.sampled_tokens for s in samples]
-
-    def flat(parts: Sequence[np.ndarray | None]) -> torch.Tensor | None:
-        return _flat(parts, device)
-
-    rollout_logprobs = flat([s.stream.rollout_logprobs[s.stream.sampled] for s in samples])
-    advantages = flat([s.advantages for s in samples])
-    assert rollout_logprobs is not None
-    assert advantages is not None
+    rollout_logprobs = np.concatenate([s.stream.rollout_logprobs[s.stream.sampled] for s in samples])
     return TokenBatch(
-        rollout_logprobs=rollout_logprobs,
-        advantages=advantages,
+        rollout_logprobs=upload(torch.from_numpy(rollout_logprobs).float(), device),
+        advantages=upload(torch.from_numpy(np.concatenate([s.advantages for s in samples])).float(), device),
         stream=upload(np.repeat(np.arange(len(lengths)), lengths), device),
         lengths=upload(lengths, device),
         weights=upload(np.repeat(np.array(weights, dtype=np.float32), lengths), device),
-        ref_logprobs=flat([s.ref_logprobs for s in samples]),
-        old_logprobs=flat([s.old_logprobs for s in samples]),
-        factors=flat([s.factors for s in samples]),
+        ref_logprobs=_flat([s.ref_logprobs for s in samples], device),
+        old_logprobs=_flat([s.old_logprobs for s in samples], device),
+        factors=_flat([s.factors for s in samples], device),
     )
 
 
@@ -379,7 +363,7 @@ class PolicyObjective:
         self.random = random
         self._bonus_scale = 1.0
         """Factor that makes the bonus a mean over the tokens that get it instead of a mean over all tokens."""
-        self._of_update: Totals = {}
+        self._update_metrics: Totals = {}
         """Metrics of the whole update, reported with its first micro-batch."""
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
@@ -393,20 +377,16 @@ class PolicyObjective:
         weights, divisor = token_weights(self.loss.aggregation, lengths, self.loss.constant, episode_ids(samples))
         trained = [s for s, out in zip(samples, masked, strict=True) if not out]
         rules = self.loss.type == "gpg" or self.entropy.top_share < 1 or self.entropy.covariance is not None
-        self._of_update = set_factors(self.loss, self.entropy, samples, trained, self.random) if rules else {}
+        self._update_metrics = set_factors(self.loss, self.entropy, samples, trained, self.random) if rules else {}
         if self.loss.mask_truncated:
             truncated = sum(sample.truncated for sample in samples)
-            self._of_update["policy/truncated_masked"] = (float(truncated), float(len(samples)))
+            self._update_metrics["policy/truncated_masked"] = (float(truncated), float(len(samples)))
         weights = [0.0 if out else weight for weight, out in zip(weights, masked, strict=True)]
         if self.entropy.tokens != "all":
-            self._set_bonus_scale(samples, weights)
+            whole = sum(weight * s.sampled_tokens for s, weight in zip(samples, weights, strict=True))
+            bonus = sum(weight * float(computed(s.bonus).sum()) for s, weight in zip(samples, weights, strict=True))
+            self._bonus_scale = whole / bonus if bonus else 0.0
         return weights, divisor
-
-    def _set_bonus_scale(self, samples: Sequence[Sample], weights: Sequence[float]) -> None:
-        pairs = list(zip(samples, weights, strict=True))
-        whole = sum(weight * sample.sampled_tokens for sample, weight in pairs)
-        bonus = sum(weight * float(computed(sample.bonus).sum()) for sample, weight in pairs)
-        self._bonus_scale = whole / bonus if bonus else 0.0
 
     def _is_masked(self, sample: Sample) -> bool:
         return not sample.has_baseline or (self.loss.mask_truncated and sample.truncated)
@@ -427,7 +407,7 @@ class PolicyObjective:
         if self.old == "learner" and self.first_update:
             batch = replace(batch, old_logprobs=output.logprobs.detach())
         loss, metrics = policy_loss(self.loss, output.logprobs, batch)
-        metrics, self._of_update = metrics | self._of_update, {}
+        metrics, self._update_metrics = metrics | self._update_metrics, {}
         if self.first_update and "policy/clip_low" in metrics:
             low, high = metrics["policy/clip_low"], metrics["policy/clip_high"]
             metrics["policy/clipped_before_update"] = (low[0] + high[0], low[1])
@@ -490,9 +470,9 @@ class MixedObjective:
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
         """The policy's weights and divisor. Weights of supervised tokens are scaled so that, after the division, the
         rows contribute coefficient x mean."""
-        of_policy, divisor = self.policy.weigh([s for s in samples if not s.ptx])
+        policy_weights, divisor = self.policy.weigh([s for s in samples if not s.ptx])
         _, tokens = self.ptx.weigh([s for s in samples if s.ptx])
-        weights = iter(of_policy)
+        weights = iter(policy_weights)
         return [self.coefficient * divisor / tokens if s.ptx else next(weights) for s in samples], divisor
 
     def has_signal(self, sample: Sample) -> bool:

@@ -84,8 +84,7 @@ class Optimizer:
 
     def _made(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """The optimizer of the recipe, with its state already initialized, so that checkpoints always have the same
-        tensors.
-        """
+        tensors."""
         recipe = self.recipe
         settings: dict[str, Any] = {"lr": recipe.learning_rate, "betas": recipe.betas, "eps": recipe.epsilon}
         if recipe.type == "adamw_8bit":
@@ -112,9 +111,8 @@ class Optimizer:
         return self.recipe.learning_rate * learning_rate_factor(self.recipe, self.updates, self.total_updates)
 
     def sleep(self) -> None:
-        """With `hardware.offload: rollouts`, move masters and moments to CPU memory until `wake`. Sharded masters are the
-        weights and stay on the device.
-        """
+        """With `hardware.offload: rollouts`, move masters and moments to CPU memory until `wake`. Sharded masters are
+        the weights and stay on the device."""
         if current_world().hardware.offload == "rollouts":
             self._move(torch.device("cpu"))
 
@@ -154,8 +152,7 @@ class Optimizer:
 
     def add_up(self) -> None:
         """Sum the gradients over all processes, after the last `collect` of an update. Gradients of sharded parameters
-        are already summed.
-        """
+        are already summed."""
         pairs = zip(self._divided, self.masters, strict=True)
         current_world().sum([m.grad for divided, m in pairs if m.grad is not None and not divided])
 
@@ -199,8 +196,7 @@ class Optimizer:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors that resuming needs besides the parameters: moments, counts and masters. They share memory with
-        the optimizer, so a checkpoint can be written from them or read into them.
-        """
+        the optimizer, so a checkpoint can be written from them or read into them."""
         tensors: dict[str, torch.Tensor] = {}
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
             for key, value in self._adamw.state[master].items():
@@ -222,9 +218,7 @@ class Optimizer:
         return {"updates": self.updates, "names": self.names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`, after `tensors` were read. ValueError if it belongs to other
-        parameters.
-        """
+        """Restore the result of `state_dict`, after `tensors` were read. ValueError if it belongs to other parameters."""
         if state["names"] != self.names:
             raise ValueError("the optimizer state belongs to other parameters")
         self.updates = state["updates"]

@@ -102,8 +102,7 @@ class MovingReference:
 
     def follow(self) -> None:
         """Update the reference model if it is due. Call it after each optimizer step of the policy, inside
-        `critical()`.
-        """
+        `critical()`."""
         if (self.policy.version - self._start) // self.every == self.updates:
             return
         self.updates += 1

@@ -56,27 +56,18 @@ def train(
     if recipe.units is not None and data.validation and (run.path / "model").is_dir():
         with single_process() as world:
             if world.is_rank0:
-                _fit_normalizer(run, console)
-
-
-def _fit_normalizer(run: RunDirectory, console: Console) -> None:
-    """Fit the normalizer of unit rewards for RL. The reward model is usable without it, so a failure is only a
-    warning.
-    """
-    try:
-        lines = fit_run(run, None).lines()
-    except InputError as error:
-        lines = [f"warning: no normalizer was fitted: {error}"]
-    for line in lines:
-        console.print(line, highlight=False, markup=False)
+                try:
+                    lines = fit_run(run, None).lines()
+                except InputError as error:  # the reward model is usable without the normalizer of RL
+                    lines = [f"warning: no normalizer was fitted: {error}"]
+                for line in lines:
+                    console.print(line, highlight=False, markup=False)
 
 
 def _forward_and_objective(
     recipe: RewardRecipe, model: RewardModel, rows: Sequence[TokenRow]
 ) -> tuple[Callable[[Sequence[Sample]], Any], RewardObjective]:
-    """Return the forward pass and the objective: one reward per answer, or one per unit of it. `rows`: all stored
-    rows.
-    """
+    """Return the forward pass and the objective: one reward per answer, or one per unit of it. `rows`: all stored rows."""
     if recipe.units is None:
         model.set_units(None)
         return reward_forward(model), RewardObjective(recipe.loss)

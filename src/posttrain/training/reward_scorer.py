@@ -4,7 +4,6 @@ import json
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 
 from posttrain.data.messages import Message
 from posttrain.data.rendering import LossOn, Renderer, render_conversation
-from posttrain.episode import CUT_OFF, Episode, Outcome, StopReason, Stream, Turn
+from posttrain.episode import CUT_OFF, Episode, Outcome, StopReason, Turn
 from posttrain.errors import InputError
 from posttrain.models.load import load_tokenizer
 from posttrain.models.policy import Policy
@@ -36,10 +35,9 @@ class RewardScorer:
     conversation is rendered for it. An answer that was cut off gets no end token in this rendering either.
     """
 
-    def __init__(self, source: RewardSource, policy: Policy, device: Literal["auto", "cpu", "cuda"] = "auto") -> None:
-        """Load the model. Raises InputError if `source` is not a reward model, or lacks the statistics for `normalize:
-        stored`.
-        """
+    def __init__(self, source: RewardSource, tokenizer: Any, device: Literal["auto", "cpu", "cuda"] = "auto") -> None:
+        """Load the model. `tokenizer`: the policy's. Raises InputError if `source` is not a reward model, or lacks the
+        statistics for `normalize: stored`."""
         self.source = source
         self.lock = threading.Lock()
         """Held while the reward model is in use: with async rollouts, another thread scores episodes."""
@@ -54,9 +52,8 @@ class RewardScorer:
                     "validation rows, or use `running` or `none`"
                 )
             self.statistics = stored
-        tokenizer = self.model.tokenizer
-        self.same_tokens = render_alike(tokenizer, policy.tokenizer)
-        self.renderer = Renderer(tokenizer, self.model.end_tokens)
+        self.same_tokens = render_alike(self.model.tokenizer, tokenizer)
+        self.renderer = Renderer(self.model.tokenizer, self.model.end_tokens)
         units = self.model.units
         self.reader = None if units is None else UnitReader(self.model, units, source.tokens_per_batch)
 
@@ -82,13 +79,13 @@ class RewardScorer:
         samples = [self._sample(episode) for episode in episodes]
         if self.reader is not None:
             key = "reward.tokens_per_batch"
-            of_units = unit_rewards(self.model, self.reader, samples, self.source.tokens_per_batch, key)
-            for episode, ends, values in zip(episodes, self.reader.ends(samples), of_units, strict=True):
+            rewards_by_unit = unit_rewards(self.model, self.reader, samples, self.source.tokens_per_batch, key)
+            for episode, ends, values in zip(episodes, self.reader.ends(samples), rewards_by_unit, strict=True):
                 if self.same_tokens:
                     last = episode.turns[-1]
                     last.info = {**last.info, OF_UNITS: list(zip(ends.tolist(), values.tolist(), strict=True))}
             self.reader.forget()
-            return [float(np.mean(values)) for values in of_units]
+            return [float(np.mean(values)) for values in rewards_by_unit]
         forward = reward_forward(self.model)
         rewards_of: dict[int, float] = {}
         for group in pack(samples, self.source.tokens_per_batch, "reward.tokens_per_batch"):
@@ -100,8 +97,10 @@ class RewardScorer:
     def _sample(self, episode: Episode) -> Sample:
         label = f"the episode of seed {episode.seed}, group {episode.group}"
         none = np.zeros(0, dtype=np.float32)
-        if self.same_tokens:
-            return Sample(_until_last_answer(episode), label, none)
+        if self.same_tokens:  # up to the end of the last answer
+            turn = episode.turns[-1]
+            stream = episode.streams[turn.stream]
+            return Sample(stream_of(stream.ids[: turn.stop], stream.sampled[: turn.stop]), label, none)
         last = max(place for place, message in enumerate(episode.messages) if message["role"] == "assistant")
         # Render as for its training rows, whose answers end with the end token of its template.
         wanted: LossOn = "last_assistant" if self.reader is None else "assistant"
@@ -123,24 +122,10 @@ def render_alike(one: Any, other: Any) -> bool:
     return writing(one) == writing(other)
 
 
-def _until_last_answer(episode: Episode) -> Stream:
-    """The stream up to the end of the last answer, with the tokens of this answer marked as sampled."""
-    last = episode.turns[-1]
-    stream = episode.streams[last.stream]
-    return stream_of(stream.ids[: last.stop], stream.sampled[: last.stop])
-
-
 @Factory
 def open_scorer(source: RewardSource | None, policy: Policy) -> RewardScorer | None:
     """The scorer of `reward`; None without a reward model."""
-    return RewardScorer(source, policy, policy.recipe.device) if source is not None else None
-
-
-@dataclass(frozen=True)
-class _Tokenizer:
-    """The part of a policy that a scorer uses."""
-
-    tokenizer: object
+    return RewardScorer(source, policy.tokenizer, policy.recipe.device) if source is not None else None
 
 
 class AnswerRewards:
@@ -156,8 +141,7 @@ class AnswerRewards:
         """InputError if there is no reward model at `path`."""
         source = RewardSource(path=path, normalize="none", clip=None, dtype=dtype, tokens_per_batch=tokens_per_batch)
         try:
-            tokenizer = load_tokenizer(ModelRecipe(path=path))
-            self._scorer = RewardScorer(source, _Tokenizer(tokenizer), device)  # type: ignore[arg-type]
+            self._scorer = RewardScorer(source, load_tokenizer(ModelRecipe(path=path)), device)
         except InputError as error:
             message = str(error).replace("model.path", "--model", 1).replace("model.device", "--device")
             raise InputError(message) from error
@@ -170,15 +154,9 @@ class AnswerRewards:
 
     def scores(self, conversations: Sequence[list[Message]], cut_off: Sequence[bool]) -> list[float]:
         """The raw reward of each conversation, which ends with an answer. Answers marked `cut_off` get no end token."""
-        return self._scorer.scores(
-            [
-                _episode(place, messages, cut)
-                for place, (messages, cut) in enumerate(zip(conversations, cut_off, strict=True))
-            ]
-        )
-
-
-def _episode(place: int, messages: list[Message], cut_off: bool) -> Episode:
-    reason = StopReason.TURN_BUDGET if cut_off else StopReason.END_TOKEN
-    turn = Turn(0, 0, 0, 0.0, reason, str(messages[-1]["content"]))
-    return Episode(place, place, 0, 0, [], [turn], Outcome.TERMINATED, None, messages)
+        episodes = []
+        for place, (messages, cut) in enumerate(zip(conversations, cut_off, strict=True)):
+            reason = StopReason.TURN_BUDGET if cut else StopReason.END_TOKEN
+            turn = Turn(0, 0, 0, 0.0, reason, str(messages[-1]["content"]))
+            episodes.append(Episode(place, place, 0, 0, [], [turn], Outcome.TERMINATED, None, messages))
+        return self._scorer.scores(episodes)

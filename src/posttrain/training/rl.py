@@ -6,9 +6,10 @@
 the recipe and return a component with its warnings; nothing below this file reads it as a whole.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -58,7 +59,6 @@ from posttrain.training.reward_scorer import RewardScorer, open_scorer
 from posttrain.training.rollouts import (
     RolloutBatch,
     RolloutManager,
-    Rollouts,
     SyncRollouts,
     TaskOrder,
     rollout_metrics,
@@ -71,6 +71,7 @@ from posttrain.training.trainer import Callback, Checkpointable, LoopSettings, T
 from posttrain.training.unit_credit import StepCredit, UnitCreditor
 from posttrain.training.updater import Objective, Sample, Totals, Updater, add_totals, means, samples_of_episodes
 
+Rollouts = SyncRollouts | AsyncRollouts
 MakeRollouts = Callable[[RlRecipe, RolloutManager, TaskOrder, RunDirectory], Rollouts]
 
 
@@ -118,29 +119,25 @@ class StepBatch:
         return parts * settings.epochs_per_step
 
 
-class StepComponents(Protocol):
+@dataclass(frozen=True)
+class StepComponents(ABC):
     """What the loop uses of the components of a stage."""
 
-    @property
-    def trainer(self) -> Trainer[TokenScores]: ...
+    trainer: Trainer[TokenScores]
+    rollouts: Rollouts
+    guards: Guards
 
-    @property
-    def rollouts(self) -> Rollouts: ...
-
-    @property
-    def guards(self) -> Guards: ...
-
+    @abstractmethod
     def batch(self, step: int) -> StepBatch:
         """What `step` learns from: sampled, scored and with credit."""
-        ...
 
+    @abstractmethod
     def update(self, batch: StepBatch, step: int) -> Totals:
         """Make the optimizer steps of `step`."""
-        ...
 
+    @abstractmethod
     def observe(self, metrics: dict[str, float], batch: StepBatch) -> list[str]:
         """Add to the metrics of a step and adapt coefficients to them. Returns warnings about its updates."""
-        ...
 
 
 def run_steps(c: StepComponents, recipe: SampledRecipe, resume: bool, console: Console) -> None:
@@ -193,38 +190,32 @@ class CreditMaker:
 
     def credit(self, batch: RolloutBatch, samples: Sequence[Sample], step: int, kl_coefficient: float) -> StepCredit:
         """One advantage per sampled token: rewards, including those of units, go through the baseline or the critic."""
-        episodes = batch.episodes
-        self.rewards.running.include(episodes)
+        episodes, running = batch.episodes, self.rewards.running
+        running.include(episodes)
         energies = token_energies(self.energies, episodes, samples) if self.energies is not None else None
 
         def advantages(rewards: RewardStreams) -> Advantages:
             values = self.critic.estimate_values(episodes, samples, rewards) if self.critic is not None else None
-            greedy = self.rewards.of_greedy(batch.greedy)
+            greedy = {g: e.total_reward + running.correction(e.turns[-1].info) for g, e in batch.greedy.items()}
             return compute_advantages(episodes, self.settings, rewards, greedy, values, energies)
 
         rewards = self.rewards.shape(episodes, samples, kl_coefficient)
         if self.units is None:
-            return StepCredit(advantages(rewards))
-        return self.units.credit(episodes, samples, step, rewards, advantages)
-
-    def metrics(self, episodes: Sequence[Episode], credit: StepCredit) -> dict[str, float]:
-        """Metrics of the credit of a step."""
-        metrics = dict(credit.metrics)
+            credit = StepCredit(advantages(rewards))
+        else:
+            credit = self.units.credit(episodes, samples, step, rewards, advantages)
         if self.settings.compared_with is not None:
-            metrics["credit/without_baseline"] = float(len(credit.advantages.without_baseline))
+            credit.metrics["credit/without_baseline"] = float(len(credit.advantages.without_baseline))
         if (zero := zero_groups(episodes, credit.advantages)) is not None:
-            metrics["credit/zero_groups"] = zero
-        metrics["credit/mean_advantage"] = mean_advantage(episodes, credit.advantages, self.by_episode)
-        return metrics
+            credit.metrics["credit/zero_groups"] = zero
+        credit.metrics["credit/mean_advantage"] = mean_advantage(episodes, credit.advantages, self.by_episode)
+        return credit
 
 
 @dataclass(frozen=True)
-class Components:
+class Components(StepComponents):
     """The components of a run. Those that the recipe does not use are None."""
 
-    trainer: Trainer[TokenScores]
-    rollouts: Rollouts
-    guards: Guards
     learner: PolicyLearner
     credit: CreditMaker
     critic: CriticLearner | None
@@ -232,14 +223,12 @@ class Components:
     reference_model: ReferenceModel | None
     """Of the KL penalty."""
     ptx: FixedRows | None
-    old: Literal["learner", "rollout"]
-    """Whose log-probabilities are the old ones."""
 
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether old log-probabilities need an additional forward pass. The first update of a step uses its own pass."""
         settings = self.learner.updater.settings
-        return self.old == "learner" and settings.updates_per_step * settings.epochs_per_step > 1
+        return self.learner.old == "learner" and settings.updates_per_step * settings.epochs_per_step > 1
 
     @property
     def scores_all(self) -> bool:
@@ -254,24 +243,19 @@ class Components:
             batch = self.rollouts.take(step)
         trainer.sampled(step, batch.sampled)
         with trainer.phase("credit"):
-            samples = self.samples(batch, step)
+            samples = samples_of_episodes(batch.episodes, step)
+            if self.teacher is not None:  # episodes that it cannot score leave the batch
+                batch.episodes, samples, warnings, metrics = self.teacher.score_episodes(batch.episodes, samples)
+                batch.warnings += warnings
+                batch.metrics |= metrics | reverse_kl(samples)
             self.score(batch.episodes, samples)
             credit = self.credit.credit(batch, samples, step, self.learner.kl.coefficient)
             set_advantages(samples, credit.advantages)
         write_episodes(trainer.run.episodes, step, "train", batch.episodes, credit.advantages, credit.units)
         trainer.show_completions(step, batch.episodes, credit.advantages)
         groups = [episode.group for episode in batch.episodes for _ in episode.streams]
-        metrics = rollout_metrics(batch) | self.credit.metrics(batch.episodes, credit)
+        metrics = rollout_metrics(batch) | credit.metrics
         return StepBatch(samples, [*groups], metrics, [*batch.warnings, *credit.warnings], len(batch.episodes))
-
-    def samples(self, batch: RolloutBatch, step: int) -> list[Sample]:
-        """One sample per stream. A teacher scores them, and episodes that it cannot score leave the batch."""
-        samples = samples_of_episodes(batch.episodes, step)
-        if self.teacher is not None:
-            batch.episodes, samples, warnings, metrics = self.teacher.score_episodes(batch.episodes, samples)
-            batch.warnings += warnings
-            batch.metrics |= metrics | reverse_kl(samples)
-        return samples
 
     def score(self, episodes: Sequence[Episode], samples: Sequence[Sample]) -> None:
         """Set the fields of every sample that rewards, credit and losses need: the reference model's log-probabilities
@@ -297,12 +281,16 @@ class Components:
         parts = batch.parts(settings)
         if parts and self.needs_old_logprobs and not self.scores_all:
             first_part = {id(sample) for sample in parts[0]} if settings.epochs_per_step == 1 else set()
-            self._set_old_logprobs([sample for sample in batch.samples if id(sample) not in first_part])
+            objective = learner.objective(False)
+            later = [s for s in batch.samples if id(s) not in first_part and objective.has_signal(s)]
+            for sample, old in zip(later, logprobs(learner.updater, later), strict=True):
+                sample.old_logprobs = old
         totals: Totals = {}
         for number, chosen in enumerate(parts):
             if number > 0:
                 self.trainer.progress.updated(number, len(parts))
-            warm_up = critic is not None and critic.policy_waits
+            # In the value warm-up, only the critic learns.
+            warm_up = critic is not None and critic.updater.updates < critic.settings.updates_before_policy
             if critic is not None:
                 learns_here = warm_up or critic.head is None
                 values_step = critic.begin_update(chosen) if learns_here else critic.take_fit
@@ -312,7 +300,7 @@ class Components:
             update_number = (step - 1) * settings.epochs_per_step * settings.updates_per_step + number
             rows = self.ptx.batch(update_number) if self.ptx is not None else []
             first = learner.policy.version == version
-            update = learner.step(chosen, self.old, first, rows)
+            update = learner.step(chosen, first, rows)
             if critic is not None:
                 add_totals(totals, values_step())
             if not first:  # the weights have changed since sampling
@@ -321,12 +309,6 @@ class Components:
                 update["critic/skipped"] = update["optimizer/skipped"]
             add_totals(totals, update)
         return totals
-
-    def _set_old_logprobs(self, samples: Sequence[Sample]) -> None:
-        objective = self.learner.objective(self.old, False)
-        trained = [sample for sample in samples if objective.has_signal(sample)]
-        for sample, old in zip(trained, logprobs(self.learner.updater, trained), strict=True):
-            sample.old_logprobs = old
 
     def observe(self, metrics: dict[str, float], batch: StepBatch) -> list[str]:
         """Adapt the coefficients of KL and entropy. Returns warnings about updates."""
@@ -340,11 +322,8 @@ class Components:
 
 def rollouts_may_differ(recipe: RlRecipe, policy: Policy) -> bool:
     """Whether the rollouts' log-probabilities can differ from the learner's by more than the rounding of float32."""
-    return (
-        recipe.engine.type != "local"
-        or recipe.rollout.async_rollouts > 0
-        or rounds_or_drops(recipe.model, policy.device)
-    )
+    elsewhere = recipe.engine.type != "local" or recipe.rollout.async_rollouts > 0
+    return elsewhere or rounds_or_drops(recipe.model, policy.device)
 
 
 def make_tasks(recipe: SampledRecipe) -> tuple[TaskSplit, list[str]]:
@@ -382,12 +361,13 @@ def make_learner(recipe: RlRecipe, policy: Policy, critic: CriticLearner | None)
     joint = {"critic": critic.updater.optimizer} if critic is not None and head is not None else {}
 
     def extend(objective: PolicyObjective) -> Objective[TokenScores]:
-        with_values = SharedObjective(objective, recipe.critic.coefficient, recipe.critic.clip)
-        of_episodes = objective if head is None else with_values
-        return of_episodes if recipe.ptx is None else MixedObjective(of_episodes, recipe.ptx.coefficient)
+        shared = SharedObjective(objective, recipe.critic.coefficient, recipe.critic.clip)
+        episodes = objective if head is None else shared
+        return episodes if recipe.ptx is None else MixedObjective(episodes, recipe.ptx.coefficient)
 
     updater = Updater(policy, optimizer, recipe.learner, forward, joint=joint)
-    return PolicyLearner(policy, updater, recipe.loss, recipe.kl, recipe.entropy, extend)
+    old = recipe.loss.old_source(rollouts_may_differ(recipe, policy))
+    return PolicyLearner(policy, updater, recipe.loss, recipe.kl, recipe.entropy, old, extend)
 
 
 def make_credit(
@@ -487,7 +467,11 @@ def make_components(
     warnings += [*teacher_warnings, *too_long_tasks, *row_warnings, *credit_warnings, *manager.template_warnings()]
     rollouts, guards = make_rollouts(recipe, manager, order, run), Guards(recipe.guards)
     reference_model = open_reference(policy, learner.updater) if recipe.kl.coefficient > 0 else None
-    checkpointables: dict[str, Checkpointable | None] = {"critic": critic, "reference": learner.moving}
+    checkpointables: dict[str, Checkpointable] = {}
+    if critic is not None:
+        checkpointables["critic"] = critic.updater
+    if learner.moving is not None:
+        checkpointables["reference"] = learner.moving
     if isinstance(rollouts, AsyncRollouts):
         checkpointables["async_rollouts"] = rollouts
         # Load the reference model now: while transformers loads a model, torch's default dtype changes in all threads.
@@ -504,10 +488,9 @@ def make_components(
         tasks,
         left_out,
         stateful=state | {"reward": credit.rewards.running},
-        checkpointables={name: part for name, part in checkpointables.items() if part is not None},
+        checkpointables=checkpointables,
         remote={} if critic is None or critic.updater.remote_state is None else {"critic": critic.updater.remote_state},
         warnings=warnings,
         callbacks=callbacks,
     )
-    old = recipe.loss.old_source(rollouts_may_differ(recipe, policy))
-    return Components(trainer, rollouts, guards, learner, credit, critic, teacher, reference_model, ptx, old)
+    return Components(trainer, rollouts, guards, learner, credit, critic, teacher, reference_model, ptx)

@@ -5,11 +5,11 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -42,25 +42,15 @@ from posttrain.rollout.driver import (
 from posttrain.rollout.filters import has_signal, most_uncertain
 from posttrain.seeds import random_stream
 
-# -- who plays
-# ----------------------------------------------------------------------------------------------------------
+# -- who plays --------------------------------------------------------------------------------------------------------
 
 
 def sharding_of(engine: Engine) -> EpisodeSharding:
     """How several processes divide episodes: an engine in this process plays this process's groups; an engine outside
-    this process plays all groups, on behalf of rank 0.
-    """
+    this process plays all groups, on behalf of rank 0."""
     if current_world().is_single_process:
         return EpisodeSharding.NONE
     return EpisodeSharding.BY_GROUP if isinstance(engine, LocalEngine) else EpisodeSharding.RANK0
-
-
-class Sleeper(Protocol):
-    """An optimizer whose state may be in CPU memory while it is not used."""
-
-    def sleep(self) -> None: ...
-
-    def wake(self) -> None: ...
 
 
 class RolloutManager:
@@ -88,8 +78,8 @@ class RolloutManager:
             logs: directory for the logs of an engine in another process.
             agent: the program that plays the episodes.
         """
-        self.sleepers: list[Sleeper] = []
-        """What leaves the device while episodes are sampled."""
+        self.sleepers: list[Any] = []
+        """Optimizers and critics whose state leaves the device while episodes are sampled, by `sleep` and `wake`."""
         self.played: Played = quiet
         """Called as each episode of a training batch ends, unless another thread samples it."""
         self.policy = policy
@@ -151,8 +141,7 @@ class RolloutManager:
                 optimizer.wake()
 
 
-# -- which tasks
-# --------------------------------------------------------------------------------------------------------
+# -- which tasks ------------------------------------------------------------------------------------------------------
 
 
 class TaskOrder:
@@ -200,8 +189,7 @@ class TaskOrder:
         return self._shuffled[1]
 
 
-# -- the episodes of a step
-# ---------------------------------------------------------------------------------------------
+# -- the episodes of a step -------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -242,7 +230,7 @@ def collect(
     wanted, dynamic = rollout.groups_per_step, rollout.filter.type == "dynamic"
     batch = RolloutBatch([], [])
     kept: list[list[Episode]] = []
-    rounds = rollout.filter.max_rounds if rollout.filter.type == "dynamic" else 1
+    rounds = rollout.filter.max_rounds if dynamic else 1
     for _ in range(rounds):
         groups = _play_groups(worker, tasks, wanted - len(kept), step, batch, greedy, play)
         kept += [group for group in groups if has_signal(group)] if dynamic else groups
@@ -285,38 +273,25 @@ def _play_groups(
     return [[e for e in usable if e.group == group] for group in groups]
 
 
-class Rollouts(Protocol):
-    """The batches of a run, step by step. `running` is a context manager around the steps."""
-
-    phase: str
-    """Name of the time of `take` in the metrics."""
-    manager: RolloutManager
-
-    def running(self, step: int) -> Any:
-        """Context manager inside which batches are sampled, starting with that of `step`."""
-        ...
-
-    def take(self, step: int) -> RolloutBatch:
-        """The batch of `step`."""
-        ...
-
-    def learned(self, step: int) -> None:
-        """Called when the policy has the weights after `step`."""
-        ...
+def counters_since(before: EngineCounters, engine: Engine) -> EngineCounters:
+    """The work of the engine since it had the counters `before`, and the largest size of its cache so far."""
+    work = {name: value - getattr(before, name) for name, value in asdict(engine.counters).items()}
+    return EngineCounters(**work | {"cache_bytes": engine.counters.cache_bytes})
 
 
 class SyncRollouts:
-    """Samples the batch of a step on request: `rollout.async_rollouts: 0`."""
+    """The batches of a run, each sampled on request: `rollout.async_rollouts: 0`."""
 
     phase = "rollout"
+    """Name of the time of `take` in the metrics."""
 
     def __init__(self, manager: RolloutManager, tasks: TaskOrder, greedy: bool = False) -> None:
         """`greedy`: as in `collect`."""
         self.manager, self.tasks, self.greedy = manager, tasks, greedy
 
-    @contextmanager
-    def running(self, step: int) -> Iterator[None]:
-        yield
+    def running(self, step: int) -> AbstractContextManager[None]:
+        """Context manager inside which batches are sampled, starting with that of `step`."""
+        return nullcontext()
 
     def take(self, step: int) -> RolloutBatch:
         """Sample with the current weights. Several processes divide the groups, and each receives all of them."""
@@ -327,19 +302,17 @@ class SyncRollouts:
             play = partial(collect_episodes, played=self.manager.played)
             batch = collect(worker, self.tasks, step, self.greedy, play)
             batch.metrics["time/weights"] = loaded
-        work = asdict(engine.counters.since(counters))
-        of_ranks = current_world().gather([work])
-        batch.counters = EngineCounters(**{name: sum(each[name] for each in of_ranks) for name in work})
+        work = asdict(counters_since(counters, engine))
+        ranks = current_world().gather([work])
+        batch.counters = EngineCounters(**{name: sum(rank[name] for rank in ranks) for name in work})
         batch.seconds = time.perf_counter() - begun
         return batch
 
     def learned(self, step: int) -> None:
-        pass
+        """Called when the policy has the weights after `step`."""
 
 
-# -- metrics
-# ------------------------------------------------------------------------------------------------------------
-
+# -- metrics ----------------------------------------------------------------------------------------------------------
 
 AGENT_ENDINGS = (
     *("agent/finished", "agent/timed_out", "agent/crashed", "agent/not_started"),
@@ -367,8 +340,9 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     for episode in played:
         by_group[episode.group].append(episode.total_reward)
     spreads = [float(np.std(returns)) for returns in by_group.values() if len(returns) > 1]
-    repeats = [_repeats(stream.ids, stream.sampled) for e in played for stream in e.streams]
-    pairs = sum(count for _, count in repeats)
+    streams = [stream for e in played for stream in e.streams]
+    repeated = sum(int((s.sampled[1:] & (s.ids[1:] == s.ids[:-1])).sum()) for s in streams)
+    pairs = sum(int(s.sampled[1:].sum()) for s in streams)
     metrics = {
         "rollout/episodes": float(len(episodes)),
         "rollout/kept": float(len(batch.episodes)),
@@ -378,7 +352,7 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         **_mean("rollout/rejected_share", [bool(turn.info.get("rejected")) for turn in turns]),
         **_mean("rollout/return", [e.total_reward for e in played]),
         **_mean("reward/group_spread", spreads),
-        "policy/repeated_share": sum(repeated for repeated, _ in repeats) / max(pairs, 1),
+        "policy/repeated_share": repeated / max(pairs, 1),
         "tokens/sampled": float(batch.counters.sampled),
         "tokens/prefilled": float(batch.counters.prefilled),
         "tokens/reused": float(batch.counters.reused),
@@ -407,11 +381,6 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         metrics |= {key: float(sum(i["ending"] == key.partition("/")[2] for i in agents)) for key in AGENT_ENDINGS}
         metrics |= {key: float(sum(i[key.partition("/")[2]] for i in agents)) for key in AGENT_COUNTS}
     return metrics | batch.metrics
-
-
-def _repeats(ids: np.ndarray, sampled: np.ndarray) -> tuple[int, int]:
-    """Number of sampled tokens equal to the preceding token, and number of tokens compared."""
-    return int((sampled[1:] & (ids[1:] == ids[:-1])).sum()), int(sampled[1:].sum())
 
 
 def _mean(name: str, values: list) -> dict[str, float]:

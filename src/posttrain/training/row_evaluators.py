@@ -1,98 +1,118 @@
 """Evaluators of held-out rows: loss per token, and accuracy of comparisons."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
 from posttrain.data.rendering import Renderer
 from posttrain.data.tokens import TokenRow
 from posttrain.evaluation.statistics import calibration, pair_accuracy, probability_above, ratio
-from posttrain.models.forward import TokenScores
 from posttrain.models.reward import RewardModel
 from posttrain.rollout.driver import Played, quiet
 from posttrain.runs.intervals import Estimate
 from posttrain.runs.tables import START, TRAINED, Table, checkpoint_note
+from posttrain.training.evaluators import Evaluator
 from posttrain.training.objectives import PairObjective, RewardObjective, UnpairedObjective, logprobs
 from posttrain.training.rows import DataSet, samples_of_row
 from posttrain.training.updater import Sample, Updater
 
 
-class LossEvaluator:
-    """Loss in nats per trained token, over all rows and over the rows of each domain."""
+class RowEvaluator(Evaluator, ABC):
+    """A measurement of held-out rows, over all rows and over the rows of each domain."""
+
+    measured: ClassVar[str]
+    """What is measured, for the title of the table."""
+    columns: ClassVar[tuple[str, ...]]
+    """Headings of `cells`."""
 
     def __init__(
-        self, learner: Updater[TokenScores], validation: Sequence[TokenRow], test: Sequence[TokenRow], title: str
+        self, learner: Updater[Any], validation: Sequence[TokenRow], test: Sequence[TokenRow], title: str
     ) -> None:
         """`validation`: rows of the learning curve. `test`: rows of the final table; if empty, the validation rows.
-        `title`: name of the run, for the table.
-        """
+        `title`: name of the run, for the table."""
         self.learner = learner
         self.validation, self.test = validation, test
         self.title = title
 
-    def baselines(self) -> dict[str, dict[str, Any]]:
-        return {}
-
     def curve(self, step: int, played: Played = quiet) -> dict[str, Any]:
-        return self._measure(self.validation, "validation", played) if self.validation else {}
+        return self.measure(self.validation, "validation", played) if self.validation else {}
 
     def final(self, step: int, played: Played = quiet) -> dict[str, Any]:
-        return self._measure(self.test or self.validation, "test", played)
-
-    def cost(self) -> str:
-        return f"measuring the loss on {len(self.test or self.validation)} held-out rows"
+        return self.measure(self.test or self.validation, "test", played)
 
     def tables(self, lines: Mapping[str, Mapping[str, Any]]) -> list[Table]:
         """Before and after, whole and by domain."""
         rows = []
         for policy, title in ((START, START), (TRAINED, "trained model")):
             values = lines.get(policy, {})
-            for key in [key for key in values if key.startswith("test/rows")]:
-                suffix = key.removeprefix("test/rows")
-                loss, low, high = (values[f"test/loss{part}{suffix}"] for part in ("", "_low", "_high"))
-                interval = f"[{low:.4f}, {high:.4f}]" if low is not None else "–"
+            for suffix in [key.removeprefix("test/rows") for key in values if key.startswith("test/rows")]:
                 note = checkpoint_note(values) if policy == TRAINED and not suffix else ""
-                domain, count = suffix.removeprefix("/") or "all", values[key]
-                rows.append((title, domain, f"{loss:.4f}", interval, f"{math.exp(loss):.2f}", str(count), note))
-        headings = ("policy", "rows of", "loss", "95% interval", "perplexity", "n", "note")
+                count = str(values[f"test/rows{suffix}"])
+                rows.append((title, suffix.removeprefix("/") or "all", *self.cells(values, suffix), count, note))
         about = "" if self.test else " They are the validation rows, which also chose the checkpoint."
         table = Table(
-            title=f"{self.title}: held-out rows",
-            headings=headings,
+            title=f"{self.title}: held-out {self.measured}",
+            headings=("policy", "rows of", *self.columns, "n", "note"),
             rows=rows,
-            note="Loss in nats per trained token; `n` rows; intervals are 95%, over rows." + about,
+            note=f"{self.note}.{about}",
             words=("policy", "rows of", "note"),
         )
         return [table]
 
-    def artifacts(self) -> Sequence[str]:
-        return []
+    @property
+    @abstractmethod
+    def note(self) -> str:
+        """The meaning of the columns."""
 
-    def _measure(self, rows: Sequence[TokenRow], name: str, played: Played) -> dict[str, Any]:
-        samples = [(row, sample) for row in rows for sample in samples_of_row(row)]
-        count = len(samples)
-        scores = logprobs(
-            self.learner,
-            [sample for _, sample in samples],
-            lambda done: played(done * len(rows) // count, len(rows)),
+    @abstractmethod
+    def measure(self, rows: Sequence[TokenRow], name: str, played: Played) -> dict[str, Any]:
+        """The values of `rows`, under keys that begin with `name` and end with the domain."""
+
+    @abstractmethod
+    def cells(self, values: Mapping[str, Any], suffix: str) -> tuple[str, ...]:
+        """The cells of a row of the table, from the values whose keys end with `suffix`."""
+
+
+def _by_domain(rows: Sequence[TokenRow]) -> Iterator[tuple[str, np.ndarray]]:
+    """The suffix of keys, and which rows it is about [n] bool: all rows, then those of each domain."""
+    yield "", np.ones(len(rows), dtype=bool)
+    for domain in sorted({row.domain for row in rows if row.domain is not None}):
+        yield f"/{domain}", np.array([row.domain == domain for row in rows])
+
+
+class LossEvaluator(RowEvaluator):
+    """Loss in nats per trained token."""
+
+    measured = "rows"
+    columns = ("loss", "95% interval", "perplexity")
+    note = "Loss in nats per trained token; `n` rows; intervals are 95%, over rows"
+
+    def cost(self) -> str:
+        return f"measuring the loss on {len(self.test or self.validation)} held-out rows"
+
+    def cells(self, values: Mapping[str, Any], suffix: str) -> tuple[str, ...]:
+        loss, low, high = (values[f"test/loss{part}{suffix}"] for part in ("", "_low", "_high"))
+        return f"{loss:.4f}", "–" if low is None else f"[{low:.4f}, {high:.4f}]", f"{math.exp(loss):.2f}"
+
+    def measure(self, rows: Sequence[TokenRow], name: str, played: Played) -> dict[str, Any]:
+        owners, samples = zip(
+            *((n, sample) for n, row in enumerate(rows) for sample in samples_of_row(row)), strict=True
         )
-        nats: dict[int, float] = {}
-        tokens: dict[int, float] = {}
-        for (row, _), score in zip(samples, scores, strict=True):
-            nats[id(row)] = nats.get(id(row), 0.0) - float(score.sum(dtype="float64"))
-            tokens[id(row)] = tokens.get(id(row), 0.0) + len(score)
+        scores = logprobs(self.learner, samples, lambda done: played(done * len(rows) // len(samples), len(rows)))
+        nats, tokens = np.zeros(len(rows)), np.zeros(len(rows))
+        for number, score in zip(owners, scores, strict=True):
+            nats[number] -= float(score.sum(dtype="float64"))
+            tokens[number] += len(score)
         values: dict[str, Any] = {}
-        domains = sorted({row.domain for row in rows if row.domain is not None})
-        for domain in [None, *domains]:
-            chosen = [row for row in rows if domain is None or row.domain == domain]
-            estimate = ratio([nats[id(row)] for row in chosen], [tokens[id(row)] for row in chosen])
-            suffix = "" if domain is None else f"/{domain}"
+        for suffix, inside in _by_domain(rows):
+            estimate = ratio(nats[inside].tolist(), tokens[inside].tolist())
             values[f"{name}/loss{suffix}"] = estimate.value
             values[f"{name}/loss_low{suffix}"] = _known(estimate.low)
             values[f"{name}/loss_high{suffix}"] = _known(estimate.high)
-            values[f"{name}/rows{suffix}"] = len(chosen)
+            values[f"{name}/rows{suffix}"] = int(inside.sum())
         loss = values[f"{name}/loss"]
         values[f"{name}/perplexity"] = math.inf if loss > _LARGEST_EXPONENT else math.exp(loss)
         return values
@@ -106,7 +126,6 @@ def _known(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-Output = TypeVar("Output")
 _SHOWN_PAIRS = 3
 
 
@@ -118,12 +137,15 @@ def choice_of(metric: str) -> Callable[[dict[str, Any]], float]:
     return lambda values: -math.inf if values["validation/accuracy"] is None else values["validation/accuracy"]
 
 
-class PreferenceEvaluator(Generic[Output]):
-    """Accuracy, loss and margin of preference rows, over all rows and over the rows of each domain."""
+class PreferenceEvaluator(RowEvaluator):
+    """Accuracy, loss and margin of preference rows."""
+
+    measured = "comparisons"
+    columns = ("accuracy", "95% interval", "loss", "mean margin")
 
     def __init__(
         self,
-        learner: Updater[Output],
+        learner: Updater[Any],
         data: DataSet,
         title: str,
         objective_for: Callable[[Sequence[Sample]], PairObjective | UnpairedObjective | RewardObjective],
@@ -139,74 +161,48 @@ class PreferenceEvaluator(Generic[Output]):
             unpaired: the rows are single answers labeled good or bad, not pairs.
             model, renderer: given for a reward model, which stores the statistics of its rewards and prints examples.
         """
-        self.learner = learner
-        self.data = data
-        self.title = title
+        super().__init__(learner, data.validation, data.test, title)
         self.unpaired = unpaired
         self.objective_for = objective_for
         self.model = model
         self.renderer = renderer
         self._shown: list[str] = []
 
-    def baselines(self) -> dict[str, dict[str, Any]]:
-        return {}
-
-    def curve(self, step: int, played: Played = quiet) -> dict[str, Any]:
-        return self._values(self.data.validation, "validation", played) if self.data.validation else {}
-
     def final(self, step: int, played: Played = quiet) -> dict[str, Any]:
-        rows = self.data.final
+        rows = self.test or self.validation
         losses, chosen, rejected = self._compare(rows, played)
         if self.model is not None:
             both = np.concatenate([chosen, rejected])
-            if self.data.validation and self.data.test:
-                both = np.concatenate(self._compare(self.data.validation)[1:])
+            if self.validation and self.test:
+                both = np.concatenate(self._compare(self.validation)[1:])
             self.model.set_statistics(float(both.mean()), float(both.std(ddof=1)))
             self._shown = [*_calibration_lines(chosen - rejected), *self._sample_lines(rows, chosen, rejected)]
         return _summary(rows, losses, chosen, rejected, "test")
 
     def cost(self) -> str:
-        return f"ranking {len(self.data.final)} held-out rows"
+        return f"ranking {len(self.test or self.validation)} held-out rows"
 
-    def tables(self, lines: Mapping[str, Mapping[str, Any]]) -> list[Table]:
-        """Before and after, whole and by domain."""
-        rows = []
-        for policy, title in ((START, START), (TRAINED, "trained model")):
-            values = lines.get(policy, {})
-            for key in [key for key in values if key.startswith("test/rows")]:
-                suffix = key.removeprefix("test/rows")
-                share, low, high = (values[f"test/accuracy{part}{suffix}"] for part in ("", "_low", "_high"))
-                margin = values[f"test/margin{suffix}"]
-                note = checkpoint_note(values) if policy == TRAINED and not suffix else ""
-                rows.append(
-                    (
-                        title,
-                        suffix.removeprefix("/") or "all",
-                        "–" if share is None else f"{100 * share:.1f}%",
-                        "–" if low is None else f"[{100 * low:.1f}, {100 * high:.1f}]",
-                        f"{values[f'test/loss{suffix}']:.4f}",
-                        "–" if margin is None else f"{round(margin, 3) + 0.0:.3f}",
-                        str(values[key]),
-                        note,
-                    )
-                )
+    @property
+    def note(self) -> str:
         kind = "n pairs: the share whose better answer is ranked above the other; guessing gives 50%"
         if self.unpaired:
             kind = "n good and bad answers: the chance that a good one is ranked above a bad one"
-        about = "" if self.data.test else " They are the validation rows, which also chose the checkpoint."
-        table = Table(
-            title=f"{self.title}: held-out comparisons",
-            headings=("policy", "rows of", "accuracy", "95% interval", "loss", "mean margin", "n", "note"),
-            rows=rows,
-            note=f"{kind}; 95% intervals over rows.{about}",
-            words=("policy", "rows of", "note"),
+        return f"{kind}; 95% intervals over rows"
+
+    def cells(self, values: Mapping[str, Any], suffix: str) -> tuple[str, ...]:
+        share, low, high = (values[f"test/accuracy{part}{suffix}"] for part in ("", "_low", "_high"))
+        margin = values[f"test/margin{suffix}"]
+        return (
+            "–" if share is None else f"{100 * share:.1f}%",
+            "–" if low is None else f"[{100 * low:.1f}, {100 * high:.1f}]",
+            f"{values[f'test/loss{suffix}']:.4f}",
+            "–" if margin is None else f"{round(margin, 3) + 0.0:.3f}",
         )
-        return [table]
 
     def artifacts(self) -> Sequence[str]:
         return self._shown
 
-    def _values(self, rows: Sequence[TokenRow], name: str, played: Played) -> dict[str, Any]:
+    def measure(self, rows: Sequence[TokenRow], name: str, played: Played) -> dict[str, Any]:
         return _summary(rows, *self._compare(rows, played), name)
 
     def _compare(self, rows: Sequence[TokenRow], played: Played = quiet) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -241,10 +237,7 @@ def _summary(
     rows: Sequence[TokenRow], losses: np.ndarray, chosen: np.ndarray, rejected: np.ndarray, name: str
 ) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    domains = [row.domain for row in rows]
-    for domain in [None, *sorted({d for d in domains if d is not None})]:
-        inside = np.array([domain is None or d == domain for d in domains])
-        suffix = "" if domain is None else f"/{domain}"
+    for suffix, inside in _by_domain(rows):
         accuracy = _accuracy(chosen[inside], rejected[inside])
         values[f"{name}/rows{suffix}"] = int(inside.sum())
         values[f"{name}/accuracy{suffix}"] = _known(accuracy.value)

@@ -1,12 +1,12 @@
 """Rows of the supervised stages: training and held-out rows, the order of an epoch, samples for the learner, and the
-loop.
-"""
+loop."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -30,22 +30,11 @@ RARE = 0.05
 """Share of rows below which a label is rare."""
 
 
-class Rows(Protocol):
-    """Training rows in batches of one optimizer step."""
-
-    problems: Problems
-    """Problems of rows read during training. Problems of rows read earlier are in `DataSet.problems`."""
-
-    def batch(self, step: int) -> list[TokenRow]:
-        """Return the rows of update `step`, counted from 0. The result does not depend on earlier calls."""
-        ...
-
-
 @dataclass(frozen=True)
 class DataSet:
     """The rows of a supervised stage."""
 
-    train: Rows
+    train: "EpochRows | StreamedRows"
     updates_per_epoch: int
     """0 for streamed rows, whose number is unknown."""
     stored: list[TokenRow]
@@ -53,11 +42,6 @@ class DataSet:
     validation: list[TokenRow]
     test: list[TokenRow]
     problems: Problems
-
-    @property
-    def final(self) -> list[TokenRow]:
-        """Rows of the final evaluation."""
-        return self.test or self.validation
 
 
 def load_data(
@@ -102,15 +86,8 @@ def check_rows(recipe: SupervisedRecipe, data: DataSet) -> list[str]:
     """Return warnings about rows that the loss of the recipe cannot use well. InputError if it cannot be computed."""
     if recipe.kind == "unpaired":
         return _check_labels(recipe, data)
-    return _check_margins(recipe, data) if getattr(recipe.loss, "margin", False) else []
-
-
-def _check_margins(recipe: SupervisedRecipe, data: DataSet) -> list[str]:
-    """Return a warning if no training row has a margin above 0.
-
-    Raises InputError instead if the recipe names the column of margins. Streamed rows are not checked.
-    """
-    if not data.stored or any(row.margin for row in data.stored):
+    margins = getattr(recipe.loss, "margin", False)
+    if not (margins and data.stored) or any(row.margin for row in data.stored):  # streamed rows are not checked
         return []
     column = recipe.data.columns.margin
     problem = f"no training row has a number above 0 in the column `{column}`"
@@ -177,6 +154,7 @@ class EpochRows:
     ) -> None:
         self.rows = [row for rows in sources for row in rows]
         self.problems = Problems()
+        """Problems of rows read during training. Problems of rows read earlier are in `DataSet.problems`."""
         self.rows_per_update = rows_per_update
         self.seed = seed
         starts = np.cumsum([0, *map(len, sources)])
@@ -189,17 +167,15 @@ class EpochRows:
             raise InputError("data.train: no rows to train on; name files that have rows")
 
     def batch(self, step: int) -> list[TokenRow]:
+        """Return the rows of update `step`, counted from 0. The result does not depend on earlier calls."""
         epoch, part = divmod(step, self.updates_per_epoch)
-        chosen = self._order(epoch)[part * self.rows_per_update : (part + 1) * self.rows_per_update]
-        return [self.rows[i] for i in chosen]
-
-    def _order(self, epoch: int) -> np.ndarray:
         draws = random_stream(self.seed, "rows", epoch)
-        parts = []
+        passes_of_sources = []
         for rows, count in zip(self._sources, self._counts, strict=True):
             passes, rest = divmod(count, max(len(rows), 1))
-            parts += [*[rows] * passes, draws.permutation(rows)[:rest]]
-        return draws.permutation(np.concatenate(parts))
+            passes_of_sources += [*[rows] * passes, draws.permutation(rows)[:rest]]
+        order = draws.permutation(np.concatenate(passes_of_sources))
+        return [self.rows[i] for i in order[part * self.rows_per_update : (part + 1) * self.rows_per_update]]
 
 
 class StreamedRows:
@@ -307,25 +283,24 @@ class FixedRows:
         return samples
 
 
-# -- the loop
-# ------------------------------------------------------------------------------------------------------------
+# -- the loop ---------------------------------------------------------------------------------------------------------
 
 
-class SampleBatches(Protocol):
+class SampleBatches(ABC):
     """Samples in batches of one optimizer step."""
 
     updates_per_epoch: int
 
+    @abstractmethod
     def batch(self, step: int) -> list[Sample]:
         """Return the samples of update `step`, counted from 0."""
-        ...
 
     def warnings(self) -> list[str]:
         """Problems of rows that were read during training. Called after the last update."""
-        ...
+        return []
 
 
-class Batches:
+class Batches(SampleBatches):
     """The rows of a data set as batches of samples."""
 
     def __init__(self, data: DataSet, to_samples: Callable[[int, TokenRow], list[Sample]]) -> None:

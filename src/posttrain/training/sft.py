@@ -1,6 +1,6 @@
 """Supervised fine-tuning on rows of text or on the traces of an environment's expert."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -22,7 +22,7 @@ from posttrain.training.experts import expert_episodes, settings_warnings
 from posttrain.training.objectives import SupervisedObjective, token_forward
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.rollouts import RolloutManager
-from posttrain.training.row_evaluators import LossEvaluator
+from posttrain.training.row_evaluators import LossEvaluator, choice_of
 from posttrain.training.rows import Batches, SampleBatches, load_data, samples_of_row, train_on
 from posttrain.training.tasks import check_tasks
 from posttrain.training.trainer import Callback, LoopSettings, Trainer
@@ -74,7 +74,7 @@ def train(
         if recipe.data is not None:
             warnings += settings_warnings(evaluated, recipe.data.train)
     if recipe.chosen_by_loss:
-        best_by = negative_validation_loss
+        best_by = choice_of("loss")
     trainer = Trainer(
         LoopSettings.of(recipe, total),
         run,
@@ -89,12 +89,7 @@ def train(
     train_on(trainer, batches, lambda samples: objective, resume, console)
 
 
-def negative_validation_loss(values: Mapping[str, float]) -> float:
-    """The score that selects the best checkpoint by its loss on held-out rows; larger is better."""
-    return -values["validation/loss"]
-
-
-class _Traces:
+class _Traces(SampleBatches):
     """Expert traces in batches. Each epoch contains every trace once, in a different order.
 
     Attributes:
@@ -123,6 +118,3 @@ class _Traces:
         order = random_stream(self.recipe.seed, "traces", epoch).permutation(len(self.samples))
         chosen = order[part * self.recipe.rows_per_update : (part + 1) * self.recipe.rows_per_update]
         return [sample for i in chosen for sample in self.samples[i]]
-
-    def warnings(self) -> list[str]:
-        return []

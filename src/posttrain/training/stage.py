@@ -27,10 +27,8 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 def precision_notes(recipe: StageRecipe) -> list[str]:
     """One sentence for each model of `recipe` whose precision depends on this machine, with the selected dtype and the
-    reason,
-    and for each model whose bfloat16 is emulated. The first sentence is about `device: auto` if torch cannot use the
-    GPU.
-    """
+    reason, and for each model whose bfloat16 is emulated. The first sentence is about `device: auto` if torch cannot
+    use the GPU."""
     if recipe.remote is not None:
         return []
     notes = unused_gpu(recipe.model.device)
@@ -104,29 +102,23 @@ def with_threads(recipe: StageRecipe, resume: bool, console: Console) -> StageRe
     """
     if recipe.model.threads is not None or recipe.remote is not None:
         return recipe
-    if resume:
-        threads = RunDirectory.open(f"{recipe.runs}/{recipe.name}").load_recipe().model.threads
-    else:
-        threads = _threads_of(recipe, console)
-    model = recipe.model.model_copy(update={"threads": threads})
-    return recipe if threads is None else recipe.model_copy(update={"model": model})
-
-
-def _threads_of(recipe: StageRecipe, console: Console) -> int | None:
     from posttrain.models.cpu.threads import busy_processors, threads_beside
     from posttrain.models.load import resolve_device
 
-    if resolve_device(recipe.model.device).type != "cpu":
-        return None
-    busy = busy_processors()
-    threads = threads_beside(busy)
-    if threads is not None:
-        line = (
-            f"model.threads is {threads}: {busy:.0f} other threads are busy on this machine, so fewer are faster; "
-            "set model.threads to override"
-        )
-        show_line(console, line)
-    return threads
+    threads = None
+    if resume:
+        threads = RunDirectory.open(f"{recipe.runs}/{recipe.name}").load_recipe().model.threads
+    elif resolve_device(recipe.model.device).type == "cpu":
+        busy = busy_processors()
+        if (threads := threads_beside(busy)) is not None:
+            show_line(
+                console,
+                f"model.threads is {threads}: {busy:.0f} other threads are busy on this machine, so fewer are faster; "
+                "set model.threads to override",
+            )
+    if threads is None:
+        return recipe
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"threads": threads})})
 
 
 def with_engine(recipe: StageRecipe, console: Console) -> StageRecipe:

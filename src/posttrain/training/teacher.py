@@ -1,12 +1,10 @@
-"""Teachers score the tokens that the policy sampled: a model, a server, or the policy itself with additional
-context.
-"""
+"""Teachers score the tokens that the policy sampled: a model, a server, or the policy itself with additional context."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,19 +31,7 @@ _OF_EPISODES = ("success", "feedback")
 """Fields of a context that come from the episodes of a step, not from the task."""
 
 
-# -- what scores
-# --------------------------------------------------------------------------------------------------------
-
-
-class TokenScorer(Protocol):
-    """Scores sampled tokens."""
-
-    vocabulary: int
-    """Number of token ids in its distributions, from 0 on."""
-
-    def score(self, samples: Sequence[Sample]) -> list[TeacherScores | ChatRequestError]:
-        """Scores of the sampled tokens of each sample, or the error of a failed request."""
-        ...
+# -- what scores ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -57,12 +43,14 @@ class ModelScorer:
     positions_per_chunk: int
     tokens_per_batch: int
     vocabulary: int
+    """Number of token ids in its distributions, from 0 on."""
     top_k: int | None
     """Number of most probable tokens to report; `WHOLE` for all tokens, None for none."""
     initial: bool = False
     """Whether to score with the initial weights of a policy that is being trained."""
 
     def score(self, samples: Sequence[Sample]) -> list[TeacherScores | ChatRequestError]:
+        """Scores of the sampled tokens of each sample."""
         by_sample: dict[int, TeacherScores] = {}
         scoring: AbstractContextManager[None] = self.policy.as_reference() if self.initial else nullcontext()
         with scoring:
@@ -93,11 +81,11 @@ class ServerScorer:
     """A model behind servers. Rank 0 sends the requests."""
 
     servers: ScoringServers
-    vocabulary: int
     top_k: int | None
     """Number of most probable tokens to request; None for none."""
 
     def score(self, samples: Sequence[Sample]) -> list[TeacherScores | ChatRequestError]:
+        """Scores of the sampled tokens of each sample, or the error of a failed request."""
         prompts = [sample.stream.ids.tolist() for sample in samples]
         answers = current_world().on_rank0(lambda: self.servers.score(prompts, self.top_k or 0))
         return [
@@ -121,13 +109,7 @@ class ServerScorer:
         return TeacherScores(logprobs, candidates, distribution)
 
 
-# -- privileged context
-# -------------------------------------------------------------------------------------------------
-
-
-def fill_fields(text: str, values: Mapping[str, str]) -> str:
-    """`text` with each field of a teacher's context replaced by its value."""
-    return CONTEXT_FIELD.sub(lambda match: values[match[1]], text)
+# -- privileged context -----------------------------------------------------------------------------------------------
 
 
 class PrivilegedContext:
@@ -159,15 +141,20 @@ class PrivilegedContext:
     def applied(self, episodes: Sequence[Episode], samples: Sequence[Sample]) -> list[Sample | None]:
         """The samples as the teacher reads them; None if the context of the episode lacks a field.
 
-        `samples` are those of `samples_of_episodes`.
+        `samples` are those of `samples_of_episodes`. `success` is the first answer of the first other success of the group.
         """
         tasks = {seed: self._of_task(seed) for seed in {episode.seed for episode in episodes}}
         remaining, results = iter(samples), list[Sample | None]()
         for episode in episodes:
-            values = tasks[episode.seed] | self._of_episode(episode, episodes)
+            values = dict(tasks[episode.seed])
+            if isinstance(feedback := episode.turns[-1].info.get("feedback"), str):
+                values["feedback"] = feedback
+            others = (e for e in episodes if e.group == episode.group and e.index != episode.index and e.success)
+            if (success := next(others, None)) is not None:
+                values["success"] = success.turns[0].answer
             text = None
             if all(name in values for name in self.fields):
-                text = fill_fields(self.text, values)
+                text = CONTEXT_FIELD.sub(lambda match: values[match[1]], self.text)  # noqa: B023
             for _ in episode.streams:
                 sample = next(remaining)
                 results.append(None if text is None else self._with_text(episode, sample, text))
@@ -184,14 +171,6 @@ class PrivilegedContext:
             except NotImplementedError:
                 values.pop("reference", None)
         return {name: value for name, value in values.items() if name in self.fields}
-
-    def _of_episode(self, episode: Episode, episodes: Sequence[Episode]) -> dict[str, str]:
-        """`feedback` of the episode, and `success`: the first answer of the first other success of its group."""
-        feedback = episode.turns[-1].info.get("feedback")
-        values = {"feedback": feedback} if isinstance(feedback, str) else {}
-        others = (e for e in episodes if e.group == episode.group and e.index != episode.index and e.success)
-        success = next(others, None)
-        return values if success is None else values | {"success": success.turns[0].answer}
 
     def _with_text(self, episode: Episode, sample: Sample, text: str) -> Sample:
         stream = sample.stream
@@ -228,15 +207,14 @@ class PrivilegedContext:
         return replace(sample, stream=longer)
 
 
-# -- the teacher
-# --------------------------------------------------------------------------------------------------------
+# -- the teacher ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Teacher:
     """A scorer, and the additional context that it sees."""
 
-    scorer: TokenScorer
+    scorer: ModelScorer | ServerScorer
     context: PrivilegedContext | None
     max_failed_share: float
     """Maximum share of the episodes of a step whose scoring may fail."""
@@ -297,9 +275,7 @@ class Teacher:
 
 
 def reverse_kl(samples: Sequence[Sample]) -> dict[str, float]:
-    """`teacher/reverse_kl`: the mean over sampled tokens of log policy - log teacher, in nats; empty without
-    samples.
-    """
+    """`teacher/reverse_kl`: the mean over sampled tokens of log policy - log teacher, in nats; empty without samples."""
     gaps = [
         sample.stream.rollout_logprobs[sample.stream.sampled] - sample.teacher.logprobs
         for sample in samples
@@ -331,8 +307,8 @@ def open_teacher(
         InputError: there is no such model or server, its tokenizer differs, or the task lacks a field of the context.
     """
     warnings: list[str] = []
-    vocabulary = _output_size(policy)
-    scorer: TokenScorer
+    vocabulary = int(transformer(policy.model).config.vocab_size)
+    scorer: ModelScorer | ServerScorer
     if recipe.urls:
         if top_k == WHOLE:
             raise InputError(
@@ -340,17 +316,15 @@ def open_teacher(
             )
         servers = ScoringServers(recipe)
         tokenizer = policy.tokenizer
-
-        def decode(token: int) -> str:
-            return tokenizer.decode([token])
-
-        warnings += current_world().on_rank0(lambda: servers.check_tokenizer(decode, len(tokenizer)))
-        scorer = ServerScorer(servers, vocabulary, top_k)
+        warnings += current_world().on_rank0(
+            lambda: servers.check_tokenizer(lambda token: tokenizer.decode([token]), len(tokenizer))
+        )
+        scorer = ServerScorer(servers, top_k)
     else:
         teacher = policy
         if recipe.path is not None:
             teacher = _load(recipe, policy)
-            vocabulary = min(vocabulary, _output_size(teacher))
+            vocabulary = min(vocabulary, int(transformer(teacher.model).config.vocab_size))
         scorer = ModelScorer(
             teacher,
             temperature,
@@ -367,11 +341,7 @@ def open_teacher(
 def _load(recipe: TeacherRecipe, policy: Policy) -> Policy:
     """The model at `teacher.path`, on the policy's device. InputError if its tokenizer differs from the policy's."""
     assert recipe.path is not None
-    same = {
-        "device": policy.recipe.device,
-        "threads": policy.recipe.threads,
-        "chat_template": policy.recipe.chat_template,
-    }
+    same = policy.recipe.model_dump(include={"device", "threads", "chat_template"})
     try:
         teacher = Policy(ModelRecipe(path=recipe.path, dtype=recipe.dtype, **same), trained=False)
     except InputError as error:
@@ -379,18 +349,10 @@ def _load(recipe: TeacherRecipe, policy: Policy) -> Policy:
     ours, theirs = policy.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
     if ours != theirs:
         different = next(token for token in [*ours, *theirs] if ours.get(token) != theirs.get(token))
-        said = [
-            f"{'absent from' if ids.get(different) is None else f'{ids[different]} in'} the {name}'s"
-            for ids, name in ((theirs, "teacher"), (ours, "policy"))
-        ]
         raise InputError(
             f"teacher.path: the teacher {recipe.path} does not have the vocabulary of the policy {policy.recipe.path} (token "
-            f"{different!r} is {' and '.join(said)}); distill from a teacher with the policy's tokenizer"
+            f"{different!r} is {theirs.get(different, 'absent')} in the teacher's and {ours.get(different, 'absent')} in the "
+            "policy's); distill from a teacher with the policy's tokenizer"
         )
     teacher.model.requires_grad_(False)
     return teacher
-
-
-def _output_size(policy: Policy) -> int:
-    """Number of logits of the output layer."""
-    return int(transformer(policy.model).config.vocab_size)

@@ -281,42 +281,34 @@ class Trainer(Generic[Output]):
                 self.warn(take_events())
 
     def _require_room(self) -> None:
-        of_remote = sum(each.size for each in self.remote.values())
-        self.checkpoints.require_room(
-            self.settings.steps,
-            _bytes(self.model.saved_tensors().values()),
-            _bytes(self._tensors(1).values()) + of_remote,
-        )
+        remote = sum(each.size for each in self.remote.values())
+        policy, state = _bytes(self.model.saved_tensors().values()), _bytes(self._tensors(1).values())
+        self.checkpoints.require_room(self.settings.steps, policy, state + remote)
 
     def begin(self) -> None:
         """Evaluate before the first step. A resumed run makes up an evaluation that the interrupted run missed."""
-        if self.evaluated < 0:
-            self._measure_start()
+        # The results on the final data that the run is compared with: baseline policies and the initial model.
+        for evaluator in self.evaluators if self.evaluated < 0 else ():
+            for policy, baseline in evaluator.baselines().items():
+                self._log.write(0, "baseline", {"policy": policy, **baseline})
+        if self.evaluated < 0 and not self.settings.evaluate_start:
+            self.evaluated = 0
+        elif self.evaluated < 0:
+            values: dict[str, Any] = {}
+            if self.start is not None:
+                self.progress.message(
+                    "the result of the initial model on these episodes is taken from the run that trained it"
+                )
+                values = self.start.final
+            for evaluator in self.evaluators if self.start is None else ():
+                self.progress.message(f"{evaluator.cost()} with the initial model")
+                values |= evaluator.final(0, self.progress.played)
+            if values:
+                self._log.write(0, "baseline", {"policy": START, **values})
         evaluated = self.evaluated
         self._evaluate_if_due()
         if self.evaluated != evaluated:
             self.save()
-
-    def _measure_start(self) -> None:
-        """Log the results on the final data that the run is compared with: baseline policies and the initial model."""
-        values: dict[str, Any] = {}
-        for evaluator in self.evaluators:
-            for policy, baseline in evaluator.baselines().items():
-                self._log.write(0, "baseline", {"policy": policy, **baseline})
-        if not self.settings.evaluate_start:
-            self.evaluated = 0
-            return
-        for evaluator in self.evaluators:
-            if self.start is None:
-                self.progress.message(f"{evaluator.cost()} with the initial model")
-                values |= evaluator.final(0, self.progress.played)
-        if self.start is not None:
-            self.progress.message(
-                "the result of the initial model on these episodes is taken from the run that trained it"
-            )
-            values = self.start.final
-        if values:
-            self._log.write(0, "baseline", {"policy": START, **values})
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -342,7 +334,11 @@ class Trainer(Generic[Output]):
         self.step += 1
         metrics |= {f"time/{name}": seconds for name, seconds in self.seconds.items()}
         metrics["time/step"] = sum(self.seconds.values())
-        metrics |= _peak_memory()
+        # Peaks so far, in bytes: resident memory of this process, and torch's allocations on its GPU.
+        unit = 1 if sys.platform == "darwin" else 1024
+        metrics["memory/process"] = float(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        if torch.cuda.is_initialized():
+            metrics["memory/gpu"] = float(torch.cuda.max_memory_allocated())
         self.seconds.clear()
         self._log.write(self.step, "train", metrics)
         self.progress.update(self.step, metrics)
@@ -373,8 +369,11 @@ class Trainer(Generic[Output]):
     def _evaluate(self) -> bool:
         values: dict[str, Any] = {}
         with self.phase("evaluation"):
-            if self.step == 0 and self.start is not None:
-                values |= self._copy_evaluation(self.start)
+            if self.step == 0 and self.start is not None and self.start.curve:
+                file = episodes_file(self.start.run.episodes, self.start.step, "evaluation")
+                if file.is_file():
+                    write_episodes(self.run.episodes, 0, "evaluation", read_episodes(file).episodes)
+                    values |= self.start.curve
             for evaluator in self.evaluators if not values else ():
                 values |= evaluator.curve(self.step, self.progress.played)
         value = self.best_by(values) if self.best_by is not None else 0.0
@@ -389,14 +388,6 @@ class Trainer(Generic[Output]):
             self._remember()
         self._call(lambda callback: callback.on_evaluation(self.step, values))
         return improved
-
-    def _copy_evaluation(self, start: StartValues) -> dict[str, Any]:
-        """Copy the episodes of `start.curve`, and return its values; empty if that run has not stored them."""
-        file = episodes_file(start.run.episodes, start.step, "evaluation")
-        if not start.curve or not file.is_file():
-            return {}
-        write_episodes(self.run.episodes, 0, "evaluation", read_episodes(file).episodes)
-        return start.curve
 
     def _call(self, function: Callable[[Callback], None]) -> None:
         for callback in self.callbacks if self._world.is_rank0 else ():
@@ -418,8 +409,8 @@ class Trainer(Generic[Output]):
     def _tensors(self, step: int) -> dict[str, torch.Tensor]:
         """All tensors of a checkpoint of `step` except the model's and the random states."""
         # Before the first step, every process has the same optimizer state.
-        of_optimizer = self.learner.optimizer.tensors() if step else {}
-        tensors = {f"optimizer/{name}": tensor for name, tensor in of_optimizer.items()}
+        state = self.learner.optimizer.tensors() if step else {}
+        tensors = {f"optimizer/{name}": tensor for name, tensor in state.items()}
         for owner, checkpointable in self.checkpointables.items():
             tensors |= {f"{owner}/{name}": tensor for name, tensor in checkpointable.tensors().items()}
         return tensors
@@ -463,10 +454,14 @@ class Trainer(Generic[Output]):
             self._evaluate()
         if missed:  # a guard or the time limit ended the run early
             self.save(later=self.settings.checkpoint.asynchronous)
-        step, values = self._restore_exported(), dict[str, Any]()
+        self._finished = True
+        step, values = self.step, dict[str, Any]()
         which, chosen = "last", "the last one"
-        if self._exports_best:
+        if self.best is not None and self.settings.export == "best":
+            step = self.best.step
             which, chosen = "best", "best of the curve" if step else UNIMPROVED
+        if step != self.step:
+            self.model.restore(self.checkpoints.policy(step))
         for evaluator in self.evaluators:
             self.progress.message(f"{evaluator.cost()} with the {which} checkpoint, step {step}")
             values |= evaluator.final(self.step, self.progress.played)
@@ -492,25 +487,6 @@ class Trainer(Generic[Output]):
         self._world.on_rank0(lambda: report_results(self.run, self.evaluators, directory, console, plots))
         ended = free_space if self.settings.checkpoint.keep_state == "while_running" else share_equal_files
         self._world.on_rank0(lambda: ended(self.run))
-
-    @property
-    def _exports_best(self) -> bool:
-        return self.best is not None and self.settings.export == "best"
-
-    def _restore_exported(self) -> int:
-        """Load the weights of the checkpoint to export into the model; returns its step."""
-        self._finished = True
-        step = self.best.step if self.best is not None and self._exports_best else self.step
-        if step != self.step:
-            self.model.restore(self.checkpoints.policy(step))
-        return step
-
-
-def _peak_memory() -> dict[str, float]:
-    """Peak memory so far, in bytes, as metrics: resident memory of this process, and torch's allocations on its GPU."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = {"memory/process": float(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)}
-    return peak | ({"memory/gpu": float(torch.cuda.max_memory_allocated())} if torch.cuda.is_initialized() else {})
 
 
 def random_states(device: torch.device) -> dict[str, torch.Tensor]:

@@ -35,7 +35,6 @@ from posttrain.recipe.units import (
     LearnedCredit,
     LeaveOneOutCredit,
     PrefixCredit,
-    ShareCredit,
     TruncationCredit,
     UnitCreditRecipe,
 )
@@ -79,54 +78,39 @@ class UnitValuer:
         """Tokens computed. A prompt that several texts of a pass share counts once."""
         self.clipped = 0
         """Values at or beyond the clip."""
-        tokenizer = model.tokenizer
-
-        def ids(text: str) -> list[int]:
-            encoded: list[int] = tokenizer.encode(text, add_special_tokens=False)
-            return encoded
-
-        self.ids = RenderingTokens(model.end_token, frozenset(model.end_tokens), ids(" ")[0])
+        space = model.tokenizer.encode(" ", add_special_tokens=False)[0]
+        self.ids = RenderingTokens(model.end_token, frozenset(model.end_tokens), space)
 
     def prefixes(self, answers: Sequence[JudgedAnswer], one_pass: bool) -> list[np.ndarray]:
         """Per answer [K + 1] float64: the value of the prompt alone, after each unit, and of the whole answer, R."""
         lengths = [prefix_lengths(answer.stream, answer.units) for answer in answers]
+        values: list[np.ndarray] = []
         if one_pass:
-            values = self._probed(answers, lengths)
+            remaining = iter(lengths)
+            # Tokens after the longest prefix are not needed.
+            for group in self._groups(answers, [int(prefixes[-1]) + len(prefixes) for prefixes in lengths]):
+                group_lengths = [next(remaining) for _ in group]
+                streams = [a.stream.ids[: prefixes[-1]] for a, prefixes in zip(group, group_lengths, strict=True)]
+                values += [self._scaled(rewards) for rewards in self.model.prefix_rewards(streams, group_lengths)]
         else:
-            prefixes = (
-                (self._ended(a.stream.ids[:n]) for n in prefix.tolist())
-                for a, prefix in zip(answers, lengths, strict=True)
-            )
-            values = self._score(answers, prefixes)
+            for answer, prefixes in zip(answers, lengths, strict=True):
+                texts = [answer.stream.ids[:n] for n in prefixes.tolist()]
+                ended = [ids if int(ids[-1]) in self.ids.ends else np.append(ids, self.ids.end) for ids in texts]
+                values.append(self._score(answer, ended))
         return [np.append(prefix, answer.outcome) for prefix, answer in zip(values, answers, strict=True)]
 
     def coalitions(self, answers: Sequence[JudgedAnswer], members: Sequence[Sequence[int]]) -> list[dict[int, float]]:
         """Per answer: the values of its coalitions of units, and of the whole answer, R."""
-        texts = (
-            (render_coalition(answer.stream, answer.units, coalition, self.ids) for coalition in coalitions)
-            for answer, coalitions in zip(answers, members, strict=True)
-        )
-        values = self._score(answers, texts)
-        return [
-            dict(zip(coalitions, scores.tolist(), strict=True)) | {(1 << len(answer.units)) - 1: answer.outcome}
-            for coalitions, scores, answer in zip(members, values, answers, strict=True)
-        ]
+        values = []
+        for answer, coalitions in zip(answers, members, strict=True):
+            texts = (render_coalition(answer.stream, answer.units, coalition, self.ids) for coalition in coalitions)
+            scores = dict(zip(coalitions, self._score(answer, texts).tolist(), strict=True))
+            values.append(scores | {(1 << len(answer.units)) - 1: answer.outcome})
+        return values
 
     def blanked(self, answers: Sequence[JudgedAnswer]) -> list[np.ndarray]:
         """Per answer [K] float64: the values of the published counterfactuals of its units."""
-        texts = ((blanked_prefix(a.stream, *unit, self.ids) for unit in a.units) for a in answers)
-        return self._score(answers, texts)
-
-    def _probed(self, answers: Sequence[JudgedAnswer], lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Values of the prefixes of each answer, of the given lengths, in one pass per answer."""
-        values: list[np.ndarray] = []
-        remaining = iter(lengths)
-        # Tokens after the longest prefix are not needed.
-        for group in self._groups(answers, [int(prefixes[-1]) + len(prefixes) for prefixes in lengths]):
-            of_group = [next(remaining) for _ in group]
-            streams = [a.stream.ids[: prefixes[-1]] for a, prefixes in zip(group, of_group, strict=True)]
-            values += [self._scaled(rewards) for rewards in self.model.prefix_rewards(streams, of_group)]
-        return values
+        return [self._score(a, (blanked_prefix(a.stream, *unit, self.ids) for unit in a.units)) for a in answers]
 
     def _groups(self, answers: Sequence[JudgedAnswer], sizes: Sequence[int]) -> Iterator[list[JudgedAnswer]]:
         """The answers in order, in groups of at most `tokens_per_batch` tokens."""
@@ -147,14 +131,8 @@ class UnitValuer:
         if group:
             yield group
 
-    def _score(self, answers: Sequence[JudgedAnswer], texts: Iterable[Iterable[np.ndarray]]) -> list[np.ndarray]:
-        """Per answer: the values [K] of K texts, each scored separately. The texts share the prompt of the answer.
-
-        Only the texts of one answer exist at a time, because there may be hundreds.
-        """
-        return [self._score_one(answer, of_answer) for answer, of_answer in zip(answers, texts, strict=True)]
-
-    def _score_one(self, answer: JudgedAnswer, texts: Iterable[np.ndarray]) -> np.ndarray:
+    def _score(self, answer: JudgedAnswer, texts: Iterable[np.ndarray]) -> np.ndarray:
+        """The values [K] of K texts, each scored separately, which share the prompt of `answer`."""
         prompt, label = int(np.argmax(answer.stream.sampled)), f"{answer.label}, without some of its units,"
         samples = [
             Sample(stream_of(ids, np.arange(len(ids)) >= prompt), label, np.zeros(0, np.float32)) for ids in texts
@@ -168,9 +146,6 @@ class UnitValuer:
             prompts = {s.ids[~s.sampled].tobytes(): int((~s.sampled).sum()) for s in chosen}
             self.tokens += sum(prompts.values()) + sum(int(s.sampled.sum()) for s in chosen)
         return self._scaled(values)
-
-    def _ended(self, ids: np.ndarray) -> np.ndarray:
-        return ids if int(ids[-1]) in self.ids.ends else np.append(ids, self.ids.end)
 
     def _scaled(self, values: np.ndarray) -> np.ndarray:
         scaled = np.array([self.scale(float(value)) for value in values], dtype=np.float64)
@@ -219,12 +194,12 @@ class UnitCreditor:
                 f"unit_credit: {path} and {model} have different tokenizers or chat templates, so units of sampled tokens are not "
                 "units of the reward model's input; train the reward model from a model of the same family"
             )
-        of_units = scorer.model.units is not None
-        if isinstance(settings, LearnedCredit) and not of_units:
+        rewards_units = scorer.model.units is not None
+        if isinstance(settings, LearnedCredit) and not rewards_units:
             raise InputError(
                 f"unit_credit.type: {path} rewards whole answers; train a reward model with `units`, or use `prefix`"
             )
-        if not isinstance(settings, LearnedCredit) and of_units:
+        if not isinstance(settings, LearnedCredit) and rewards_units:
             raise InputError(
                 f"unit_credit.type: {path} rewards units, and removing some of them changes the others; use "
                 "`unit_rewards`, or a reward model of whole answers"
@@ -274,8 +249,12 @@ class UnitCreditor:
     ) -> tuple[list[CreditedUnits | None], dict[str, float], list[str]]:
         """The units of each episode with their credit, metrics, and warnings."""
         begun = time.perf_counter()
-        scale = self.running.scaled if self.running.active else self._stored
-        valuer = UnitValuer(self.scorer.model, self.scorer.source.tokens_per_batch, scale, self.scorer.source.clip)
+        source = self.scorer.source
+        mean, std = self.scorer.statistics
+        scale: Callable[[float], float] = partial(scaled, mean=mean, std=std, clip=source.clip)
+        if self.running.active:
+            scale = self.running.scaled
+        valuer = UnitValuer(self.scorer.model, source.tokens_per_batch, scale, source.clip)
         scored = [number for number, e in enumerate(episodes) if e.turns and RAW in e.turns[-1].info]
         for number in scored:
             if len(episodes[number].streams) > 1:
@@ -284,7 +263,8 @@ class UnitCreditor:
                     "template rewrites history, but unit credit needs one; use another template, or remove unit_credit"
                 )
         chosen = [episodes[number] for number in scored]
-        spans = self._spans(chosen, self._samples_of(scored, episodes, samples))
+        first = np.cumsum([0, *(len(episode.streams) for episode in episodes)])
+        spans = self._spans(chosen, [samples[first[number]] for number in scored])
         answers = [
             JudgedAnswer(
                 e.streams[0], units, scale(e.turns[-1].info[RAW]), f"step {step} group {e.group} episode {e.index}"
@@ -312,24 +292,25 @@ class UnitCreditor:
         missing = [f"none of the {len(scored)} episodes has units; change unit_credit.segmenter"]
         return credited, metrics, [] if any(u is not None and u.has_units for u in credited) else missing
 
-    def _stored(self, raw: float) -> float:
-        return scaled(raw, *self.scorer.statistics, self.scorer.source.clip)
-
-    def _samples_of(
-        self, scored: Sequence[int], episodes: Sequence[Episode], samples: Sequence[Sample]
-    ) -> list[Sample]:
-        first = np.cumsum([0, *(len(e.streams) for e in episodes)])
-        return [samples[first[number]] for number in scored]
-
     def _spans(self, episodes: Sequence[Episode], samples: Sequence[Sample]) -> list[Spans]:
         if isinstance(self.settings, LearnedCredit):
-            return [_kept_units(episode) for episode in episodes]
+            spans = []
+            for episode in episodes:  # the units that the reward model rewarded when it scored the episode
+                sampled = np.flatnonzero(episode.streams[0].sampled)
+                ends = [place for place, _ in episode.turns[-1].info[OF_UNITS]]
+                cuts = np.concatenate([[0], np.searchsorted(sampled, ends) + 1]).astype(np.int64)
+                spans.append(Spans(cuts, np.ones(len(ends), dtype=bool)))
+            return spans
         segmenter = self.settings.segmenter
         entropies: Sequence[np.ndarray | None] = [None] * len(episodes)
         if isinstance(segmenter, EntropyUnits):
             with self.policy.as_reference():
-                of_samples = self.policy.compute(entropies_under, self.policy.model, samples, self.tokens_per_batch)
-            entropies = [on_stream(values, s.stream.sampled) for values, s in zip(of_samples, samples, strict=True)]
+                sampled_entropies = self.policy.compute(
+                    entropies_under, self.policy.model, samples, self.tokens_per_batch
+                )
+            entropies = [
+                on_stream(values, s.stream.sampled) for values, s in zip(sampled_entropies, samples, strict=True)
+            ]
         return [
             segment(segmenter, episode_answers(e, self.decode, None if values is None else [values]), self.decode)
             for e, values in zip(episodes, entropies, strict=True)
@@ -356,12 +337,11 @@ class UnitCreditor:
             return credits, [0.0] * len(answers)
         if isinstance(recipe, LearnedCredit):
             return [self._learned(episode, valuer.scale) for episode in episodes], [0.0] * len(answers)
-        return self._shared(recipe, answers), [0.0] * len(answers)
-
-    def _shared(self, recipe: ShareCredit, answers: Sequence[JudgedAnswer]) -> list[np.ndarray]:
         if recipe.type == "outcome":
-            return [estimators.last(a.outcome, len(a.units)) for a in answers]
-        return [estimators.even(a.outcome, a.units.is_unit) for a in answers]
+            credits = [estimators.last(a.outcome, len(a.units)) for a in answers]
+        else:
+            credits = [estimators.even(a.outcome, a.units.is_unit) for a in answers]
+        return credits, [0.0] * len(answers)
 
     def _learned(self, episode: Episode, scale: Callable[[float], float]) -> np.ndarray:
         """Unit rewards [K], normalized by position (without a fit, like outcomes) and clipped like outcomes."""
@@ -374,31 +354,19 @@ class UnitCreditor:
 
 
 def unit_metrics(units: Sequence[CreditedUnits | None]) -> dict[str, float]:
-    """Metrics of a step's unit credit: means over answers with units. `units/without` is a share of all scored
-    answers.
-    """
+    """Metrics of a step's unit credit: means over answers with units. `units/without` is a share of all scored answers."""
     scored = [answer for answer in units if answer is not None]
     having = [answer for answer in scored if answer.has_units]
     metrics = {"units/without": 1 - len(having) / len(scored)} if scored else {}
     if not having:
         return metrics
-    of_units = [answer.credits[answer.spans.is_unit] for answer in having]
-    credits = np.concatenate(of_units)
+    by_answer = [answer.credits[answer.spans.is_unit] for answer in having]
+    credits = np.concatenate(by_answer)
     return metrics | {
-        "units/per_answer": float(np.mean([len(part) for part in of_units])),
-        "units/tokens_per_unit": float(
-            np.mean([answer.spans.lengths[answer.spans.is_unit].mean() for answer in having])
-        ),
+        "units/per_answer": float(np.mean([len(part) for part in by_answer])),
+        "units/tokens_per_unit": float(np.mean([a.spans.lengths[a.spans.is_unit].mean() for a in having])),
         "units/credit": float(credits.mean()),
-        "units/spread": float(np.mean([part.std() for part in of_units])),
+        "units/spread": float(np.mean([part.std() for part in by_answer])),
         "units/negative": float((credits < 0).mean()),
         "units/residual": float(np.mean([abs(answer.residual) for answer in having])),
     }
-
-
-def _kept_units(episode: Episode) -> Spans:
-    """The units that the reward model rewarded when it scored the episode."""
-    sampled = np.flatnonzero(episode.streams[0].sampled)
-    ends = [place for place, _ in episode.turns[-1].info[OF_UNITS]]
-    cuts = np.concatenate([[0], np.searchsorted(sampled, ends) + 1]).astype(np.int64)
-    return Spans(cuts, np.ones(len(ends), dtype=bool))

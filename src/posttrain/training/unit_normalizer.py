@@ -176,12 +176,8 @@ def _details(fit: Fit) -> str:
         name: {place: None if np.isnan(value) else value for place, value in zip(names, values.tolist(), strict=True)}
         for name, values in columns.items()
     }
-    content |= {"r2": {"mean": _number(fit.r2_mean), "std": _number(fit.r2_std)}, "floor": fit.normalizer.floor}
-    return json.dumps(content, indent=1) + "\n"
-
-
-def _number(value: float) -> float | None:
-    return None if np.isnan(value) else value
+    r2 = {name: None if np.isnan(r2) else r2 for name, r2 in (("mean", fit.r2_mean), ("std", fit.r2_std))}
+    return json.dumps(content | {"r2": r2, "floor": fit.normalizer.floor}, indent=1) + "\n"
 
 
 def _shown(value: float) -> str:

@@ -35,10 +35,10 @@ def entropies_under(model: torch.nn.Module, samples: Sequence[Sample], tokens_pe
     `tokens_per_batch`: maximum number of tokens per forward pass.
     """
     entropies: dict[int, np.ndarray] = {}
-    alone = [replace(sample, side=None) for sample in samples]  # samples may be packed in any combination
+    unpaired = [replace(sample, side=None) for sample in samples]  # samples may be packed in any combination
     device = next(model.parameters()).device
-    for group in pack(alone, tokens_per_batch):
-        streams = [alone[i].stream for i in group]
+    for group in pack(unpaired, tokens_per_batch):
+        streams = [samples[i].stream for i in group]
         row = pack_row([s.ids for s in streams], [s.sampled for s in streams], lengths_of(base_decoder(model)))
         ids, positions, predictors, targets = (
             part.to(device)
@@ -52,7 +52,7 @@ def entropies_under(model: torch.nn.Module, samples: Sequence[Sample], tokens_pe
         with torch.no_grad():
             hidden = states_at(model, ids, positions, row.layout, predictors)
             scores = token_scores(model, hidden, targets, 1.0, _POSITIONS_PER_CHUNK)
-        cuts = np.cumsum([alone[i].sampled_tokens for i in group])[:-1]
+        cuts = np.cumsum([samples[i].sampled_tokens for i in group])[:-1]
         entropies |= dict(zip(group, np.split(scores.entropies.float().cpu().numpy(), cuts), strict=True))
     return [entropies[i] for i in range(len(samples))]
 
@@ -176,8 +176,8 @@ class UnitRewardObjective(RewardObjective):
             totals["units/effective"] = (number(unit_entropies(*parts).exp().sum()), answers)
             totals["units/spread"] = (number(unit_stds(*parts).sum()), answers)
         if self.units.entropy_coefficient:
-            of_answers = torch.tensor([sample.weight for sample in samples], device=output.rewards.device)
-            uneven = (unit_entropy_penalty(*parts, self.units.entropy_form) * of_answers).sum()
+            answer_weights = torch.tensor([sample.weight for sample in samples], device=output.rewards.device)
+            uneven = (unit_entropy_penalty(*parts, self.units.entropy_form) * answer_weights).sum()
             loss = loss + self.units.entropy_coefficient * uneven
             totals["loss/unevenness"] = (number(uneven), totals["loss/preference"][1])
         return loss, totals

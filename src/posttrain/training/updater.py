@@ -8,8 +8,8 @@ Each process gets all samples of an update. A process without a micro-batch comp
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -22,7 +22,9 @@ from posttrain.episode import CUT_OFF, Episode, Stream
 from posttrain.errors import RunError
 from posttrain.losses.distillation import TeacherScores
 from posttrain.models.cpu.backend import keep_freed_memory
+from posttrain.models.critic import SharedCritic
 from posttrain.models.packing import prompt_length, row_length, tree_order
+from posttrain.models.policy import TrainedModel
 from posttrain.recipe.model import LearnerRecipe
 from posttrain.rollout.driver import Played, quiet
 from posttrain.training.optimizer import Optimizer
@@ -159,10 +161,16 @@ def pack(samples: Sequence[Sample], budget: int, key: str = "learner.tokens_per_
 
 def _bundles(samples: Sequence[Sample], budget: int) -> list[tuple[int, list[int]]]:
     """(tokens of their row, indices) of samples that belong together."""
-    bundles: list[tuple[int, list[int]]] = []
-    for indices in _by_row([i for i, sample in enumerate(samples) if sample.side is not None], samples).values():
-        bundles.append((row_length([samples[i].stream.ids for i in indices]), indices))
-    for indices in _by_prompt([i for i, sample in enumerate(samples) if sample.side is None], samples).values():
+    rows: dict[int, list[int]] = defaultdict(list)
+    prompts: dict[tuple[bool, bytes], list[int]] = defaultdict(list)
+    for index, sample in enumerate(samples):
+        if sample.side is not None:
+            rows[sample.side.row].append(index)
+        else:
+            prompt = sample.stream.ids[: prompt_length(sample.stream.sampled)].tobytes()
+            prompts[sample.ptx, prompt].append(index)
+    bundles = [(row_length([samples[i].stream.ids for i in indices]), indices) for indices in rows.values()]
+    for indices in prompts.values():
         for at, shared in tree_order([samples[i].stream.ids for i in indices]):
             index, length = indices[at], samples[indices[at]].tokens
             if shared and bundles[-1][0] + length - shared <= budget:
@@ -172,28 +180,9 @@ def _bundles(samples: Sequence[Sample], budget: int) -> list[tuple[int, list[int
     return bundles
 
 
-def _by_prompt(indices: Sequence[int], samples: Sequence[Sample]) -> dict[tuple[bool, bytes], list[int]]:
-    groups: dict[tuple[bool, bytes], list[int]] = {}
-    for index in indices:
-        sample = samples[index]
-        prompt = sample.stream.ids[: prompt_length(sample.stream.sampled)].tobytes()
-        groups.setdefault((sample.ptx, prompt), []).append(index)
-    return groups
-
-
-def _by_row(indices: Sequence[int], samples: Sequence[Sample]) -> dict[int, list[int]]:
-    rows: dict[int, list[int]] = {}
-    for index in indices:
-        side = samples[index].side
-        assert side is not None
-        rows.setdefault(side.row, []).append(index)
-    return rows
-
-
 def divided(samples: Sequence[Sample], budget: int, processes: int) -> list[list[int]]:
     """Micro-batches of at most `budget` tokens, made by `pack`. If there would be fewer micro-batches than processes,
-    they are made smaller, as far as samples can be divided.
-    """
+    they are made smaller, as far as samples can be divided."""
     groups = pack(samples, budget)
     if len(groups) >= processes:
         return groups
@@ -217,21 +206,6 @@ Totals = dict[str, tuple[float, float]]
 Output = TypeVar("Output")
 """The result of a forward pass over a micro-batch: `TokenScores` of a policy, rewards [S] of a reward model."""
 Input = TypeVar("Input", contravariant=True)
-
-
-class Trainable(Protocol):
-    """The part of a model that the learner uses: a `TrainedModel`, or a head on one."""
-
-    version: int
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def training_mode(self, *draw: int | str) -> AbstractContextManager[None]: ...
-
-    def set_last_backward(self, last: bool) -> None: ...
-
-    def reshard(self) -> None: ...
 
 
 class Objective(Protocol[Input]):
@@ -264,7 +238,7 @@ class Updater(Generic[Output]):
 
     def __init__(
         self,
-        model: Trainable,
+        model: TrainedModel | SharedCritic,
         optimizer: Optimizer,
         settings: LearnerRecipe,
         forward: Callable[[Sequence[Sample]], Output],
@@ -284,6 +258,7 @@ class Updater(Generic[Output]):
         self.settings = settings
         self.forward = forward
         self.joint = dict(joint or {})
+        self._optimizers = [optimizer, *self.joint.values()]
         self.skipped_in_a_row = 0
         self.trained_tokens = 0
         self.computed: Played = quiet
@@ -306,7 +281,7 @@ class Updater(Generic[Output]):
         totals: Totals = {}
         if not signal:
             return {"optimizer/skipped": (0.0, 1.0), "optimizer/no_signal": (1.0, 1.0)}
-        shares = list(self._shares(self._groups([samples[i] for i in signal])))
+        shares = list(self._shares([samples[i] for i in signal]))
         parts: list[Any] = []
         done, total = 0, sum(len(group) for group, _ in shares)
         for number, (group, counts) in enumerate(shares):
@@ -316,7 +291,7 @@ class Updater(Generic[Output]):
                 loss, metrics = objective(output, chosen, [weights[signal[i]] for i in group])
                 self.model.set_last_backward(number == len(shares) - 1)
                 (loss / divisor if counts else loss * 0).backward()
-            for optimizer in self._optimizers():
+            for optimizer in self._optimizers:
                 optimizer.collect()
             parts.append(metrics | {"loss/total": (loss.detach(), 0.0)} if counts else {})
             done += len(group)
@@ -329,7 +304,7 @@ class Updater(Generic[Output]):
         add_totals(totals, *parts)
         parts, totals = self._world.gather([totals]), {}
         add_totals(totals, *parts)
-        for optimizer in self._optimizers():
+        for optimizer in self._optimizers:
             optimizer.add_up()
         finite = all(math.isfinite(float(optimizer.gradient_norm())) for optimizer in self.joint.values())
         norm = self.optimizer.step() if finite else math.nan
@@ -349,9 +324,8 @@ class Updater(Generic[Output]):
 
     def without_gradient(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Output]]:
         """Micro-batches of `samples` as indices, with the results of their forward passes. Every process gets all of
-        them.
-        """
-        for group, counts in self._shares(self._groups(samples)):
+        them."""
+        for group, counts in self._shares(samples):
             with torch.no_grad():
                 output = self.forward([samples[i] for i in group])
             if self._world.size == 1:
@@ -360,33 +334,22 @@ class Updater(Generic[Output]):
                 for indices, computed in self._world.gather([(group, _moved(output, "cpu"))] if counts else []):
                     yield indices, _moved(computed, self.model.device)
 
-    def _groups(self, samples: Sequence[Sample]) -> Iterator[list[int]]:
-        for group in divided(samples, self.settings.tokens_per_batch, self._world.size):
-            self.trained_tokens += sum(samples[i].tokens for i in group)
-            yield group
-
-    def _shares(self, groups: Iterable[list[int]]) -> Iterator[tuple[list[int], bool]]:
-        """This process's micro-batches, the same number on each process, and whether each counts or is a
-        placeholder.
-        """
-        if self._world.size == 1:
-            yield from ((group, True) for group in groups)
-            return
-        everyone = list(groups)
-        for start in range(0, len(everyone), self._world.size):
-            place = start + self._world.rank
-            counts = place < len(everyone)
+    def _shares(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], bool]]:
+        """This process's micro-batches of `samples`, the same number on each process, and whether each counts or is a
+        placeholder."""
+        groups = divided(samples, self.settings.tokens_per_batch, self._world.size)
+        self.trained_tokens += sum(sample.tokens for sample in samples)
+        for place in range(self._world.rank, len(groups) + self._world.rank, self._world.size):
+            counts = place < len(groups)
             # The last micro-batch is a small one.
-            yield everyone[place if counts else -1], counts
+            yield groups[place if counts else -1], counts
 
     def _skip(self, suspects: Sequence[Sample], objective: Objective[Output]) -> Totals:
         """Leave the weights unchanged. RunError if too many consecutive updates are skipped."""
         self._clear()
         labels = list(dict.fromkeys(s.label for s in suspects))
-        culprits = [
-            label for label in labels if not self._is_finite([s for s in suspects if s.label == label], objective)
-        ]
-        culprits = culprits or labels
+        by_label = {label: [s for s in suspects if s.label == label] for label in labels}
+        culprits = [label for label in labels if not self._is_finite(by_label[label], objective)] or labels
         self.skipped_in_a_row += 1
         named = ", ".join(culprits[:3]) + (f" and {len(culprits) - 3} more" if len(culprits) > 3 else "")
         self._warnings.append(f"update skipped: loss or gradient is not finite for {named}")
@@ -407,24 +370,29 @@ class Updater(Generic[Output]):
                 self.model.set_last_backward(True)
                 loss.backward()
         if finite:
-            trained = [p for optimizer in self._optimizers() for p in optimizer.parameters]
+            trained = [p for optimizer in self._optimizers for p in optimizer.parameters]
             finite = all(bool(torch.isfinite(local_shard(p.grad)).all()) for p in trained if p.grad is not None)
         self._clear()
         return not self._world.any(not finite)
 
     def _draw(self, number: int) -> tuple[int | str, ...]:
         """Names the dropout masks of this process's micro-batch `number` of the next update by its position among the
-        micro-batches of all processes, so that the masks do not depend on which process computes it.
-        """
+        micro-batches of all processes, so that the masks do not depend on which process computes it."""
         return self._keys[0], self.optimizer.updates, number * self._world.size + self._world.rank
-
-    def _optimizers(self) -> list[Optimizer]:
-        return [self.optimizer, *self.joint.values()]
 
     def _clear(self) -> None:
         self.model.reshard()
-        for optimizer in self._optimizers():
+        for optimizer in self._optimizers:
             optimizer.clear()
+
+
+def per_sample(updater: Updater[torch.Tensor], samples: Sequence[Sample]) -> list[np.ndarray]:
+    """[n] float32 for each sample, without gradient, from a forward pass that returns one number per sampled token."""
+    arrays: dict[int, np.ndarray] = {}
+    for group, numbers in updater.without_gradient(samples):
+        ends = np.cumsum([samples[i].sampled_tokens for i in group])[:-1]
+        arrays |= dict(zip(group, np.split(numbers.cpu().numpy(), ends), strict=True))
+    return [arrays[i] for i in range(len(samples))]
 
 
 def _moved(output: Any, device: torch.device | str) -> Any:

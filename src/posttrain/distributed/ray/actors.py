@@ -364,7 +364,7 @@ class RewardWorker(Worker):
 
         recipe = recipe_from(document)
         use_deterministic_kernels(recipe.hardware, recipe.model.device)
-        self.scorer = RewardScorer(recipe.reward, PolicyFiles(recipe.model), recipe.model.device)  # type: ignore[arg-type]
+        self.scorer = RewardScorer(recipe.reward, PolicyFiles(recipe.model).tokenizer, recipe.model.device)
 
     def statistics(self) -> tuple[float, float]:
         """Mean and standard deviation that rewards are normalized with."""

@@ -17,9 +17,7 @@ _REMEMBERED = 10_000
 
 
 class AgentEndpoint:
-    """Serves chat completions and messages in a thread, as a context manager. A key selects the session that
-    answers.
-    """
+    """Serves chat completions and messages in a thread, as a context manager. A key selects the session that answers."""
 
     name = "policy"
 
@@ -32,7 +30,9 @@ class AgentEndpoint:
         port = self._socket.getsockname()[1]
         self.url = f"http://{ADDRESS}:{port}"
         """Without the path `/v1`: OpenAI clients expect it in their base URL, Anthropic clients add it."""
-        self._server = http_server(guarded(application(self), port, self._check))
+        unknown = "unknown key; use the one in the environment of the agent"
+        app = guarded(application(self), port, lambda key: None if key in self._sessions else unknown)
+        self._server = http_server(app)
         self._thread = threading.Thread(
             target=self._server.run, args=([self._socket],), name="agent endpoint", daemon=True
         )
@@ -54,13 +54,9 @@ class AgentEndpoint:
         self._sessions[key] = session
         return key
 
-    def _check(self, key: str) -> str | None:
-        return None if key in self._sessions else "unknown key; use the one in the environment of the agent"
-
     async def answers(self, call: ChatCall, request: Any) -> list[ChatAnswer]:
         """The answer of the session of the request's key, computed in the session's event loop; cancelled if the client
-        closes the connection.
-        """
+        closes the connection."""
         if call.options.n != 1:
             raise CallRefused("n must be 1; send several requests")
         if call.options.logprobs:

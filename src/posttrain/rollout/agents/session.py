@@ -11,6 +11,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from posttrain.data.rendering import Message, Renderer
@@ -106,7 +107,9 @@ class AgentSession:
         limit = self.rollout.tokens_per_episode
         long = self.renderer.surely_longer(call.messages, call.tools, limit)
         if not long:
-            keys = _chain(call.messages, call.tools)
+            # The names of all prefixes of the conversation, one per message.
+            names = accumulate(call.messages, lambda key, message: _next(key, message, call.tools), initial="")
+            keys = list(names)[1:]
             text, prompt = self._prompt(call, keys)
         if long or len(prompt) >= limit:
             size = f"more than {limit}" if long else len(prompt)
@@ -133,7 +136,13 @@ class AgentSession:
         self, call: ChatCall, key: str, text: str, prompt: list[int], completion: Completion, stops: Sequence[str]
     ) -> ChatAnswer:
         """Append the answer to its stream, and record it for later prompts."""
-        number, stream = len(self.turns), self._stream(prompt)
+        number = len(self.turns)
+        # The longest stream all of whose tokens begin the prompt, else a new one.
+        lengths = {i: len(b.ids) for i, b in enumerate(self._builders) if prompt[: len(b.ids)] == b.ids}
+        stream = max(lengths, key=lambda index: lengths[index], default=len(self._builders))
+        if stream == len(self._builders):
+            self._builders.append(StreamBuilder())
+            self._conversations.append([])
         builder, answer = self._builders[stream], self.renderer.answer_text(completion.ids)
         builder.append(prompt[len(builder.ids) :])
         start = len(builder.ids)
@@ -158,13 +167,11 @@ class AgentSession:
         self._replies[call.digest] = reply
         return reply
 
-    # -- prompts and streams
-    # --------------------------------------------------------------------------------------------
+    # -- prompts and streams ------------------------------------------------------------------------------------------
 
     def _prompt(self, call: ChatCall, keys: Sequence[str]) -> tuple[str, list[int]]:
         """The prompt as text and as tokens, with the sampled ids of the latest answer of this episode that it
-        continues.
-        """
+        continues."""
         messages = [
             {"role": "assistant", "content": self._recorded[key][-1].answer} if key in self._recorded else message
             for message, key in zip(call.messages, keys, strict=True)
@@ -191,25 +198,11 @@ class AgentSession:
             return None
         # The template may trim an answer; its sampled ids are used regardless.
         marked = [*messages[:place], {"role": "assistant", "content": _ANSWER}, *messages[place + 1 :]]
-        start, found, after = self.renderer.text(marked, tools).partition(_ANSWER)
-        kept = found and start == recorded.prompt and (not recorded.ended or self.renderer.closes(after))
+        start, marker, after = self.renderer.text(marked, tools).partition(_ANSWER)
+        kept = marker and start == recorded.prompt and (not recorded.ended or self.renderer.closes(after))
         return after if kept else None
 
-    def _stream(self, prompt: list[int]) -> int:
-        """The longest stream all of whose tokens begin `prompt`, else a new one."""
-        lengths = {
-            index: len(builder.ids)
-            for index, builder in enumerate(self._builders)
-            if prompt[: len(builder.ids)] == builder.ids
-        }
-        if lengths:
-            return max(lengths, key=lambda index: lengths[index])
-        self._builders.append(StreamBuilder())
-        self._conversations.append([])
-        return len(self._builders) - 1
-
-    # -- the end
-    # --------------------------------------------------------------------------------------------------------
+    # -- the end ------------------------------------------------------------------------------------------------------
 
     def finish(self) -> tuple[list[Stream], list[Turn], list[Message]]:
         """End the session; returns the streams, the turns and the conversation of the last call.
@@ -240,21 +233,8 @@ class AgentSession:
         return streams, turns, messages
 
 
-def _normal(message: Message) -> list[Any]:
-    """The fields that identify a message. Clients drop ids and add other fields."""
+def _next(key: str, message: Message, tools: list[dict[str, Any]]) -> str:
+    """The name of the conversation `key` with another message: by the fields that clients keep."""
     functions = [call["function"] for call in message.get("tool_calls") or []]
     calls = [[function["name"], function.get("arguments") or {}] for function in functions]
-    return [message["role"], message.get("content") or "", calls]
-
-
-def _next(key: str, message: Message, tools: list[dict[str, Any]]) -> str:
-    """The name of the conversation `key` with another message."""
-    return digest(key or tools, _normal(message))
-
-
-def _chain(messages: Sequence[Message], tools: list[dict[str, Any]]) -> list[str]:
-    """The names of all prefixes of a conversation, one per message."""
-    keys: list[str] = []
-    for message in messages:
-        keys.append(_next(keys[-1] if keys else "", message, tools))
-    return keys
+    return digest(key or tools, [message["role"], message.get("content") or "", calls])

@@ -1,28 +1,114 @@
-"""Plays episodes with an agent: the task from the environment, the answers from the policy, the reward from a
-report.
-"""
+"""Plays episodes with an agent: the task from the environment, the answers from the policy, the reward from a report."""
 
+import asyncio
 import json
+import os
+import shlex
 import shutil
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from posttrain.distributed.process import ChildProcess
 from posttrain.environments.protocol import Environment, Observation, Step
 from posttrain.environments.rewards import SCORE, RewardFailure, RewardFunction, Scores, finite_scores, load_reward
-from posttrain.episode import Episode, Outcome, Stream, Turn
+from posttrain.episode import Episode, Outcome
 from posttrain.recipe.agent import AgentRecipe
 from posttrain.rollout.agents.endpoint import AgentEndpoint
-from posttrain.rollout.agents.process import AgentExit, AgentReport, read_report, run_agent
 from posttrain.rollout.agents.session import AgentSession
 from posttrain.rollout.driver import EnvironmentFailure, EpisodeRequest, EpisodeWorker, RolloutWorker, outcome_of
 
 _MAX_VARIABLE = 100_000
 """Maximum length of a variable in characters: Linux limits an environment variable to 128 KiB."""
+
+_READ = 1 << 20
+"""Number of bytes to read from the end of an agent's output."""
+_REPORT_KEYS = {"answer", "reward", "success", "scores"}
+
+
+# -- the process of an agent ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AgentExit:
+    """How an agent's process ended."""
+
+    code: int | None
+    """Exit code; None if the agent was stopped at its time-out."""
+    output: str
+    """The end of its standard output."""
+    errors: str
+    """The end of its standard error."""
+
+
+@dataclass(frozen=True)
+class AgentReport:
+    """The answer, reward and scores that an agent reported."""
+
+    answer: str
+    reward: Any = None
+    success: bool | None = None
+    scores: dict[str, Any] = field(default_factory=dict)
+
+
+async def run_agent(
+    command: str,
+    task: str,
+    seed: int,
+    variables: Mapping[str, str],
+    folder: Path,
+    timeout: float,
+    stop: asyncio.Event,
+) -> AgentExit:
+    """Run an agent until it exits, `timeout` seconds pass, or `stop` is set. OSError if it cannot be started.
+
+    Its children end with it. `folder` is an empty directory for its input and output.
+    """
+    words = [word.replace("{task}", task).replace("{seed}", str(seed)) for word in shlex.split(command)]
+    (folder / "input").write_text(task, encoding="utf-8")
+    with open(folder / "input", "rb") as stdin, open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:
+        process = ChildProcess(words, stdin=stdin, stdout=out, stderr=err, environment={**os.environ, **variables})
+    with process:
+        exited, stopped = asyncio.create_task(process.wait()), asyncio.create_task(stop.wait())
+        try:
+            done, _ = await asyncio.wait({exited, stopped}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            exited.cancel()
+            stopped.cancel()
+    return AgentExit(exited.result() if exited in done else None, _tail(folder / "out"), _tail(folder / "err"))
+
+
+def _tail(file: Path) -> str:
+    with open(file, "rb") as stream:
+        stream.seek(max(0, file.stat().st_size - _READ))
+        return stream.read().decode("utf-8", "replace")
+
+
+def read_report(text: str) -> AgentReport:
+    """The report in `text`: a JSON object, as the whole text or its last line. Otherwise the text is the answer."""
+    text = text.strip()
+    for candidate in (text, text.rpartition("\n")[2]):
+        try:
+            value = json.loads(candidate)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict) and value.keys() & _REPORT_KEYS:
+            success = value.get("success")
+            scores = value.get("scores")
+            return AgentReport(
+                answer=str(value.get("answer", "")),
+                reward=value.get("reward"),
+                success=success if isinstance(success, bool) else None,
+                scores=scores if isinstance(scores, dict) else {},
+            )
+    return AgentReport(text)
+
+
+# -- episodes ---------------------------------------------------------------------------------------------------------
 
 
 class AgentEnding(StrEnum):
@@ -52,43 +138,33 @@ class _AgentFailure(Exception):
         self.ending = ending
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AgentWorker(RolloutWorker):
     """Plays episodes by starting an agent for each. The engine keeps an episode open until the agent has ended."""
 
-    agent: AgentRecipe | None = None
-    endpoint: AgentEndpoint | None = None
+    agent: AgentRecipe
+    endpoint: AgentEndpoint
 
     @property
     def capacity(self) -> int:
-        assert self.agent is not None
         return min(self.engine.capacity, self.agent.max_concurrent)
 
     async def run_episode(self, request: EpisodeRequest) -> Episode:
-        assert self.agent is not None
         if self.agent.lockstep:
             return await super().run_episode(request)
         return await EpisodeWorker.run_episode(self, request)
 
     async def _run_attempt(self, request: EpisodeRequest, attempt: int) -> Episode:
-        assert self.agent is not None
-        assert self.endpoint is not None
         session = AgentSession(
-            self.engine,
-            self.renderer,
-            self.rollout,
-            self.sampling,
-            request,
-            attempt,
-            self.agent.lockstep,
+            self.engine, self.renderer, self.rollout, self.sampling, request, attempt, self.agent.lockstep
         )
         ending, failure, outcome = AgentEnding.FINISHED, None, Outcome.FAILED
-        result: tuple[float, dict[str, Any]] = 0.0, {}
+        step = Step([], 0.0, True, False)
         try:
             environment, observation = await self._start(request.seed)
             report = await self._report(session, environment, observation, request)
             step = await self._reward(environment, observation, report, request)
-            result, outcome = (step.reward, dict(step.info)), outcome_of(step)
+            outcome = outcome_of(step)
         except _AgentFailure as error:
             ending, failure = error.ending, f"the agent {error}"
         except (EnvironmentFailure, RewardFailure) as error:
@@ -99,7 +175,9 @@ class AgentWorker(RolloutWorker):
             raise session.error
         session.info["ending"] = ending.value
         if turns and outcome is not Outcome.FAILED:
-            _set_reward(turns[-1], streams, *result)
+            last = turns[-1]
+            last.reward, last.info = step.reward, {**last.info, **step.info}
+            streams[last.stream].rewards[last.stop - 1] += step.reward
         return Episode(
             seed=request.seed,
             group=request.group,
@@ -117,8 +195,6 @@ class AgentWorker(RolloutWorker):
         self, session: AgentSession, environment: Environment, observation: Observation, request: EpisodeRequest
     ) -> AgentReport:
         """Run the agent; returns its report. _AgentFailure if it does not finish."""
-        assert self.agent is not None
-        assert self.endpoint is not None
         folder = Path(tempfile.mkdtemp(prefix="posttrain-agent-"))
         task = observation.messages[-1]["content"] if observation.messages else ""
         key = self.endpoint.open(session)
@@ -161,7 +237,6 @@ class AgentWorker(RolloutWorker):
         self, environment: Environment, observation: Observation, report: AgentReport, request: EpisodeRequest
     ) -> Step:
         """The reward and the info of the last turn."""
-        assert self.agent is not None
         if self.agent.reward == "environment":
             return await self._step(environment, report.answer, request.seed)
         if self.agent.reward == "none":
@@ -202,9 +277,3 @@ def _check_exit(exit: AgentExit, session: AgentSession, timeout: float) -> None:
         raise _AgentFailure(
             AgentEnding.NEVER_CALLED, "exited without a call; it must use OPENAI_BASE_URL or ANTHROPIC_BASE_URL"
         )
-
-
-def _set_reward(turn: Turn, streams: Sequence[Stream], reward: float, info: dict[str, Any]) -> None:
-    turn.reward = reward
-    turn.info = {**turn.info, **info}
-    streams[turn.stream].rewards[turn.stop - 1] += reward
