@@ -118,12 +118,11 @@ def pytest_collection():
 
 @pytest.fixture(autouse=True, scope="session")
 def machine_read_once():
-    """Describe the commit and the packages once: a run starts git three times for it and reads the data of each package."""
+    """Describe the commit once: a run starts git three times for it."""
     from posttrain.runs import machine
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_commit", "_version"):
-            patch.setattr(machine, name, functools.cache(getattr(machine, name)))
+        patch.setattr(machine, "_commit", functools.cache(machine._commit))
         yield
 
 
