@@ -273,8 +273,9 @@ THINKING = Spans(np.array([0, 4, 7, 11, 13]), np.array([False, True, True, False
 @pytest.mark.parametrize(("kind", "expected"), [("even", [0, 1.5, 1.5, 0]), ("outcome", [0, 0, 0, 3])])
 def test_shares_of_the_outcome_go_to_units(kind, expected):
     creditor = object.__new__(UnitCreditor)
+    creditor.settings = ShareCredit(type=kind)
     answer = JudgedAnswer(stream_of(np.arange(3, 18), np.arange(15) >= 2), THINKING, 3.0, "an answer")
-    (credits,) = creditor._shared(ShareCredit(type=kind), [answer])
+    (credits,), _ = creditor._values([], [answer], None)
     np.testing.assert_array_equal(credits, expected)
 
 
