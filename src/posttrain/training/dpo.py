@@ -239,8 +239,10 @@ def mismatched_samples(samples: Sequence[Sample], pool: Sequence[TokenRow], max_
         prompt, count = _prompt(samples[0]), len(samples)
         other_rows = [row for row in pool if row.prompt != prompt]
         draws = random_stream("mismatched answers", prompt.hex())
-        places = draws.choice(len(other_rows), count, replace=len(other_rows) < count) if other_rows else []
-        others = [samples_of_row(other_rows[place])[0] for place in places]
+        others = []
+        if other_rows:
+            places = draws.choice(len(other_rows), count, replace=len(other_rows) < count).tolist()
+            others = [samples_of_row(other_rows[place])[0] for place in places]
         return [_mismatched(one, other, max_tokens) for one, other in zip(samples, others, strict=False)]
     order = [index for indices in by_prompt.values() for index in indices]
     donors: dict[int, int] = {}

@@ -160,7 +160,7 @@ class EpisodeEvaluator(Evaluator):
             # mean@k and pass@k, with their intervals.
             keys = [key for key in line if key.startswith((MEAN, PASS)) and not key.endswith(("_low", "_high"))]
             attempts = {key.replace("k/", ""): (line[key], line[f"{key}_low"], line[f"{key}_high"]) for key in keys}
-            rows.append(replace(row, scores=attempts | row.scores))
+            rows.append(replace(row, scores={**attempts, **row.scores}))
         return rows
 
     def _play(self, seeds: Sequence[int], step: int, split: Split, played: Played) -> dict[str, Any]:
