@@ -18,7 +18,7 @@ from tests.conftest import make_tokenizer, tiny_config
 from tests.evaluation.judge_server import serving
 from tests.journeys import ROOT, commands, dry, place_recipes, run, with_values
 
-PAGE, SECTION = "docs/migrating/memory_gspo.md", "Your own records"
+PAGE, SECTION = "docs/migrating/memory_gspo.md", "The records"
 MODEL = "Qwen/Qwen3-4B-Thinking-2507"
 LINE = "\n\n~/~/~/~/~/~/~/~/~/~/~/~\n\n"
 FIRST = ("Ada", "Bruno", "Carla", "Daniel", "Elif", "Farid", "Greta", "Hana", "Ivo", "Jonna", "Kofi", "Lena")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from posttrain.cli.runs import SplitName, episodes
+from posttrain.cli.runs import episodes
 from posttrain.episode import Advantages
 from posttrain.rollout.store import write_episodes
 from posttrain.rollout.view import view_episode
@@ -77,7 +77,7 @@ def test_the_command_chooses_episodes(run: RunDirectory, capsys: pytest.CaptureF
     assert capsys.readouterr().out.count("group 1 episode 1") == 1
     episodes(run.path, step=4, limit=2)
     assert "and 4 more; show them with --limit 6" in capsys.readouterr().out
-    episodes(run.path, step=4, split=SplitName.EVALUATION)
+    episodes(run.path, step=4, split="evaluation")
     assert "advantage" not in capsys.readouterr().out
 
 

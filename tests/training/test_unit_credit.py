@@ -219,7 +219,7 @@ def test_rewards_of_units_are_placed_in_their_units(tiny_model, unit_reward_mode
         ({"credit": {"type": "mt_grpo"}}, "adds up the rewards of a turn"),
         ({"reward": None}, "set `reward.path`"),
         ({"loss": {"type": "gspo"}}, "the mean advantage of its stream"),
-        ({"reward": {"path": "rm", "tokens_per_batch": 64}}, "more than the reward model's limit"),
+        ({"reward": {"path": "rm", "tokens_per_batch": 64}}, r"more than `reward\.tokens_per_batch` = 64"),
         ({"unit_credit": {"type": "prefix", "beta": 1.5}}, "less than or equal to 1"),
         ({"unit_credit": {"type": "unit_rewards", "fit": "a > b > c > d > 0"}}, "`fit` needs `normalizer`"),
     ],

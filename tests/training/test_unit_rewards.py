@@ -152,7 +152,6 @@ def test_a_run_learns_and_its_model_has_the_reported_scores(segmenter, tiny_mode
     path = directory.path / "model"
     kept = json.loads((path / "config.json").read_text())["posttrain_units"]
     assert kept["segmenter"]["type"] == segmenter["type"]
-    assert kept["aggregate"] == "mean"
     assert kept["reference"] == (str(tiny_model) if segmenter is ENTROPY else None)
     model = RewardModel(ModelRecipe(path=str(path)), new_head=False)
     assert model.units == StoredUnits.model_validate(kept)

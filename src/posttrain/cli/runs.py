@@ -76,7 +76,7 @@ def episodes(
             tokenizer = load_tokenizer(recipe.model)
             renderer = Renderer(tokenizer, load_end_tokens(recipe.model.path, tokenizer))
             kind: Literal["conversation"] | None = "conversation" if recipe.stage == "sft" else None
-            loss_on = getattr(recipe, "loss_on", "assistant")
+            loss_on: Any = getattr(recipe, "loss_on", "assistant")
             with original_folder(directory.path):
                 inspect_rows(recipe.data, kind, renderer, loss_on, limit, 1000, console)
             return

@@ -136,9 +136,9 @@ class World:
             except PosttrainError as error:
                 result = [(None, error)]
         gathered = self.gather(result)
-        for _, error in gathered:
-            if error is not None:
-                raise error
+        for _, raised in gathered:
+            if raised is not None:
+                raise raised
         return [value for value, _ in gathered]
 
 

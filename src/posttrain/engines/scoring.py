@@ -76,7 +76,7 @@ class ScoringServers:
         Raises:
             InputError: a text differs, so the teacher has another tokenizer; or a server does not answer.
         """
-        ids = []
+        ids: list[int] = []
         for token in dict.fromkeys(np.linspace(0, vocabulary - 1, 8 * _PROBED).astype(int).tolist()):
             word = decode(token)
             if len(word.strip()) > 1 and word.strip().isalnum() and word.isascii() and len(ids) < _PROBED:
