@@ -66,6 +66,16 @@ def write_records(folder):
     mixed.mkdir(parents=True)
     for file, part in (("train", rows[:-8]), ("valid", rows[-8:])):
         (mixed / f"{file}.jsonl").write_text("".join(json.dumps(record(*row)) + "\n" for row in part))
+    items = {
+        "retrieval": {"question": "Where do I live?", "answer": "Bern", "judge": "The reply says Bern."},
+        "update": {"update": "My locker is 77.", "question": "Which locker is mine?", "answer": "77", "diff": []},
+        "clarification": {"question": "When does my colleague Ida retire?", "answer": "", "judge": "It asks."},
+    }
+    for kind, item in items.items():
+        notes = folder / "data" / "eval" / kind / "1" / "user.md"
+        notes.parent.mkdir(parents=True)
+        notes.write_text("# Me\n- **city**: Bern\n")
+        (notes.parents[1] / "1_qa.jsonl").write_text(json.dumps(item) + "\n")
 
 
 CLARIFICATIONS = (
@@ -112,9 +122,14 @@ def write_model(folder):
 
 
 def says_done(frames, number):
-    """The judge: full points where the notes gained the new locker and lost nothing."""
+    """The judge: full points for the answer, for a question back, or where the notes gained the new locker and lost nothing."""
     lines = frames["changes"].split("\n")
-    right = "+- **locker**: 77" in lines and not any(re.match(r"-(?!--)", line) for line in lines)
+    if "locker" in frames["user"]:
+        right = "+- **locker**: 77" in lines and not any(re.match(r"-(?!--)", line) for line in lines)
+    elif "colleague" in frames["user"]:
+        right = "?" in frames["reply"]
+    else:
+        right = frames["reference"] in frames["reply"]
     return {"reason": "compared", "score": 10 if right else 0}
 
 
