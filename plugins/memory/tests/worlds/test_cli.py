@@ -52,8 +52,3 @@ def test_rows_and_columns_of_each_split(tmp_path, capsys):
 def test_wrong_keys_are_reported(word, told, capsys):
     assert main(["data", "worlds", word]) == 2
     assert told in " ".join(capsys.readouterr().err.split())
-
-
-def test_a_server_needs_a_model(capsys):
-    assert main(["data", "worlds", "--paraphrase-url", "http://localhost:1/v1"]) == 2
-    assert "given together" in " ".join(capsys.readouterr().err.split())

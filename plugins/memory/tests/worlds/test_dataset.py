@@ -1,20 +1,16 @@
-"""Rows of tasks: apart by world, unique by question, read back whole; records of the published agent; other words."""
+"""Rows of tasks: apart by world, unique by question, read back whole; records of the published agent."""
 
 import json
 
 import pytest
-from plugins.memory.tests.worlds.scenarios import apply_solution
 
 from posttrain.errors import InputError
 from posttrain_memory.worlds.dataset import SPLITS, read_row, row_of, samples
-from posttrain_memory.worlds.generation import question_key, tasks_of
-from posttrain_memory.worlds.paraphrase import Rewording, filler_lines
+from posttrain_memory.worlds.generation import question_key
 from posttrain_memory.worlds.recipe import RewardWeights, WorldRecipe
 from posttrain_memory.worlds.records import is_published_row, read_memories, read_published_row
-from posttrain_memory.worlds.render import make_world
 from posttrain_memory.worlds.replies import asks
 from posttrain_memory.worlds.rewards import score
-from posttrain_memory.worlds.truth import parse
 
 COUNTS = {"train": 12, "dev": 4, "test": 4}
 RECIPE = WorldRecipe(notes=8)
@@ -108,61 +104,3 @@ def test_records_of_the_published_agent_are_read(tmp_path):
     (tmp_path / "a" / "base_memory.json").write_text("[]")
     with pytest.raises(InputError, match="base_memory"):
         read_memories(tmp_path)
-
-
-def gentle(text):
-    """Other words that change no fact."""
-    return text.replace("Tell me", "I would like to know").replace("The ", "So the ").replace("What is", "What then is")
-
-
-FORGERS = {
-    "drops digits": lambda text: "".join("9" if c.isdigit() else c for c in text),
-    "adds a number": lambda text: f"{text} And 17 more.",
-    "adds a line": lambda text: f"{text}\n- weight: 3 kg",
-    "adds a link": lambda text: f"{text} [[user.md]]",
-    "says nothing": lambda text: "",
-    "adds a mark": lambda text: f"<reply>{text}</reply>",
-    "drops names": lambda text: " ".join(word for word in text.split() if not word[0].isupper()) or "so",
-    "denies": lambda text: f"It is not true that {text}",
-    "long": lambda text: text * 9,
-}
-
-
-def test_paraphrases_keep_every_fact_and_task():
-    reword = Rewording(gentle)
-    recipe = WorldRecipe(notes=10, filler=(3, 6))
-    world = make_world(3, recipe)
-    new, tasks = reword(world, recipe)
-    assert reword.counts["reworded"] > 10
-    assert new.files != world.files
-    assert parse(new.files, world.graph.theme_name).statements == world.graph.statements()
-    assert {task.question for task in tasks} != {task.question for task in tasks_of(new, recipe)}
-    for task in tasks:
-        after = apply_solution(task, new.files)
-        assert score(task, new.files, after, task.reply, asks(task.reply), 3, RewardWeights()).success
-
-
-@pytest.mark.parametrize("name", FORGERS)
-def test_paraphrases_that_change_facts_are_rejected(name):
-    recipe = WorldRecipe(notes=8, filler=(2, 4))
-    world = make_world(4, recipe)
-    reword = Rewording(FORGERS[name])
-    new, tasks = reword(world, recipe)
-    parsed = parse(new.files, world.graph.theme_name)
-    assert parsed.statements == world.graph.statements()
-    assert not parsed.broken
-    assert reword.counts["stayed"] > 10
-    if name not in ("denies", "drops names"):
-        assert reword.counts["reworded"] == 0
-    for task, old in zip(tasks, tasks_of(new, recipe), strict=True):
-        assert task.question == old.question or name == "drops names"
-
-
-def test_filler_lines_state_no_fact():
-    world = make_world(6, WorldRecipe(notes=8, filler=(2, 3)))
-    theme = world.graph.theme_name
-    assert any(filler_lines(path, world.files, theme) for path in world.files)
-    for path in world.files:
-        for line in filler_lines(path, world.files, theme):
-            without = {**world.files, path: world.files[path].replace(line, "")}
-            assert parse(without, theme).statements == world.graph.statements()

@@ -26,9 +26,6 @@ def worlds(
     model: Annotated[
         str, typer.Option(help="Model whose tokenizer counts the tokens of the vaults.")
     ] = "packaged:smollm2-135m",
-    paraphrase_url: Annotated[str | None, typer.Option(help="OpenAI-compatible server for paraphrasing texts.")] = None,
-    paraphrase_model: Annotated[str | None, typer.Option(help="Name of the paraphrasing model.")] = None,
-    paraphrase_key: Annotated[str | None, typer.Option(help="Environment variable with the server's API key.")] = None,
 ) -> None:
     """Write generated worlds of notes and tasks about them: facts to find, to change, to ask about, and to keep
     private.
@@ -42,29 +39,18 @@ def worlds(
     posttrain data worlds --train 2000 notes=4 facts=[1,2] filler=[0,0] bare=true back_links=false
     """
     from posttrain.data.files import write_rows
-    from posttrain.errors import InputError
     from posttrain.terminal import new_console
     from posttrain_memory.worlds.dataset import SPLITS, row_of, samples
 
     recipe = _recipe(words or [])
-    reword = None
-    if paraphrase_url is not None or paraphrase_model is not None:
-        from posttrain_memory.worlds.paraphrase import ParaphraseRecipe, Rewording, writer
-
-        if paraphrase_url is None or paraphrase_model is None:
-            raise InputError("--paraphrase-url and --paraphrase-model must be given together")
-        server = ParaphraseRecipe(url=paraphrase_url, model=paraphrase_model, api_key_variable=paraphrase_key)
-        reword = Rewording(writer(server))
     counts = {"test": test, "dev": dev, "train": train}
-    generated = list(samples(seed, recipe, counts, reword))
+    generated = list(samples(seed, recipe, counts))
     for split in reversed(SPLITS):
         rows = [row_of(sample) for sample in generated if sample.split == split]
         if rows:
             path = out / f"worlds_{split}.{'jsonl' if jsonl else 'parquet'}"
             write_rows(path, rows)
             typer.echo(f"{path}: {len(rows)} tasks in {len({row['world'] for row in rows})} worlds")
-    if reword is not None:
-        typer.echo(f"{reword.counts['reworded']} texts paraphrased, {reword.counts['stayed']} unchanged")
     console = new_console()
     console.print(_tasks_table(generated))
     console.print(_vaults_table(generated, model))

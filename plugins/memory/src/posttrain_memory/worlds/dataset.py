@@ -1,7 +1,7 @@
 """Tasks as rows of a data set, with disjoint worlds for training, development and test and no duplicate questions."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ from posttrain_memory.worlds.task import MemoryTask, task_of
 
 SPLITS = ("test", "dev", "train")
 """In the order in which worlds are drawn: adding training worlds does not change the other splits."""
-Reword = Callable[[World, WorldRecipe], tuple[World, list[MemoryTask]]]
 
 
 @dataclass(frozen=True)
@@ -27,13 +26,10 @@ class Sample:
     recipe: WorldRecipe
 
 
-def samples(
-    seed: int, recipe: WorldRecipe, worlds: Mapping[str, int], reword: Reword | None = None
-) -> Iterator[Sample]:
+def samples(seed: int, recipe: WorldRecipe, worlds: Mapping[str, int]) -> Iterator[Sample]:
     """The tasks of `worlds[split]` worlds for each split.
 
-    Across all splits, no two worlds have the same title and no two tasks the same question. `reword` rewrites the
-    texts of a world and its tasks, see `paraphrase`.
+    Across all splits, no two worlds have the same title and no two tasks the same question.
     """
     titles: set[str] = set()
     asked: set[str] = set()
@@ -46,11 +42,7 @@ def samples(
                 continue
             titles.add(world.graph.title)
             count += 1
-            if reword is None:
-                tasks = tasks_of(world, recipe)
-            else:
-                world, tasks = reword(world, recipe)
-            for task in tasks:
+            for task in tasks_of(world, recipe):
                 if question_key(task) not in asked:
                     asked.add(question_key(task))
                     yield Sample(split, world, task, recipe)
@@ -60,7 +52,7 @@ def row_of(sample: Sample) -> dict[str, Any]:
     """The record of a sample: messages, label, vault, and columns for selection.
 
     `label` is JSON with everything needed to score an episode (`task`) and to regenerate the world (`world`, its
-    seed, and `recipe`). A reworded world is only in `files`.
+    seed, and `recipe`).
     """
     task, world = sample.task, sample.world
     label = {
