@@ -231,6 +231,26 @@ def test_sizes_of_a_directory_are_those_of_its_weights(tmp_path):
     assert counted.parameters == sizes.parameters
 
 
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        (["environment.type=bandit"], ["environment: bandit", "tasks: seeds 0..99999"]),
+        (
+            ["environment.type=text_task", "environment.prompts=[a.jsonl,b.jsonl]", "environment.reward=exact"],
+            ["environment: text_task", "tasks: known when they are read (a.jsonl, b.jsonl)"],
+        ),
+    ],
+)
+@pytest.mark.parametrize("full", [False, True])
+def test_a_plan_starts_with_what_is_trained_on_what(words, lines, full):
+    console = Console(file=StringIO(), width=200)
+    recipe = recipe_of("model.path=nobody/no-such-model", *words)
+    show_plan(recipe, None, console, full=full)
+    shown = console.file.getvalue().splitlines()
+    assert shown[:2] == lines
+    assert shown[2].startswith("model: nobody/no-such-model, ")
+
+
 def test_an_unknown_hub_id_has_no_sizes_and_does_not_fail():
     console = Console(file=StringIO(), width=200)
     recipe = recipe_of("model.path=nobody/no-such-model")

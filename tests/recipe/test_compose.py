@@ -120,6 +120,22 @@ def test_an_environment_file_that_fails_to_load_is_named(recipe_file):
     assert "mine.py failed to load with SyntaxError" in complaint("environment.type=mine.py")
 
 
+def test_a_required_key_is_refused_until_it_is_set(recipe_file):
+    text = "stage: rl\nenvironment:\n  type: text_task\n  prompts:\n  - ???\n  reward: ??? set it to FILE.py:FUNCTION\n"
+    file = str(recipe_file(text))
+    with pytest.raises(InputError) as error:
+        load_recipe([file], [], "rl")
+    assert str(error.value).splitlines() == [
+        f"{file} line 5: environment.prompts.0 is required and has no value; set it in the recipe, or add "
+        "environment.prompts.0=VALUE",
+        f"{file} line 6: environment.reward is required and has no value; set it to FILE.py:FUNCTION",
+    ]
+    words = ["environment.prompts=rows.jsonl", "environment.reward=exact"]
+    assert load_recipe([file], words, "rl").environment.reward == "exact"
+    kept = load_recipe([], ["environment.type=text_task", *words, "environment.system=???? now"], "rl")
+    assert kept.environment.system == "???? now"
+
+
 def test_files_and_overrides_merge_left_to_right(recipe_file):
     first = recipe_file("steps: 1\nkl: {coefficient: 0.1, apply_to: reward}\nmodel: {lora: {rank: 4}}\n", "a.yaml")
     second = recipe_file("kl: {coefficient: 1e-2}\n", "b.yaml")

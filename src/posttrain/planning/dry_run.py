@@ -21,7 +21,7 @@ from posttrain.planning.memory import (
 from posttrain.planning.workers import placed_recipe, placement_of
 from posttrain.recipe.compose import dump_recipe
 from posttrain.recipe.model import LoraRecipe
-from posttrain.recipe.plan import Device, Items, ModelSizes, TaskSplit
+from posttrain.recipe.plan import Device, Items, ModelSizes, TaskSplit, named_tasks
 from posttrain.recipe.rollout import evaluated_environment
 from posttrain.recipe.run import StageRecipe, TrainedRecipe
 from posttrain.recipe.warnings import recipe_warnings
@@ -40,7 +40,7 @@ def tasks_of(recipe: StageRecipe) -> TaskSplit:
 def show_plan(
     recipe: StageRecipe, sizes: ModelSizes | None, console: Console, device: Device | None = None, full: bool = True
 ) -> None:
-    """Print the plan: model, batches and memory.
+    """Print the plan: environment, tasks, model, batches and memory.
 
     Args:
         full: Print the whole recipe and the parts of memory as well.
@@ -48,21 +48,17 @@ def show_plan(
         device: The GPU of each process. None: unknown, or a CPU.
     """
     counted = with_dtypes(recipe, device)
-    if full:
-        console.print(f"[bold]recipe[/bold] ({recipe.stage})")
-        console.print(dump_recipe(recipe), markup=False, highlight=False, soft_wrap=True, end="")
-    else:
-        console.print(f"[bold]{recipe.stage}[/bold] in {recipe.runs}/{recipe.name}", highlight=False)
-        console.print("\n[bold]model[/bold]")
-        size = "" if sizes is None else f", {sizes.parameters:,} parameters"
-        dtype = recipe.model.dtype or "float32 on a CPU, bfloat16 on a GPU"
-        loaded = f"{recipe.model.path}{size}, {dtype}{', LoRA' if recipe.model.lora else ''}"
-        server = recipe.remote
-        show_line(console, loaded if server is None else f"{server.model} at {server.url}", 2)
     tasks = None
     if evaluated_environment(recipe) is not None:
         with suppress(InputError):  # `posttrain.training.checks` reports it.
             tasks = tasks_of(recipe)
+    for what, value in _subject(recipe, tasks, sizes).items():
+        show_line(console, f"{what}: {value}")
+    if full:
+        console.print(f"\n[bold]recipe[/bold] ({recipe.stage})")
+        console.print(dump_recipe(recipe), markup=False, highlight=False, soft_wrap=True, end="")
+    else:
+        console.print(f"\n[bold]{recipe.stage}[/bold] in {recipe.runs}/{recipe.name}", highlight=False)
     console.print("\n[bold]batches[/bold]")
     for line in batch_arithmetic(recipe, tasks):
         show_line(console, line, 2)
@@ -88,6 +84,24 @@ def show_plan(
         show_line(console, f"on each GPU of the other workers: {roles}", 2)
     for warning in [*_too_large(counted, sizes, device), *recipe_warnings(recipe)]:
         show_line(console, f"warning: {warning}")
+
+
+def _subject(recipe: StageRecipe, tasks: TaskSplit | None, sizes: ModelSizes | None) -> dict[str, str]:
+    """What is trained or measured, and on what: `environment` and `tasks`, where there are any, and `model`."""
+    subject = {}
+    environment = getattr(recipe, "environment", None) or evaluated_environment(recipe)
+    if environment is not None:
+        key = (environment.rows_key or "").removeprefix("environment.")
+        paths = [str(getattr(source, "path", source)) for source in getattr(environment, key, ())] if key else []
+        played = "known when they are read"
+        if tasks is not None:
+            played = named_tasks(tasks, 0 if len(tasks.training) else 2)
+        subject = {"environment": environment.type, "tasks": played + (f" ({', '.join(paths)})" if paths else "")}
+    if (server := recipe.remote) is not None:
+        return subject | {"model": f"{server.model} at {server.url}"}
+    size = "" if sizes is None else f", {sizes.parameters:,} parameters"
+    dtype = recipe.model.dtype or "float32 on a CPU, bfloat16 on a GPU"
+    return subject | {"model": f"{recipe.model.path}{size}, {dtype}{', LoRA' if recipe.model.lora else ''}"}
 
 
 def batch_arithmetic(recipe: StageRecipe, tasks: TaskSplit | None = None) -> list[str]:

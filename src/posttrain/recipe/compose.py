@@ -15,7 +15,7 @@ from posttrain.recipe.components import environment_class, environment_names, re
 from posttrain.recipe.evaluate import NOT_EVALUATED, EvaluateRecipe
 from posttrain.recipe.reference import sections_of, tags_of
 from posttrain.recipe.registry import REGISTRIES, Registry
-from posttrain.recipe.sources import KeyPath, Layer, dump_values, merge, read_file, read_overrides
+from posttrain.recipe.sources import KeyPath, Layer, dump_values, merge, read_file, read_overrides, required_keys
 from posttrain.recipe.stages import STAGES, Recipe
 from posttrain.recipe.validation import nearest_type, validation_errors
 
@@ -180,6 +180,8 @@ def typed_recipe(given: Layer, stage: str) -> Recipe:
             hint = nearest_type(str(declared), known)
             message = f"stage is {json.dumps(declared)}{hint}; it must be {', '.join(STAGES)}, pipeline or tune"
         raise InputError(f"{given.origin(('stage',))}: {message}")
+    if missing := required_keys(given.values):
+        raise InputError("\n".join(_required(path, remedy, given) for path, remedy in missing.items()))
     values = {"stage": stage, **_with_defaults(schema, None, _with_evaluated(given.values, schema))}
     given = Layer(values, given.origins)
     sentences: list[str] = []
@@ -284,3 +286,10 @@ def _environment_errors(given: Layer, schema: type[BaseConfig], path: KeyPath) -
     except (Exception, SystemExit) as error:
         return [f"{place}{key}.type: {name} failed to load with {type(error).__name__}: {error}; correct that file"]
     return []
+
+
+def _required(path: KeyPath, remedy: str, given: Layer) -> str:
+    """The sentence about a key with the placeholder `???`."""
+    place, dotted = given.origin(path), ".".join(path)
+    start = f"{place}: " if place else ""
+    return f"{start}{dotted} is required and has no value; {remedy or f'set it in the recipe, or add {dotted}=VALUE'}"

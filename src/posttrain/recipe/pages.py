@@ -26,7 +26,7 @@ terminal.
 A recipe is a YAML document. Files are merged left to right, then the overrides of the command line are applied:
 `rollout.groups_per_step=4`, `--rollout.groups_per_step 4` and `--rollout.groups_per_step=4` mean the same, and
 `model.lora=null` sets a key to nothing. Every key has a default, so a recipe contains only what differs. Text is literal:
-nothing is interpolated. A section with several types (`environment`, `credit`, `loss`) has the keys of its `type` and
+nothing is interpolated. A key with the value `???` must be given, and text after it says what to set. A section with several types (`environment`, `credit`, `loss`) has the keys of its `type` and
 no others. `posttrain rl ... --dry-run` prints the batch sizes and an estimate of the memory, and with `--full` the
 whole recipe with its defaults. Where a key needs trust, the value of a run that is not yours is refused without `--trust`
 (`SECURITY.md`).

@@ -20,6 +20,8 @@ MAX_VALUES = 100_000
 """Maximum number of values of a recipe, including those repeated by aliases."""
 MAX_MIB = 1
 """Maximum size of a recipe file in MiB. YAML is read at less than 1 MiB per second."""
+REQUIRED = "???"
+"""Placeholder of a value that a recipe needs and does not have. A text after it says what to set."""
 _MAX_BITS = 8192
 """Maximum size of a whole number in bits. Python prints at most 4,300 digits, and messages contain values."""
 
@@ -109,6 +111,15 @@ def texts(value: Any) -> list[str]:
     """Every text in a value of a recipe that is not empty, without the names of keys."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
     return [value] if isinstance(value, str) and value else [text for item in inner for text in texts(item)]
+
+
+def required_keys(value: Any, path: KeyPath = ()) -> dict[KeyPath, str]:
+    """Keys that have the placeholder `???`, as in OmegaConf, with the text after it, which says what to set."""
+    if isinstance(value, str):
+        mark, _, remedy = value.partition(" ")
+        return {path: remedy.strip()} if mark == REQUIRED else {}
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return {found: remedy for key, inner in items for found, remedy in required_keys(inner, (*path, str(key))).items()}
 
 
 def read_file(path: str) -> Layer:
