@@ -37,6 +37,53 @@ def test_a_word_that_cannot_be_read_is_an_error(text, message):
         one(text)
 
 
+@pytest.mark.parametrize("word", ["./checkpoint/<name>/final", "<name>", "tune_<name>.py", "--path=<name>"])
+def test_a_placeholder_is_asked_for_by_name(word):
+    with pytest.raises(InputError) as error:
+        read_commands(f"python evaluate.py {word} --n 3", {})
+    assert str(error.value) == "<name> of the command stands for a value; add name=VALUE after the command"
+    (command,) = read_commands(f"python evaluate.py {word} --n 3 <in.txt >out.txt", {"name": "two words"})
+    assert list(command.words) == ["python", "evaluate.py", word.replace("<name>", "two words"), "--n", "3"]
+
+
+def test_placeholders_of_several_words_and_quoted_signs():
+    with pytest.raises(InputError, match="<path to-model> of the command stands for a value; add path_to_model=VALUE"):
+        read_commands("python a.py <path to-model>", {})
+    assert words("python a.py '<name>' \"<eos>\" <in >out 2>log") == [["python", "a.py", "<name>", "<eos>"]]
+    assert words("python a.py --x 1 < in.txt > out.txt --y 2") == [["python", "a.py", "--x", "1", "--y", "2"]]
+
+
+def test_an_empty_argument_stays_empty():
+    """It is neither a default nor a flag without a value."""
+    script = "evaluation/run_multigpu_inference.sh m data.parquet out.jsonl 1 {} 2048"
+    empty, full = one(script.format('""')), one(script.format('"Be brief."'))
+    assert "system=" not in empty.replacement
+    assert "'system=Be brief.'" in full.replacement
+    assert [row.value for row in empty.rows if row.flag == "system"] == [""]
+    for text, message in (
+        (f"{SFT} --bf16 ''", "--bf16 has no value"),
+        (f"{SFT} --run_name=", "--run_name has no value"),
+        (
+            "bash train.sh sokoban training.train_batch_size=",
+            "training.train_batch_size is missing; it must be a number",
+        ),
+        ("bash train.sh sokoban training.max_turns=''", "training.max_turns is missing; it must be a number"),
+    ):
+        with pytest.raises(InputError, match=message):
+            one(text)
+    verl = "python3 -m verl.trainer.main_ppo data.train_files=p.jsonl trainer.total_training_steps=4"
+    command = one(f"{verl} data.trust_remote_code= actor_rollout_ref.actor.optim.lr=1e-6")
+    assert command.recipe().model.trust_remote_code is False
+    with pytest.raises(InputError, match=r"optimizer\.learning_rate is \"\""):
+        one(f"{verl} actor_rollout_ref.actor.optim.lr=").recipe()
+    all_seeds = one("bash train.sh sokoban training.val_data_num=").recipe()
+    assert (all_seeds.evaluation.seeds.count, all_seeds.evaluation.final_seeds.count) == (50, 450)
+
+
+def test_an_empty_variable_has_a_default_with_a_colon_only():
+    assert words('A=\npython a.py ${A:-1} ${A-2} "${A-2}" ${B-3} ${B:-4}') == [["python", "a.py", "1", "", "3", "4"]]
+
+
 def test_the_words_of_subshells_and_missing_arguments():
     assert words("(cd x && python y.py --a b)") == [["cd", "x"], ["python", "y.py", "--a", "b"]]
     assert words('python y.py --a b "$@"; z "${@}" "$@c" ""') == [["python", "y.py", "--a", "b"], ["z", "c", ""]]

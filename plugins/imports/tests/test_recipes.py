@@ -77,10 +77,14 @@ def test_the_recipes_of_the_games():
 
 
 def test_the_recipe_of_the_memory_run():
-    """All but its environment, which replaces the agent, and the evaluation that the original does not have."""
+    """The shipped recipe with the records of the command. The folder of their memories is in no flag of it."""
     (command,) = imported("memory")
-    found = {key for key in differences(command, ["memory/gspo_published"]) if not key.startswith("environment.")}
-    own = {"evaluation.every", "evaluation.sampling.temperature", "rollout.stop_strings", "sinks", "tracking.project"}
-    assert found == {"name"} | own
-    assert command.recipe().steps == 1192
+    found = differences(command, ["memory/gspo_published"])
+    assert {key for key in found if not key.startswith("environment.tasks")} == {
+        "name", "environment.memories", "sinks", "tracking.project",
+    }  # fmt: skip
+    recipe = command.recipe()
+    assert (recipe.steps, recipe.environment.type) == (1192, "memory")
+    assert [source.path for source in recipe.environment.tasks] == ["data/openrlhf/mixed"]
+    assert command.required == ["environment.memories"]
     assert VARIABLES["NUM_EPISODES"] == "8"

@@ -1,14 +1,10 @@
 """`posttrain import`: commands of other frameworks as recipes."""
 
 from collections import Counter
-from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from posttrain_import.commands import Imported
 
 
 def import_(
@@ -84,12 +80,9 @@ def import_(
     single = out.suffix in (".yaml", ".yml")
     if single and len(recipes) > 1:
         raise InputError(f"{out} is one file and there are {len(recipes)} commands; name a folder")
-    files: dict[Path, Imported] = {}
+    files = {out if single else out / f"{imported.name}.yaml": imported for imported in recipes}
     for imported in recipes:
         imported.recipe()  # an error before anything is written
-        name = imported.name[:100]  # names of files have at most 255 bytes
-        names = chain([name], (f"{name}-{number}" for number in count(2)))
-        files[out if single else next(file for name in names if (file := out / f"{name}.yaml") not in files)] = imported
     taken = [file for file in files if file.exists() and not overwrite]
     if taken:
         raise InputError(f"{', '.join(map(str, taken))} exists; choose another --out, or pass --overwrite")
@@ -99,4 +92,4 @@ def import_(
         typer.echo(f"wrote {file}\nrun it with: {imported.command(str(file))}")
     for imported in commands:
         if imported.replacement:
-            typer.echo(f"run it with: {imported.replacement}")
+            typer.echo(f"run it with: {imported.command('')}")

@@ -20,12 +20,13 @@ SET = "set"
 class Answer:
     """The result of a rule for a flag: keys of the recipe with their values, and a note that explains it.
 
-    `outcome`: equal, converted, no effect, not supported, or unknown.
+    `outcome`: equal, converted, no effect, not supported, or unknown. `before`: a command that makes what the keys name.
     """
 
     outcome: str
     keys: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
+    before: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def literal(text: str) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError):  # also of numbers with too many digits
         return text
     if value is None and text.strip().lower() not in ("null", "~"):
-        return None if text.strip().lower() == "none" or not text.strip() else text
+        return None if text.strip().lower() == "none" else text
     return text if isinstance(value, dict) else {"True": True, "False": False}.get(str(text), value)
 
 
@@ -65,8 +66,11 @@ def run_name(path: str, fallback: str) -> str:
 
 
 def data_path(text: str) -> str | list[str]:
-    """Paths of a data flag: `json@FOLDER` and lists with commas become paths and lists."""
+    """Paths of a data flag: `json@FOLDER` and lists with commas become paths and lists, and a folder of this machine with
+    a training split the files of that split."""
     paths = [re.sub(r"^\w+@", "", part.strip()) for part in text.split(",") if part.strip()]
+    split = {path: sorted(map(str, Path(path).glob("*train*.*"))) for path in paths if os.path.isdir(path)}
+    paths = [file for path in paths for file in split.get(path) or [path]]
     return paths[0] if len(paths) == 1 else paths
 
 

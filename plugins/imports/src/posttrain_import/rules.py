@@ -7,12 +7,14 @@ a flag has
 - `{set: {KEY: VALUE}, note: SENTENCE}`: keys that are computed. `{{ EXPRESSION }}` in a value or sentence is evaluated by
   Jinja; its names are those of `Flags`, and `names` of the program;
 - `{choice: {VALUE: OURS}, key: KEY}`: a table of values; `{switch: {KEY: VALUE}}`: a flag without a value;
-- `{no effect: WHY}`, `{remedy: REMEDY}`, `{error: SENTENCE}`, or `{not supported: REMEDY, off: [VALUE]}`, which has no
-  effect at `false` and the like, and at the values `off`;
-- a list of such cases with `if: EXPRESSION`; the first that holds counts.
+- `{no effect: WHY}`, `{error: SENTENCE}`, `{remedy: REMEDY, require: [KEY]}`, which leaves the keys to the user, or
+  `{not supported: REMEDY, off: [VALUE]}`, which has no effect at `false` and the like, and at the values `off`;
+- a list of such cases with `if: EXPRESSION`; the first that holds counts. `before` of a case is a command to run first.
 
 `no effect` and `not supported` of a program list the flags of each sentence. `switches`, `several` and `secret` name flags
 without a value, with several words, and with a value that is not shown. `implied` has rows for behavior that no flag changes.
+`writes` has expressions for the folders that a program saves its model to, each with the run that replaces it (`run`: its
+own), and `reads` the folder behind a key whose path is not an argument.
 """
 
 import fnmatch
@@ -33,6 +35,7 @@ from jinja2.runtime import Context, missing
 from jinja2.sandbox import SandboxedEnvironment
 
 from posttrain.errors import InputError
+from posttrain.recipe.sources import REQUIRED
 from posttrain.recipe.validation import nearest_type
 from posttrain_import.rows import SET, Answer, Row, data_path, literal, run_name
 
@@ -73,6 +76,7 @@ _environment.globals |= {
     "paths": data_path,
     "run_name": run_name,
     "short": "{:g}".format,
+    "weighted": lambda names, weights: [{"function": names[i], "weight": one} for i, one in enumerate(weights)],
     "warmup_note": lambda updates, ratio: f"{updates:g} updates x {ratio:g} = {updates * ratio:.4g}, rounded up",
 }
 _environment.filters["sub"] = lambda text, pattern, by: re.sub(pattern, by, text)
@@ -110,6 +114,8 @@ class Program:
     positions: tuple[str, ...] = ()
     command: str = ""
     files: tuple[str, ...] = ()
+    writes: Mapping[str, str] = field(default_factory=dict)
+    reads: Mapping[str, str] = field(default_factory=dict)
     switches: frozenset[str] = frozenset()
     several: frozenset[str] = frozenset()
     secret: frozenset[str] = frozenset()
@@ -125,8 +131,9 @@ class Program:
         hidden = any(re.fullmatch(pattern, self.name_of(flag)) for pattern in self.secret)
         return hidden and value.lower() not in ("", SET, "true", "false")
 
-    def table(self, words: list[tuple[str, str]], rows: int | None = None) -> list[Row]:
-        """A row for each flag, for each default that has an effect, and for behavior that no flag changes."""
+    def table(self, words: Sequence[tuple[str, str | None]], rows: int | None = None) -> list[Row]:
+        """A row for each flag, for each default that has an effect, and for behavior that no flag changes. The value of a
+        flag without one is None."""
         given: dict[str, str] = {}
         shown: dict[str, tuple[str, str]] = {}
         times: Counter[str] = Counter()
@@ -135,8 +142,10 @@ class Program:
             switch = self.name_of(name.removeprefix("no_"))
             turned_off = self.negation and name not in self.rules and name != switch and switch in self.switches
             name = switch if turned_off else name
-            given[name] = "false" if turned_off else value or SET
-            shown[name] = f"{self.prefix}{flag}", "..." if self.is_secret(name, value) else value or SET
+            value = SET if value is None else value
+            given[name] = "false" if turned_off else value
+            label = flag if flag.isupper() else f"{self.prefix}{flag}"  # a variable of the shell
+            shown[name] = label, "..." if self.is_secret(name, value) else value
             times[name] += 1
         flags = Flags(self, given, rows)
         table: list[Row] = []
@@ -217,10 +226,10 @@ class Flags:
 
     def number(self, name: str, default: float | None = None) -> float:
         """The value as a number. Raises InputError if it is not a number."""
-        text = self.text(name)
-        value = default if text.lower() in ("", "null", "none") and default is not None else literal(text)
+        text = self.text(name, "null")
+        value = default if text.lower() in ("null", "none") and default is not None else literal(text)
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise InputError(f"{name} is {text or 'missing'}; it must be a number")
+            raise InputError(f"{name} is {'missing' if text in ('', 'null') else text}; it must be a number")
         return value
 
     def whole(self, name: str, default: int | None = None) -> int:
@@ -260,10 +269,12 @@ class Flags:
                 return Answer("no effect", {}, "off, as here")
             return Answer("not supported", {}, self.note(case["not supported"]))
         if "remedy" in case:
-            return Answer("not supported", keys, self.note(case["remedy"]))
+            note = self.note(case["remedy"])
+            required = dict.fromkeys(case.get("require", ()), f"{REQUIRED} {note}")
+            return Answer("not supported", keys | required, note)
         if "switch" in case:
             ((key, setting),) = self.keys(case["switch"]).items()
-            if value.lower() not in ("false", "0", "no"):
+            if value.lower() not in (*_OFF, "no"):
                 return Answer("equal", {key: setting}, note)
             if isinstance(setting, bool):
                 return Answer("equal", {key: not setting}, note)
@@ -278,14 +289,16 @@ class Flags:
             converted = _UNITS[unit](value)
             outcome = "converted" if unit == "data" and converted != value else "equal"
             return Answer(outcome, dict.fromkeys(names.split(", "), converted), note)
-        return Answer(self.note(case.get("outcome", "converted" if keys else "no effect")), keys, note)
+        outcome = self.note(case.get("outcome", "converted" if keys else "no effect"))
+        return Answer(outcome, keys, note, case.get("before", ""))
 
     def _chosen(self, case: Mapping[str, Any], note: str) -> Answer:
         """A value that is translated by a table. If the translation is a mapping, its keys are set instead of `key`."""
         text, choices, key = str(self.fill(case.get("of", "{{ value }}"))), case["choice"], case.get("key", "")
         if text not in choices:
             remedy = f"the importer supports {', '.join(choices)}; see `posttrain recipe {key}`"
-            return Answer("not supported", self.keys(case.get("set", {})), self.note(case.get("else", remedy)))
+            kept = {name: case[name] for name in ("set", "require") if name in case}
+            return self.answer({**kept, "remedy": case.get("else", remedy)})
         value = choices[text]
         keys = self.keys(value) if isinstance(value, dict) else {key: value}
         if not keys:
@@ -315,7 +328,7 @@ def programs() -> dict[str, Program]:
 def _program(own: Mapping[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> Program:
     """A program of a file, with the rules of its parts; later ones replace earlier ones."""
     sections = [*(parts[name] for name in own.get("parts", ())), own]
-    scalars = ("framework", "stage", "rows_of", "limit", "prefix", "command", "config", "otherwise")
+    scalars = ("reads", "framework", "stage", "rows_of", "limit", "prefix", "command", "config", "otherwise")
     fields: dict[str, Any] = {key: section[key] for section in sections for key in scalars if key in section}
     rules: dict[str, Any] = {}
     kinds: dict[str, frozenset[str]] = dict.fromkeys(("switches", "several", "secret"), frozenset())
@@ -327,16 +340,15 @@ def _program(own: Mapping[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> 
         kinds = {kind: flags - cases.keys() | frozenset(section.get(kind, ())) for kind, flags in kinds.items()}
     fields |= kinds
     fields |= {key: tuple(own.get(key, ())) for key in ("files", "positions")}
+    for kind in ("names", "writes", "defaults", "other names"):
+        fields[kind.replace(" ", "_")] = {key: text for one in sections for key, text in one.get(kind, {}).items()}
     for flag, rule in rules.items():
         listed = rule if isinstance(rule, list) else [rule]
         rules[flag] = [{"key": case} if isinstance(case, str) else case for case in listed]
     return Program(
         **fields,
         rules=rules,
-        names={name: text for section in sections for name, text in section.get("names", {}).items()},
-        defaults={name: text for section in sections for name, text in section.get("defaults", {}).items()},
         implied=tuple(row for section in sections[-1:] + sections[:-1] for row in section.get("implied", ())),
-        other_names={name: flag for section in sections for name, flag in section.get("other names", {}).items()},
         negation=any("negation" in section for section in sections),
     )
 

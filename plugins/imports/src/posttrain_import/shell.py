@@ -20,7 +20,7 @@ _HEREDOC = re.compile(
 _KEYWORDS = {"if", "then", "else", "elif", "fi", "for", "while", "do", "done", "case", "esac", "{", "}", "!", "time"}
 _ALWAYS = {"@": "", "*": "", "HOME": str(Path.home()), "PWD": "."}
 _EXPANSION = r"\$\{(?:[A-Za-z_]\w*|[@*\d])(?::?[-=][^}]*)?\}|\$(?:[A-Za-z_]\w*|[@*\d])|\$[({]|[$`]"
-_VARIABLE = re.compile(r"\$\{?(\w+|[@*])(?::?([-=])(.*))?", re.S)
+_VARIABLE = re.compile(r"\$\{?(\w+|[@*])(?:(:?)[-=](.*))?", re.S)
 _START = r"(?<![^\s;&|()<>])(?<!\\[\s;&|()<>])"
 """A place where a word begins."""
 _TOKEN = re.compile(
@@ -32,6 +32,7 @@ _TOKEN = re.compile(
     | \\(?P<escaped>.?)
     | (?P<expansion>{_EXPANSION})
     | (?P<comment>{_START}\#[^\n]*)
+    | (?P<placeholder><[A-Za-z][\w-]*(?:[ ][A-Za-z][\w-]*)*>)  # as documents write it; no file is read and written so
     | (?P<redirection>(?:{_START}\d|&)?>(?!\()>?(?:&\d?)?|(?:{_START}\d)?<(?![<(]))
     | (?P<process>[<>]\([^\n]*)
     | (?P<operator>&&|\|\||[;|&\n()])
@@ -62,7 +63,7 @@ def read_commands(text: str, variables: Mapping[str, str]) -> list[Command]:
     the script does not read are assignments in front of later commands.
 
     Raises:
-        InputError: a variable has no value, a command is substituted, or a quotation is not closed.
+        InputError: a variable or a placeholder has no value, a command is substituted, or a quotation is not closed.
     """
     known: dict[str, str] = {}
     exported: dict[str, str] = {}
@@ -112,7 +113,11 @@ def _split(text: str, values: Mapping[str, str]) -> Iterator[list[_Word]]:
                 "an expansion that the importer does not read" if expansion == "${" else "the output of another command"
             )
             raise InputError(f"{_first_line(rest)} is {why}; write its value instead")
-        value = values.get(match[1], match[3] if match[2] else None)
+        value = values.get(match[1])
+        if value is None or (
+            match[2] and not value
+        ):  # `${NAME-DEFAULT}` keeps an empty value, `${NAME:-DEFAULT}` does not
+            value = match[3]
         if value is None:
             raise InputError(f"${match[1]} has no value in the command; add {match[1]}=VALUE after it")
         expanded += len(value)
@@ -127,6 +132,11 @@ def _split(text: str, values: Mapping[str, str]) -> Iterator[list[_Word]]:
             raise InputError(f"a {part} of the command has no second one; close the quotation")
         if kind == "process":
             raise InputError(f"{_first_line(part)} is the output of another command; write its value instead")
+        if kind == "placeholder":
+            name = re.sub(r"\W", "_", part[1:-1])
+            if name not in values:
+                raise InputError(f"{part} of the command stands for a value; add {name}=VALUE after the command")
+            part = values[name]
         if kind == "expansion":
             part = expand(part, text[match.start() : match.start() + 40])
             if word is None and len(part.split()) > 1:  # an unquoted variable is split into words
@@ -135,7 +145,7 @@ def _split(text: str, values: Mapping[str, str]) -> Iterator[list[_Word]]:
                 continue
         if kind == "quoted":
             part = _IN_QUOTES.sub(lambda inner: inner[1] or expand(inner[2], inner.string[inner.start() :]), part)
-        if quoted or kind in ("escaped", "expansion", "plain"):
+        if quoted or kind in ("escaped", "expansion", "placeholder", "plain"):
             word = word or _Word("", quoted)
             word.text += part
         elif kind in ("redirection", "operator", "space"):

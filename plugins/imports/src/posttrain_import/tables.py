@@ -24,7 +24,7 @@ def terminal_table(imported: Imported) -> "Table":
 
     title = f"{imported.program.framework} as posttrain {imported.stage}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("flag", overflow="fold", max_width=32)
+    table.add_column("flag", overflow="fold", max_width=36)
     table.add_column("", no_wrap=True)
     table.add_column("here", overflow="fold")
     for row in imported.rows:
