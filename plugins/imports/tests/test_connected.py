@@ -155,5 +155,5 @@ def test_helpsteer3_starts_in_a_fresh_folder(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert f"run it with: {data} && posttrain reward qwen3_8b_reward_model.yaml\n" in printed
     assert f"run it with: {data} && posttrain rl rloo_helpsteer3.yaml\n" in printed
-    row = next(line for line in printed.splitlines() if line.strip().startswith("--local_rollout_forward_batch_size"))
-    assert "converted" in row
+    (row,) = (row for row in imported("helpsteer3")[1].rows if row.flag == "--local_rollout_forward_batch_size")
+    assert row.answer.keys == {"reward.tokens_per_batch": 1130}
