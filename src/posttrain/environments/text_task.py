@@ -455,7 +455,7 @@ def _prompt_table(key: str, versions: tuple[tuple[str, int, int, int, int] | Non
             f"{with_tools.origin} has tools, which a single answer cannot use; remove that column, or set "
             "columns.tools to a column that does not exist"
         )
-    tasks = [TaskRow(json.dumps(row.messages, sort_keys=True), use) for row, use in used]
+    tasks = [TaskRow(json.dumps(row.messages, sort_keys=True), use, origin=row.origin) for row, use in used]
     read = [_with_references(row.row, recipe.columns) for row in rows]
     columns = frozenset(parameter_of(name) for row in read for name, value in row.items() if value is not None)
     return PromptTable(rows, tasks, columns, problems)

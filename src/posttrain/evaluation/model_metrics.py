@@ -224,7 +224,7 @@ class LanguageModel:
 
 
 Answer = tuple[list[Message], str, bool]
-"""(prompt, answer, whether it was cut off)."""
+"""(prompt, answer, whether it is truncated)."""
 
 
 def conditional(

@@ -12,7 +12,7 @@ from posttrain.errors import InputError
 from posttrain.recipe.rollout import SCORES
 from posttrain.runs.directory import write_atomically
 from posttrain.runs.log import Line, Log
-from posttrain.runs.reader import read_json
+from posttrain.runs.reader import is_file, read_json
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -23,6 +23,8 @@ START = "start of this run"
 TRAINED = "trained"
 EVALUATED = "evaluated"
 """Policies of the lines `baseline` and `final` of a metrics log: the model before training, the exported one, and that of an evaluation."""
+TASKS = {"table": "held-out {} of the table", "curve": "held-out {} of the curve", "training": "training {}"}
+"""Part of a run -> the name of its rows or seeds in a report."""
 Interval = tuple[float, float, float]
 """A value and the limits of its 95% interval, which are NaN if unknown."""
 
@@ -348,9 +350,17 @@ def score_cell(interval: Interval | None, percent: bool = False) -> str:
     return f"{value:{form}}{unit}" + ("" if math.isnan(low) else f" [{low:{form}}, {high:{form}}]")
 
 
-def write_results(directory: Path, tables: Sequence[Table], rows: Sequence[PolicyRow]) -> None:
-    """Write `results.json` in the run directory: the final tables, and the rows of the policies as values."""
-    content = {"tables": [asdict(table) for table in tables], "policies": [asdict(row) for row in rows]}
+def write_results(
+    directory: Path, tables: Sequence[Table], rows: Sequence[PolicyRow], tasks: Mapping[str, str] | None = None
+) -> None:
+    """Write `results.json` in the run directory: the final tables, the rows of the policies as values, and the rows of
+    files that were the `tasks` of each part of the run.
+    """
+    content: dict[str, Any] = {
+        "tables": [asdict(table) for table in tables],
+        "policies": [asdict(row) for row in rows],
+        "tasks": dict(tasks or {}),
+    }
     write_atomically(directory / "results.json", json.dumps(content, indent=1) + "\n")
 
 
@@ -368,6 +378,13 @@ def read_policies(directory: Path) -> list[PolicyRow]:
         return PolicyRow(**{**values, **limits, "scores": scores})
 
     return _from_results(directory, lambda values: [row_of(row) for row in values["policies"]])
+
+
+def read_tasks(directory: Path) -> dict[str, str]:
+    """Part of the run -> the rows of files that were its tasks; empty before the end of the run, and for generated tasks."""
+    if not is_file(directory / "results.json"):
+        return {}
+    return _from_results(directory, lambda values: {str(k): str(v) for k, v in values.get("tasks", {}).items()})
 
 
 def _from_results(directory: Path, make: Callable[[dict[str, Any]], list[T]]) -> list[T]:

@@ -51,6 +51,8 @@ def write_tables(run: RunDirectory, evaluators: Sequence[Evaluator]) -> list[Tab
         if line["kind"] in ("baseline", "final"):
             lines[line["policy"]] = line
     tables = [table for evaluator in evaluators for table in evaluator.tables(lines)]
-    rows = [row for each in evaluators if isinstance(each, EpisodeEvaluator) for row in each.rows(lines)]
-    write_results(run.path, tables, rows)
+    played = [each for each in evaluators if isinstance(each, EpisodeEvaluator)]
+    tasks = {part: listed for each in played for part, listed in each.listed_tasks().items()}
+    rows = [row for each in played for row in each.rows(lines)]
+    write_results(run.path, tables, rows, tasks)
     return tables
