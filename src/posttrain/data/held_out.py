@@ -32,8 +32,8 @@ def listed_rows(rows: Sequence[TaskRow], seeds: Sequence[int]) -> str:
     """The rows that are the tasks of `seeds` (indices in `rows`), by file: ``12 of `train.jsonl` (rows 1-8, 11, 14-16)``."""
     numbers: dict[str, list[int]] = {}
     for seed in sorted(seeds):
-        file, _, number = rows[seed].origin.rpartition(" row ")
-        numbers.setdefault(file, []).append(int(number) if file and number.isdecimal() else seed)
+        file, _, text = rows[seed].origin.rpartition(" row ")
+        numbers.setdefault(file, []).append(int(text) if file and text.isdecimal() else seed)
     parts = []
     for file, listed in numbers.items():
         spans: list[list[int]] = []

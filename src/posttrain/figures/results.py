@@ -19,7 +19,7 @@ from posttrain.recipe.metrics import GREY, ORANGE
 from posttrain.recipe.rollout import SCORES
 from posttrain.runs.log import Line
 from posttrain.runs.panels import DOMAINS, LARGEST_DRAWN, metric_of
-from posttrain.runs.sources import RATES, Bundle, final_results, stage_count
+from posttrain.runs.sources import RATES, Bundle, final_results, returns_differ, stage_count
 from posttrain.runs.tables import Checkpoint, Interval, checkpoint_scores, overall_name, score_names
 
 _MAX_NAME = 40
@@ -128,9 +128,10 @@ def _plot_training(axes: Axes, trained: Sequence[Checkpoint], xs: Sequence[float
 def draw_results(bundles: Sequence[Bundle]) -> Figure | None:
     """A panel per metric with a point per run; None for fewer than two finished runs."""
     rows: list[tuple[str, str, dict[str, Interval]]] = []
+    differ = returns_differ(bundles)
     for number, bundle in enumerate(bundles):
         color = DOMAINS[number % len(DOMAINS)]
-        rows += [(one.name, color, results) for one in bundle.sources if (results := final_results(one))]
+        rows += [(one.name, color, results) for one in bundle.sources if (results := final_results(one, differ))]
     counts = [key for _, _, results in rows for key in results]
     keys = [key for key in dict.fromkeys(counts) if counts.count(key) > 1]
     if stage_count(bundles) > 1:

@@ -163,6 +163,8 @@ class PolicyRow:
     """95% interval of the mean return; None if it is exact or unknown."""
     scores: Mapping[str, Interval] = field(default_factory=dict)
     """Further scores of the environment, by name."""
+    return_source: str = ""
+    """What gave the return (`posttrain.recipe.rollout.return_source`); empty if unknown."""
 
     @classmethod
     def from_values(cls, policy: str, values: Mapping[str, Any], note: str = "") -> "PolicyRow":
@@ -174,7 +176,17 @@ class PolicyRow:
 
         scores = {key.removeprefix(SCORES): interval_of(values, key) for key in score_keys(values)}
         success, mean_return = values.get("success"), values.get("return")
-        return cls(policy, success, limits("success"), mean_return, int(values["n"]), note, limits("return"), scores)
+        return cls(
+            policy,
+            success,
+            limits("success"),
+            mean_return,
+            int(values["n"]),
+            note,
+            limits("return"),
+            scores,
+            values.get("return_source", ""),
+        )
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -199,7 +211,19 @@ def policy_tables(rows: Sequence[PolicyRow], title: str = "") -> list[Table]:
             "environment declares the range in the class method `return_range`."
         )
     names = list(dict.fromkeys(name for row in rows for name in row.scores))
-    tables = [Table(title, POLICY_HEADINGS, [row.cells for row in rows], note, played=True)]
+    sources = list(dict.fromkeys(row.return_source for row in rows if row.mean_return is not None))
+    headings: tuple[str, ...] = POLICY_HEADINGS
+    cells = [row.cells for row in rows]
+    if len(sources) > 1:
+        # Returns from different rewards are not comparable, so each has a column.
+        named = tuple(f"mean return, {source}" if source else "mean return" for source in sources)
+        headings = (*POLICY_HEADINGS[:2], *named, *POLICY_HEADINGS[3:])
+        cells = [
+            (*one[:2], *(one[2] if row.return_source == source else "–" for source in sources), *one[3:])
+            for row, one in zip(rows, cells, strict=True)
+        ]
+        note += " Mean returns from different rewards are not comparable, so each reward has a column."
+    tables = [Table(title, headings, cells, note, played=True)]
     if names:
         cells = [(row.policy, *(score_cell(row.scores.get(name)) for name in names)) for row in rows]
         note = "Means over the seeds that have the score, with 95% intervals."
@@ -351,15 +375,20 @@ def score_cell(interval: Interval | None, percent: bool = False) -> str:
 
 
 def write_results(
-    directory: Path, tables: Sequence[Table], rows: Sequence[PolicyRow], tasks: Mapping[str, str] | None = None
+    directory: Path,
+    tables: Sequence[Table],
+    rows: Sequence[PolicyRow],
+    tasks: Mapping[str, str] | None = None,
+    return_source: str = "",
 ) -> None:
-    """Write `results.json` in the run directory: the final tables, the rows of the policies as values, and the rows of
-    files that were the `tasks` of each part of the run.
+    """Write `results.json` in the run directory: the final tables, the rows of the policies as values, the rows of files
+    that were the `tasks` of each part of the run, and what gave the model's returns.
     """
     content: dict[str, Any] = {
         "tables": [asdict(table) for table in tables],
         "policies": [asdict(row) for row in rows],
         "tasks": dict(tasks or {}),
+        "return_source": return_source,
     }
     write_atomically(directory / "results.json", json.dumps(content, indent=1) + "\n")
 
@@ -387,7 +416,14 @@ def read_tasks(directory: Path) -> dict[str, str]:
     return _from_results(directory, lambda values: {str(k): str(v) for k, v in values.get("tasks", {}).items()})
 
 
-def _from_results(directory: Path, make: Callable[[dict[str, Any]], list[T]]) -> list[T]:
+def read_return_source(directory: Path) -> str:
+    """What gave the returns of a run's model (`return_source`); empty if it is unknown."""
+    if not is_file(directory / "results.json"):
+        return ""
+    return _from_results(directory, lambda values: str(values.get("return_source", "")))
+
+
+def _from_results(directory: Path, make: Callable[[dict[str, Any]], T]) -> T:
     file = directory / "results.json"
     values = read_json(file)
     try:
