@@ -294,6 +294,16 @@ def score_names(checkpoints: Sequence[Checkpoint]) -> list[str]:
     return list(dict.fromkeys(name for checkpoint in checkpoints for name in checkpoint.scores))
 
 
+_GRADES = ("judge", "score")
+"""Names of scores that are mean grades also where they lie between 0 and 1."""
+
+
+def is_share(name: str, checkpoints: Sequence[Checkpoint]) -> bool:
+    """Whether the score `name` is a share of episodes: it is no grade, and no value or limit is outside of [0, 1]."""
+    numbers = [number for one in checkpoints for number in one.scores.get(name, ())]
+    return name not in _GRADES and all(0 <= number <= 1 for number in numbers if not math.isnan(number))
+
+
 def overall_name(lines: Sequence[Mapping[str, Any]]) -> str:
     """Name of the metric in `Checkpoint.overall`: `success` or `mean return`."""
     return "success" if _overall_key(lines) == "success" else "mean return"
