@@ -3,7 +3,8 @@
 Each row names commands and tests. A command runs in a folder of its document, with small files in the author's format and the
 recipes; a test is a node id of pytest. What several rows share runs once. A row is
 
-- "works", or "waits for" a device or service, as `expected` says, where all of it succeeds and every output is there;
+- what `expected` says, where all of it succeeds and every output is there: "works", "waits for" a device or service, or
+  "works", "partial" or "fails" "as measured", where `measured` has the result of a longer run that is stored in docs/results;
 - "FAILS" with the first line of the error otherwise, also where nothing shows the row.
 
 What is shown of a row that waits is what can be shown without the device: a dry run, a plan, or a run with a tiny model.
@@ -50,12 +51,25 @@ class Row:
     shown_by: list[str]
     """Commands that begin with `posttrain`, and node ids of tests."""
     expected: str
-    """"works", or "waits for" and what for."""
+    """"works", "waits for" and what for, or "works", "partial" or "fails" and "as measured"."""
     makes: list[str] = field(default_factory=list)
     """Patterns of files that its commands leave in the folder of the document."""
     prints: list[str] = field(default_factory=list)
     """Texts that its commands print."""
     note: str = ""
+    measured: str = ""
+    """For a row "as measured": the command that ran, on which data, and its result."""
+
+    @property
+    def asserts(self) -> str:
+        """What its checks assert: exit status, files and printed texts of the commands, and the tests in words."""
+        commands = [shown for shown in self.shown_by if shown.startswith("posttrain ")]
+        parts = [f"exit status 0 of the {'commands' if len(commands) > 1 else 'command'}"] if commands else []
+        parts += [f"files {', '.join(f'`{pattern}`' for pattern in self.makes)}"] if self.makes else []
+        parts += [f"printed: {', '.join(f'`{text}`' for text in self.prints)}"] if self.prints else []
+        tests = [shown.partition("::test_")[2].replace("_", " ") for shown in self.shown_by if "::" in shown]
+        parts += [f"{'tests' if len(tests) > 1 else 'test'}: {'; '.join(tests)}"] if tests else []
+        return "; ".join(parts)
 
 
 @dataclass
@@ -220,24 +234,29 @@ def page(rows: Sequence[Row], states: dict[int, str], seconds: float) -> str:
         "",
         "What the users of the four experiment documents do or expect, and whether it works. `python benchmarks/coverage.py` runs the",
         "commands and tests of each row and writes this page; `benchmarks/coverage.yaml` has the rows. Models are tiny. What is shown of",
-        "a row that waits for a device or a service is what can be shown without it.",
+        "a row that waits for a device or a service is what can be shown without it. What a row says as measured is of a stored run.",
         "",
         f"{machine['processor']}, {machine['cpus_allowed']} processors, torch {machine['packages']['torch']}; {seconds / 60:.0f} minutes.",
         "",
-        "| document | rows | works | waits | FAILS |",
-        "|---|---:|---:|---:|---:|",
+        "| document | rows | works | partial as measured | fails as measured | waits | check FAILS |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for document in dict.fromkeys(row.document for row in rows):
         of_document = [states[row.row] for row in rows if row.document == document]
-        counts = [sum(value.startswith(word) for value in of_document) for word in ("works", "waits", "FAILS")]
+        counts = [sum(value.startswith(word) for value in of_document) for word in _STATES]
         lines.append(f"| {document} | {len(of_document)} | {' | '.join(map(str, counts))} |")
-    lines += ["", "| # | document | what the user does or expects | shown by | state |", "|---:|---|---|---|---|"]
+    lines += ["", "| # | document | what the user does or expects | shown by | which asserts | state |"]
+    lines += ["|---:|---|---|---|---|---|"]
     for row in rows:
         shown = "<br>".join(f"`{word}`" for word in row.shown_by) or "–"
-        note = f". {row.note}" if row.note else ""
-        cells = [row.row, row.document, row.does, shown, f"{states[row.row]}{note}"]
+        note = "".join(f". {text}" for text in (row.measured, row.note) if text)
+        cells = [row.row, row.document, row.does, shown, row.asserts or "–", f"{states[row.row]}{note}"]
         lines.append(f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(lines) + "\n"
+
+
+_STATES = ("works", "partial", "fails", "waits", "FAILS")
+"""First words of the states of rows, in the order of the table of counts."""
 
 
 def _short(text: str) -> str:

@@ -10,10 +10,13 @@ from posttrain import pipelines as module
 from posttrain.cli.main import main
 from posttrain.data.files import write_rows
 from posttrain.errors import InputError
+from posttrain.models.reward import RewardModel
 from posttrain.pipelines import planned, run_pipeline
 from posttrain.recipe.components import environment_class
+from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.pipeline import load_pipeline
 from posttrain.runs.directory import RunDirectory
+from posttrain.runs.tables import POLICY_HEADINGS, policy_tables
 
 TEXT = """
 name: p
@@ -314,5 +317,62 @@ stages:
     run_pipeline(pipeline, console=Console(file=StringIO()))
     scripted = environment_class("memory").scripted_baselines
     assert len(scripted) > 1
-    policies = [row.policy for row in module.combined_rows(pipeline)]
+    policies = [row.policy for row in module.combined_rows(pipeline, pipeline.stages)]
     assert policies == ["random policy", *scripted, "first", "second", "optimal policy"]
+
+
+@pytest.fixture
+def scored(tiny_model, tmp_path, monkeypatch):
+    """The tables of a pipeline that evaluates one model with rewards from different sources."""
+    monkeypatch.chdir(tmp_path)
+    write_rows(Path("prompts.jsonl"), [{"prompt": f"Say {n}", "label": str(n)} for n in range(6)])
+    for number, name in enumerate(("first", "second")):
+        model = RewardModel(ModelRecipe(path=str(tiny_model)), seed=number)
+        model.set_statistics(0.1, 0.5)
+        model.export(Path(name))
+
+    def run(stages):
+        Path("p.yaml").write_text(f"""
+name: p
+runs: runs
+common:
+  model: {{path: {tiny_model}}}
+  environment: {{type: text_task, prompts: prompts.jsonl}}
+  rollout: {{tokens_per_turn: 4}}
+  evaluation: {{final_seeds: {{start: 0, count: 3}}}}
+stages:
+{stages}""")
+        pipeline = load_pipeline("p.yaml", [])
+        run_pipeline(pipeline, console=Console(file=StringIO()))
+        report = (Path("runs") / "p" / "report.md").read_text()
+        titles = [line.removeprefix("## ") for line in report.splitlines() if line.startswith("## p: ")]
+        tables = [policy_tables(module.combined_rows(pipeline, group))[0] for group in module.played_stages(pipeline)]
+        assert all(f"| {' | '.join(table.headings)} |" in report for table in tables)
+        return tables, titles
+
+    return run
+
+
+def test_returns_of_different_reward_models_are_in_different_columns(scored):
+    (table,), _ = scored("""
+- {name: a, stage: evaluate, reward: {path: first}}
+- {name: b, stage: evaluate, reward: {path: second}}
+- {name: c, stage: evaluate, reward: {path: second, normalize: none}, seed: 1}
+- {name: d, stage: evaluate, reward: {path: first}, seed: 1}
+""")
+    sources = ["reward model first", "reward model second", "reward model second, raw"]
+    assert table.headings == ("policy", "success", *(f"mean return, {one}" for one in sources), "n", "note")
+    filled = {row[0]: [number for number, cell in enumerate(row[2:5]) if cell != "–"] for row in table.rows}
+    assert filled == {"a": [0], "b": [1], "c": [2], "d": [0]}
+    assert "not comparable" in table.note
+
+
+def test_different_reward_functions_have_different_tables(scored):
+    tables, titles = scored("""
+- {name: a, stage: evaluate, environment: {reward: contains}}
+- {name: b, stage: evaluate, environment: {reward: exact}}
+- {name: c, stage: evaluate, environment: {reward: exact}, seed: 1}
+""")
+    assert titles == ["p: text_task, held-out seeds of b, c", "p: text_task, held-out seeds of a"]
+    assert [[row[0] for row in table.rows] for table in tables] == [["b", "c"], ["a"]]
+    assert {table.headings for table in tables} == {POLICY_HEADINGS}

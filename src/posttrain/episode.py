@@ -22,6 +22,12 @@ class StopReason(StrEnum):
     EPISODE_BUDGET = "episode_budget"
     """The episode reached `rollout.tokens_per_episode`."""
 
+    @property
+    def words(self) -> str:
+        """The reason as pages show it: `truncated at`, and the limit, for the two limits on tokens."""
+        limits = {"turn_budget": "rollout.tokens_per_turn", "episode_budget": "rollout.tokens_per_episode"}
+        return f"truncated at {limits[self.value]}" if self.value in limits else self.value
+
 
 CUT_OFF = (StopReason.TURN_BUDGET, StopReason.EPISODE_BUDGET)
 """Stop reasons of answers that a token budget truncated."""

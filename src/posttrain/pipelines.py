@@ -346,14 +346,19 @@ def _digest(value: Any) -> str:
 def report_pipeline(pipeline: PipelineRecipe, console: Console) -> Path | None:
     """Print the results of the stages and write them to `<pipeline>/report.md`, with links to the stages' reports.
 
-    Stages that play the same environment share one table; the tables of other stages follow. Returns the path, or None
-    if there are no results.
+    Stages that play the same environment on the same tasks share one table, with a column of returns for each reward
+    (`policy_tables`). The tables of other stages follow. Returns the path, or None if there are no results.
     """
-    rows, finished = combined_rows(pipeline), _finished(pipeline)
+    finished = _finished(pipeline)
     tables = []
-    if rows:
-        environment, _ = [played for stage in finished if (played := _environment(stage)) is not None][-1]
-        tables += policy_tables(rows, f"{pipeline.name}: {environment.type}, held-out seeds")
+    groups_of_stages = played_stages(pipeline)
+    for stages in groups_of_stages:
+        environment = _environment(stages[0])
+        assert environment is not None
+        title = f"{pipeline.name}: {environment[0].type}, held-out seeds"
+        if len(groups_of_stages) > 1:
+            title += f" of {', '.join(stage.name for stage in stages)}"
+        tables += policy_tables(combined_rows(pipeline, stages), title)
     for stage in finished:
         stage_tables = read_tables(pipeline.directory / stage.name)
         tables += [replace(table, title=f"{stage.name}: {table.title}") for table in stage_tables if not table.played]
@@ -387,30 +392,42 @@ def report_pipeline(pipeline: PipelineRecipe, console: Console) -> Path | None:
     return report
 
 
-def combined_rows(pipeline: PipelineRecipe) -> list[PolicyRow]:
-    """Return rows for the policies without a model, the model before any stage and after each finished stage, and the
-    optimal policy.
-
-    Only stages that play the same environment on the same final seeds as the last one are included.
+def played_stages(pipeline: PipelineRecipe) -> list[list[PipelineStage]]:
+    """Return the finished stages with an environment, in groups that play the same one on the same final seeds. The group
+    of the last stage is the first.
     """
-    finished = [stage for stage in _finished(pipeline) if _environment(stage) is not None]
-    if not finished:
-        return []
-    last = _environment(finished[-1])
-    assert last is not None
-    before = ("random policy", *environment_class(last[0].type).scripted_baselines)
+    groups: list[tuple[Any, list[PipelineStage]]] = []
+    for stage in reversed(_finished(pipeline)):
+        environment = _environment(stage)
+        if environment is None:
+            continue
+        group = next((stages for other, stages in groups if other == environment), None)
+        if group is None:
+            groups.append((environment, [stage]))
+        else:
+            group.insert(0, stage)
+    return [stages for _, stages in groups]
+
+
+def combined_rows(pipeline: PipelineRecipe, stages: Sequence[PipelineStage]) -> list[PolicyRow]:
+    """Return rows for the policies without a model, the model before any of `stages` and after each of them, and the
+    optimal policy. `stages` are of one group of `played_stages`.
+
+    The model before a stage is included again where another reward gives the returns.
+    """
+    environment = _environment(stages[0])
+    assert environment is not None
+    before = ("random policy", *environment_class(environment[0].type).scripted_baselines)
     rows: list[PolicyRow] = []
     baselines: dict[str, PolicyRow] = {}
-    for stage in finished:
-        if _environment(stage) != last:
-            continue
+    for stage in stages:
         for row in read_policies(pipeline.directory / stage.name):
             if row.policy in (*before, "optimal policy"):
                 baselines[row.policy] = row
             elif row.policy != START:
                 name = stage.name if stage.recipe.stage == "evaluate" else f"after {stage.name}"
                 rows.append(replace(row, policy=name))
-            elif not rows:
+            elif row.return_source not in {earlier.return_source for earlier in rows}:
                 rows.append(replace(row, policy=f"after {stage.upstream}" if stage.upstream else UNTRAINED))
     first = [baselines[policy] for policy in before if policy in baselines]
     return [*first, *rows, *([baselines["optimal policy"]] if "optimal policy" in baselines else [])]

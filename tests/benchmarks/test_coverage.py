@@ -27,7 +27,8 @@ def functions(file):
 def test_there_are_100_rows_and_what_shows_them_exists(capsys):
     assert [row["row"] for row in ROWS] == list(range(1, 101))
     for row in ROWS:
-        assert re.fullmatch(r"works|waits for .+", row["expected"])
+        assert re.fullmatch(r"works|waits for .+|(works|partial|fails) as measured", row["expected"])
+        assert ("measured" in row) == row["expected"].endswith("as measured")
         assert row["shown_by"] or row["expected"] != "works"
         for shown in row["shown_by"]:
             if shown.startswith("posttrain "):
@@ -37,6 +38,17 @@ def test_there_are_100_rows_and_what_shows_them_exists(capsys):
                 file, name = shown.split("::")
                 assert name in functions(file), shown
     capsys.readouterr()
+
+
+def test_measured_numbers_are_those_of_the_results():
+    page = (ROOT / "docs/results/index.md").read_text(encoding="utf-8").replace("**", "")
+    results = " ".join(page.split())
+    measured = [row["measured"] for row in ROWS if "measured" in row]
+    assert len(measured) >= 3
+    for text in measured:
+        quoted = re.findall(r"\d+\.\d+%? \[[^\]]+\]|\d+\.\d+%?", text)
+        assert quoted
+        assert [number for number in quoted if number not in results] == []
 
 
 @pytest.mark.slow
@@ -53,6 +65,7 @@ def test_a_missing_output_a_failing_command_and_an_unknown_test_fail(tmp_path):
         {"row": 6, "does": "f", "shown_by": ["tests/cli/test_main.py::test_gone"], **WORKS},
         {"row": 7, "does": "g", "shown_by": [], **WORKS},
         {"row": 8, "does": "h", "shown_by": [plan], **WORKS, "expected": "waits for a GPU"},
+        {"row": 9, "does": "i", "shown_by": [plan], **WORKS, "expected": "fails as measured", "measured": "It fell"},
     ]
     (tmp_path / "rows.yaml").write_text(yaml.safe_dump(rows))
     command = [sys.executable, "benchmarks/coverage.py", "--rows", str(tmp_path / "rows.yaml")]
@@ -71,8 +84,14 @@ def test_a_missing_output_a_failing_command_and_an_unknown_test_fail(tmp_path):
         "6": "FAILS: tests/cli/test_main.py::test_gone was not run",
         "7": "FAILS: no command and no test shows it",
         "8": "waits for a GPU",
+        "9": "fails as measured. It fell",
     }
+    asserted = dict(re.findall(r"^\| (\d) \|.*\| ([^|]+) \| [^|]+ \|$", done.stdout, re.M))
+    assert asserted["1"] == "exit status 0 of the command; files `made/sft/*_train.parquet`"
+    assert asserted["3"] == "exit status 0 of the command; printed: `no such text`"
+    assert asserted["5"] == "test: version"
+    assert asserted["7"] == "–"
     assert re.match(r"FAILS: .*no_such.yaml", states["4"])
-    assert "| rlhf-rationales | 8 | 2 | 1 | 5 |" in done.stdout
+    assert "| rlhf-rationales | 9 | 2 | 0 | 1 | 1 | 5 |" in done.stdout
     only = subprocess.run([*command, "--only", "7"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert len(re.findall(r"^\| \d \|", only.stdout, re.M)) == 1

@@ -19,7 +19,7 @@ def test_a_model_answers_from_the_conversation(tiny_model, capsys, monkeypatch):
     again = said(capsys, monkeypatch, "hello\n/new\nhello\n", *words)
     first, second = (text.split("you> ")[1:3] for text in (twice, again))
     assert twice.startswith(f"{tiny_model}: /new starts another conversation")
-    assert "[cut off at 5 tokens]" in twice
+    assert "[truncated at 5 tokens]" in twice
     assert second[0] == again.split("you> ")[3]  # `/new` forgets the first turn, and greedy answers are equal.
     assert first[0] == second[0]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.data.held_out import TaskRow, divide, hash_order, split_tasks
+from posttrain.data.held_out import TaskRow, divide, hash_order, listed_rows, split_tasks
 from posttrain.errors import InputError
 from posttrain.recipe.evaluate import FinalEvaluation
 from posttrain.recipe.rollout import EvaluationRecipe, SeedRange
@@ -157,3 +157,13 @@ def test_generated_tasks_have_their_usual_seeds_and_are_not_divided():
     assert tasks.test == range(2_000_000, 2_000_256)
     with pytest.raises(InputError, match=r"evaluation\.held_out divides tasks that are rows of files"):
         split(None, held_out=0.1)
+
+
+def test_the_rows_of_a_part_are_listed_by_file():
+    tasks = [TaskRow(f"prompt {n}", origin=f"a.jsonl row {n + 3}") for n in range(60)]
+    tasks += [TaskRow("prompt", origin="b.parquet row 1"), TaskRow("a task of a package")]
+    assert listed_rows(tasks, [4, 0, 1, 2, 60]) == "4 of `a.jsonl` (rows 3-5, 7); 1 of `b.parquet` (rows 1)"
+    assert listed_rows(tasks, [61]) == "1 tasks (numbers 61)"
+    many = listed_rows(tasks, range(0, 60, 2))
+    assert many.startswith("30 of `a.jsonl` (rows 3, 5, 7, ")
+    assert many.endswith(", 41, ...)")

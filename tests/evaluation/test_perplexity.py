@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from posttrain.errors import InputError
-from posttrain.evaluation.model_metrics import LanguageModel, conditional, unconditional
+from posttrain.evaluation.model_metrics import LanguageModel, conditional
 from posttrain.evaluation.predictions import read_predictions
 from posttrain.evaluation.statistics import estimate
 from posttrain.evaluation.text_metrics import TextOptions, evaluate_text
@@ -80,19 +80,10 @@ def test_predictions_given_their_prompts(model, plain, rows):
     assert found.left_out == {"empty prediction": 1}
 
 
-def test_the_published_one_is_a_mean_over_texts_without_prompts(model, plain, rows):
-    found = unconditional(rows, model)
-    known = [nats(plain, "<|im_start|>", text) for text in ("Up Up Down", "row 3")]
-    expected = sum(math.exp(own / count) for own, count in known) / 2
-    assert estimate(found.scores).value == pytest.approx(expected, rel=1e-4)
-    assert found.left_out == {"no reference": 1}
-
-
-def test_long_texts_are_skipped_or_truncated_and_counted(model, loaded, rows, monkeypatch):
+def test_long_texts_are_left_out_with_the_reason(model, loaded, rows, monkeypatch):
     monkeypatch.setattr(loaded, "limit", 5)
     with pytest.raises(InputError, match=r"perplexity_reference: no text could be scored .*too long for the model"):
         conditional(rows, model, "reference")
-    assert unconditional(rows, model).about["share of texts truncated"] > 0
 
 
 def test_a_missing_model(tmp_path):
@@ -116,10 +107,10 @@ def failed_and_measured(path, rows, tiny_model):
 def test_an_unavailable_perplexity_does_not_affect_other_metrics(tmp_path, tiny_model):
     empty = [{**row, "prediction": ""} for row in ROWS[::2]]
     failed, measured = failed_and_measured(tmp_path / "empty.jsonl", empty, tiny_model)
-    assert measured == ["exact", "perplexity_reference", "perplexity_unconditional"]
+    assert measured == ["exact", "perplexity_reference"]
     assert list(failed) == ["perplexity_prediction"]
     assert "2 empty prediction" in failed["perplexity_prediction"]
     alone = [{key: value for key, value in row.items() if key != "prompt"} for row in ROWS[:1]]
     failed, measured = failed_and_measured(tmp_path / "alone.jsonl", alone, tiny_model)
-    assert measured == ["exact", "perplexity_unconditional"]
+    assert measured == ["exact"]
     assert all("1 no prompt" in failed[f"perplexity_{of}"] for of in ("reference", "prediction"))

@@ -61,7 +61,7 @@ def test_rewards_are_scaled_by_the_statistics_of_the_model(models, rows):
     scaled = [(own - 0.05) / 0.4 for own in raw]
     value = estimate(found.scores)
     assert value.value == pytest.approx(((scaled[0] + scaled[1]) / 2 + scaled[2]) / 2, abs=1e-4)
-    assert "1 of 5 predictions were cut off before their end" in rows.warnings()
+    assert "1 of 5 predictions are truncated" in rows.warnings()
     assert (found.name, value.n, found.texts) == ("reward", 2, 3)
     assert found.left_out == {"empty prediction": 1, "no prompt": 1}
     assert found.about["mean of raw rewards"] == pytest.approx(sum(raw) / 3, abs=1e-4)

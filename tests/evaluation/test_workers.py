@@ -67,7 +67,7 @@ def test_two_processes_give_the_numbers_of_one(file, tiny_model, tmp_path):
         pytest.raises(InputError, match=r"--model: .* is not a model directory"),
         ModelWorkers(missing_model, 2) as workers,
     ):
-        workers.map(LanguageModel.score_texts, ["a", "b", "c"])
+        workers.map(LanguageModel.score_answers, [([], text, False) for text in "abc"])
 
 
 def missing_model():

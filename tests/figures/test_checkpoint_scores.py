@@ -1,14 +1,16 @@
 """Scores by checkpoint: the table of a report and its figure."""
 
+import itertools
 import json
 import math
 
 import pytest
 
-from posttrain.figures.plots import compare, draw_evaluated, plot_files
+from posttrain.figures.plots import compare, draw_evaluated, figures, plot_files
 from posttrain.figures.results import draw_scores
 from posttrain.runs.evaluated import checkpoint_at, evaluated_checkpoints
 from posttrain.runs.log import Log
+from posttrain.runs.panels import Sampling
 from posttrain.runs.sources import Source, bundles_of, result_table
 from posttrain.runs.tables import checkpoint_scores, evaluated_table, score_table
 from tests.runs.comparing import make_run
@@ -18,7 +20,8 @@ def line(step, success, **scores):
     found = {"kind": "evaluation", "step": step, "n": 50, "success": success}
     found |= {"success_low": success - 0.1, "success_high": success + 0.1}
     for name, value in scores.items():
-        found |= {f"score/{name}": value, f"score/{name}_low": value - 0.2, f"score/{name}_high": value + 0.2}
+        found |= {f"score/{name}": value, f"score/{name}_low": max(0.0, value - 0.2)}
+        found[f"score/{name}_high"] = min(1.0, value + 0.2) if value <= 1 else value + 0.2
     return found
 
 
@@ -45,7 +48,7 @@ def test_training_is_the_mean_since_the_evaluation_before():
 def test_the_table_has_a_row_for_each_evaluation_and_marks_missing_values():
     table = score_table(LINES)
     assert table.headings == ("step", "retrieval", "update", "overall success", "training return")
-    assert table.rows[0] == ("0", "0.500 [0.300, 0.700]", "0.100 [-0.100, 0.300]", "0.200 [0.100, 0.300]", "–")
+    assert table.rows[0] == ("0", "0.500 [0.300, 0.700]", "0.100 [0.000, 0.300]", "0.200 [0.100, 0.300]", "–")
     assert table.rows[2][2] == "–"
     assert "n = 50" in table.note
 
@@ -70,19 +73,28 @@ def test_returns_replace_a_missing_success():
 @pytest.mark.parametrize(
     ("against", "label", "curves"),
     [
-        ("step", "step", ["retrieval", "update", "overall success", "training return"]),
-        ("overall", "overall success", ["retrieval", "update", "training return"]),
-        ("training", "mean return of training episodes", ["retrieval", "update", "overall success"]),
+        ("step", "step", ["retrieval", "update", "overall success, greedy", "training return, temperature 0.7"]),
+        ("overall", "overall success, greedy", ["retrieval", "update", "training return, temperature 0.7"]),
+        (
+            "training",
+            "mean return of training episodes, temperature 0.7",
+            ["retrieval", "update", "overall success, greedy"],
+        ),
     ],
 )
 def test_a_figure_has_a_curve_for_every_score(against, label, curves):
-    figure = draw_scores(LINES, against)
+    recipe = {"rollout": {"sampling": {"temperature": 0.7}}, "evaluation": {"sampling": {"temperature": 0.0}}}
+    figure = draw_scores(LINES, against, Sampling.of(recipe))
     (axes,) = figure.axes
     assert [one.get_label() for one in axes.get_lines() if not one.get_label().startswith("_")] == curves
     assert axes.get_xlabel() == label
     (legend,) = figure.legends
     figure.draw_without_rendering()
     assert legend.get_window_extent().x0 >= axes.get_window_extent().x1
+    scores = [curve for curve in curves if not curve.startswith("training")]
+    assert len(axes.containers) == len(scores), "every held-out score has intervals"
+    (intervals,) = axes.containers[0].lines[2]  # those of retrieval
+    assert [0.6 - 0.2, 0.6 + 0.2] in [pytest.approx(list(interval[:, 1])) for interval in intervals.get_segments()]
 
 
 def test_curves_are_in_the_order_of_their_axis():
@@ -91,6 +103,35 @@ def test_curves_are_in_the_order_of_their_axis():
     # The overall score is 0.2, 0.3, 0.4 at the steps 0, 4, 2.
     assert list(retrieval.get_xdata()) == [0.2, 0.3, 0.4]
     assert list(retrieval.get_ydata()) == [0.5, 0.7, 0.6]
+
+
+@pytest.mark.parametrize("against", ["step", "overall", "training"])
+@pytest.mark.parametrize("grade", [0.5, 7.0])
+def test_a_judges_mean_is_not_on_the_axis_of_shares(against, grade):
+    lines = [line(step, step / 10, retrieval=0.5, judge=grade) for step in (0, 2, 4)]
+    figure = draw_scores([*lines, *(train(step, step / 10) for step in range(1, 5))], against)
+    shares, means = [axes for axes in figure.axes if axes.get_ylabel() in ("share of episodes", "mean score")]
+    for axes, names in ((shares, {"retrieval"}), (means, {"judge"})):
+        assert {one.get_label() for one in axes.get_lines()} & {"retrieval", "judge"} == names
+    low, high = means.get_ylim()
+    assert low < grade - 0.2 < grade + 0.2 < high
+    assert shares.get_ylim()[1] < 1.2
+
+
+def test_the_labels_of_the_steps_do_not_overlap_and_a_long_title_is_whole():
+    lines = [line(step, 0.2 + step / 4000, retrieval=0.5) for step in range(0, 2000, 100)]
+    lines += [line(step, 0.7, retrieval=0.5) for step in (2000, 2001)]
+    figure = dict(figures("a name of a run " * 6, lines))["metrics_vs_overall"]
+    figure.draw_without_rendering()
+    boxes = sorted((text.get_window_extent() for text in figure.axes[0].texts), key=lambda box: box.x0)
+    assert len(boxes) > 3
+    assert boxes[-1].x1 <= figure.legends[0].get_window_extent().x0
+    assert all(one.x1 < other.x0 for one, other in itertools.pairwise(boxes))
+    title = figure.texts[0] if figure.texts else figure._suptitle
+    extent = title.get_window_extent()
+    assert extent.x1 <= figure.bbox.x1
+    assert extent.y0 >= max(axes.get_tightbbox().y1 for axes in figure.axes)
+    assert not extent.overlaps(figure.legends[0].get_window_extent())
 
 
 # -- checkpoints that were evaluated by runs of their own --------------------------------------------------------------

@@ -9,11 +9,14 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from posttrain.figures import plots
-from posttrain.figures.charts import smoothed, thinned
+from posttrain.figures.charts import charts_of, smoothed, thinned
 from posttrain.runs import panels
 from posttrain.runs.directory import RunDirectory
+from posttrain.runs.log import read_log
 from posttrain.runs.metrics import MetricsLog, read_metrics
-from posttrain.runs.panels import TITLES, limits_of
+from posttrain.runs.panels import TITLES, Sampling, limits_of
+from posttrain.view import run_pages
+from tests.runs.comparing import make_run
 
 
 def train(step: int, **changed: float) -> dict[str, float]:
@@ -146,7 +149,7 @@ def test_an_environment_without_success_has_a_curve_of_returns(run: RunDirectory
     assert figure is not None
     (axes,) = figure.axes
     assert axes.get_ylabel() == "reward per episode"
-    assert {"training episodes", "held-out seeds", "start of this run, -1.000"} <= set(lines_of(figure))
+    assert {"training episodes, sampled", "held-out seeds", "start of this run, -1.000"} <= set(lines_of(figure))
     assert "result on the final seeds, -0.250" in {container.get_label() for container in axes.containers}
     (band,) = [c for c in axes.collections if "Fill" in type(c).__name__ or "Poly" in type(c).__name__]
     corners = band.get_paths()[0].vertices
@@ -258,3 +261,16 @@ def test_a_run_that_never_succeeds_has_a_learning_curve(run: RunDirectory) -> No
     figure = draw_figure("learning_curve", lines)
     assert figure is not None
     assert max(line.get_ydata().max() for line in lines_of(figure).values() if len(line.get_xdata()) == 2) == 0.0
+
+
+def test_training_and_held_out_episodes_say_how_they_are_sampled(tmp_path):
+    evaluation = {"sampling": {"temperature": 0.6}}
+    run = RunDirectory.open(make_run(tmp_path, "run", evaluation=evaluation))
+    charts = {chart.panel.title: chart for chart in charts_of(read_log(run.metrics), Sampling.of(run.recipe_values()))}
+    labels = [trace.label for trace in charts["Success"].traces] + [trace.label for trace in charts["Return"].traces]
+    assert sorted(labels) == ["held-out seeds, temperature 0.6", "training episodes, temperature 1"]
+    page = run_pages.charts(run_pages.Logs(), run.path)["charts"]
+    assert set(labels) <= {curve["label"] for chart in page for curve in chart["curves"]}
+    assert Sampling.of({"rollout": {"sampling": {"temperature": 1}}, "evaluation": {}}) == Sampling("temperature 1")
+    assert Sampling.of({"evaluation": {"sampling": {"temperature": 0}}}) == Sampling(held_out="greedy")
+    assert Sampling.of({"rollout": [], "evaluation": {"sampling": {"temperature": 10**400}}}) == Sampling()

@@ -15,9 +15,12 @@ from posttrain.figures.charts import MOST_CURVES, chart_of_runs
 from posttrain.figures.draw import draw_charts, encode
 from posttrain.figures.plots import compare, plot_files
 from posttrain.figures.results import draw_results
+from posttrain.runs.directory import RunDirectory
 from posttrain.runs.intervals import seed_mean
+from posttrain.runs.metrics import MetricsLog
 from posttrain.runs.panels import Series, metric_of
 from posttrain.runs.sources import Source, bundles_of, mean_over_seeds, open_sources, result_table, shared_metrics
+from posttrain.runs.tables import write_results
 from tests.runs.comparing import make_run
 
 
@@ -135,6 +138,23 @@ def test_stages_do_not_share_the_axes_of_their_losses():
     assert "not comparable" in result_table(bundles_of([source("sft"), source("dpo")])[0]).note
     same, _ = shared_metrics(bundles_of([source("sft"), source("sft")])[0])
     assert "validation/loss" in [metric.key for metric in same]
+
+
+def test_returns_of_different_rewards_are_in_different_columns(tmp_path):
+    for name, given in (("a", "reward model x"), ("b", "reward model y"), ("c", "reward model x")):
+        path = make_run(tmp_path, name, ended=False, optimizer={"learning_rate": 1e-3 * (ord(name) - 96)})
+        with MetricsLog(RunDirectory.open(path), []) as log:
+            log.write(4, "final", {"policy": "trained", "best_step": 4, "return": 0.5, "n": 64})
+        write_results(path, [], [], return_source=given)
+    bundles = bundles_of(open_sources([tmp_path / name for name in "abc"]))[0]
+    table = result_table(bundles)
+    assert table.headings == ("run", "checkpoint", "n", "return, reward model x", "return, reward model y")
+    assert [row[3:] for row in table.rows] == [("0.500", "–"), ("–", "0.500"), ("0.500", "–")]
+    assert [axes.get_title("left") for axes in draw_results(bundles).axes if axes.get_visible()] == [
+        "return, reward model x"
+    ]
+    same = bundles_of(open_sources([tmp_path / name for name in "ac"]))[0]
+    assert result_table(same).headings == ("run", "checkpoint", "n", "return")
 
 
 def test_the_command_writes_a_figure_for_each_metric_and_the_tables(tmp_path):

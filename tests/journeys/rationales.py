@@ -24,7 +24,7 @@ STAGES = ["sft", "dpo", "reward", "ppo", "drca", "unit_reward", "unit_ppo", "uni
 PLAYED = ["ppo", "drca", "unit_ppo", "unit_ppo_outcome"]
 MODELS = ["sft", "dpo", "ppo", "claude"]
 METRICS = ["bleu", "bertscore_precision", "bertscore_recall", "bertscore_f1", "perplexity_reference"]
-METRICS += ["perplexity_prediction", "perplexity_unconditional", "efficiency", "factual_accuracy", "logical_soundness"]
+METRICS += ["perplexity_prediction", "efficiency", "factual_accuracy", "logical_soundness"]
 METRICS += ["reward"]
 SMALLER = {
     "name": "rlhf",

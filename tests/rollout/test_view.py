@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from posttrain.cli.runs import episodes
-from posttrain.episode import Advantages
+from posttrain.episode import Advantages, StopReason
 from posttrain.rollout.store import write_episodes
 from posttrain.rollout.view import view_episode
 from posttrain.runs.directory import RunDirectory
@@ -34,6 +34,19 @@ def test_a_conversation_has_reward_stop_reason_and_credit_under_each_answer() ->
     assert "turn 0 · reward +0.500 · 3 tokens · end_token · advantage +1.000 · rejected: no <answer> tag" in text
     assert "turn 1 · reward -1.000 · 3 tokens · end_token · advantage -0.167 (-1.000…+0.500)" in text
     assert "advantage" not in shown(episode, None)
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        (StopReason.TURN_BUDGET, "truncated at rollout.tokens_per_turn"),
+        (StopReason.EPISODE_BUDGET, "truncated at rollout.tokens_per_episode"),
+    ],
+)
+def test_an_answer_that_reached_a_limit_on_tokens_is_truncated(reason: StopReason, words: str) -> None:
+    episode = played(0)
+    episode.turns[0].stop_reason = reason
+    assert f"3 tokens · {words}" in shown(episode, None)
 
 
 def test_answers_missing_in_the_conversation_are_shown_from_the_turns() -> None:

@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,8 @@ from posttrain.recipe.stages import Recipe
 from posttrain.runs.metrics import read_metrics
 from posttrain.stages import run_stage
 from posttrain.training.checkpoint import Checkpoints
+from posttrain.training.evaluators import EpisodeEvaluator
+from posttrain.training.trainer import Best
 from tests.training import small
 
 
@@ -186,7 +189,7 @@ def test_rules_that_exclude_each_other_are_refused(rules, message):
 
 
 def finished(tiny_model, runs, export):
-    """A run of two steps with almost no change, and its output."""
+    """A run of two steps, and its output."""
     values = small.recipe_values(tiny_model, runs, optimizer={"learning_rate": 1e-30}, export=export)
     values |= small.two_steps(values) | {"checkpoint": {"every": 1, "keep": "all"}}
     values["evaluation"]["every"] = 2
@@ -201,8 +204,41 @@ def last(tiny_model, tmp_path_factory):
     return finished(tiny_model, tmp_path_factory.mktemp("last"), "last")
 
 
+def scripted_curve(monkeypatch, values):
+    """Make the evaluations of the learning curve return `values[step]`."""
+    monkeypatch.setattr(EpisodeEvaluator, "curve", lambda self, step, played: {"n": 3, **values[step]})
+
+
+TIED = {"success": 0.0, "return": -1.0}
+
+
+@pytest.mark.parametrize(
+    ("losses", "step"),
+    [((None, None), 2), ((2.0, 1.0), 2), ((1.0, 2.0), 0), ((1.0, 1.0), 2), ((math.nan, 2.0), 2), ((None, 2.0), 2)],
+)
+def test_equal_returns_are_decided_by_the_validation_loss_then_by_the_last_step(
+    losses, step, tiny_model, tmp_path, monkeypatch
+):
+    known = [{} if loss is None else {"validation/loss": loss} for loss in losses]
+    scripted_curve(monkeypatch, {0: TIED | known[0], 2: TIED | known[1]})
+    run, _ = finished(tiny_model, tmp_path, "best")
+    (final,) = [line for line in read_metrics(run.metrics) if line["kind"] == "final"]
+    assert final["best_step"] == step
+
+
+def test_the_metric_counts_more_than_the_validation_loss():
+    assert not Best(0, 0.5, 2.0).replaced_by(Best(1, 0.4, 1.0))
+    assert Best(0, 0.5, 1.0).replaced_by(Best(1, 0.6, 2.0))
+    assert not Best(0, 0.5, 1.0).replaced_by(Best(1, math.nan, 0.5))
+
+
+def test_the_best_of_an_earlier_checkpoint_has_no_loss():
+    assert Best(**json.loads('{"step": 0, "value": 0.5}')).replaced_by(Best(1, 0.5, 3.0))
+
+
 @pytest.mark.parametrize("export", ["best", "last"])
-def test_the_exported_step_is_reported(export, last, tiny_model, tmp_path):
+def test_the_exported_step_is_reported(export, last, tiny_model, tmp_path, monkeypatch):
+    scripted_curve(monkeypatch, {0: TIED, 2: TIED | {"return": -2.0}})
     run, printed = last if export == "last" else finished(tiny_model, tmp_path, export)
     step = 2 if export == "last" else 0
     (final,) = [line for line in read_metrics(run.metrics) if line["kind"] == "final"]
@@ -351,6 +387,8 @@ from pathlib import Path
 from posttrain.models.policy import Policy
 from posttrain.recipe.run import CheckpointRecipe
 from posttrain.training.checkpoint import Checkpoints
+from posttrain.training.evaluators import EpisodeEvaluator
+from posttrain.training.trainer import Best
 checkpoints = Checkpoints(Path(sys.argv[1]), "mine", CheckpointRecipe(asynchronous=True))
 policy = Policy(sys.argv[2])
 for step in (1, 2):

@@ -94,6 +94,17 @@ def test_held_out_traces_may_select_the_checkpoint(tiny_model, tmp_path, capsys)
 BALANCED = ["environment.type=bandit", "experts.expert=random"]
 
 
+def test_equal_returns_export_the_step_with_the_lowest_loss(tiny_model, tmp_path):
+    words = [f"model.path={tiny_model}", f"runs={tmp_path}", "name=traces", "experts.held_out=4", *HELD_OUT]
+    assert main(["sft", *words, "optimizer.learning_rate=1e-3", "evaluation.metric=return"]) == 0
+    lines = read_metrics(tmp_path / "traces" / "metrics.jsonl")
+    curve = {line["step"]: line for line in lines if line["kind"] == "evaluation"}
+    assert len({line["return"] for line in curve.values()}) == 1
+    lowest = min(curve, key=lambda step: curve[step]["validation/loss"])
+    (final,) = [line for line in lines if line["kind"] == "final"]
+    assert (final["best_step"], lowest) == (3, 3)
+
+
 def test_a_share_of_the_optimal_turns_is_random(tiny_model):
     """Of the first actions on 80 lakes."""
 

@@ -81,7 +81,7 @@ def test_greedy_answers_are_those_of_transformers(tiny_policy, tiny_model, tmp_p
     total = sum(row["tokens"] for row in found)
     assert f"9 answers to 9 rows, {total} tokens; 9 of them in" in said
     cut = sum(row["stop_reason"] == "turn_budget" for row in found)
-    assert f"{cut} of 9 cut off at rollout.tokens_per_turn = 20" in said
+    assert f"{cut} of 9 truncated at rollout.tokens_per_turn = 20" in said
 
 
 def test_metrics_read_the_predictions_that_generate_writes(tiny_model, tmp_path):

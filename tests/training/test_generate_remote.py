@@ -280,11 +280,13 @@ def test_the_share_of_truncated_answers_has_an_interval_over_rows(tmp_path, caps
     with serving(half_of_them) as server:
         assert main(words(server.url, "samples=8", "sampling.temperature=1", "rollout.tokens_per_turn=5")) == 0
     last = lines_of(tmp_path / "runs/remote/metrics.jsonl")[-1]
-    low, high = last["generate/cut_off_low"], last["generate/cut_off_high"]
+    low, high = last["generate/truncated_low"], last["generate/truncated_high"]
     rows, answers = success_rate(ROWS // 2, ROWS), success_rate(4 * ROWS, 8 * ROWS)
-    assert (last["generate/cut_off_share"], low, high) == pytest.approx((0.5, rows.low, rows.high))
+    assert (last["generate/truncated_share"], low, high) == pytest.approx((0.5, rows.low, rows.high))
     assert high - low > 2 * (answers.high - answers.low)
-    assert f"48 of 96 cut off at rollout.tokens_per_turn = 5: 50.0% [{low:.1%}, {high:.1%}]" in capsys.readouterr().out
+    assert (
+        f"48 of 96 truncated at rollout.tokens_per_turn = 5: 50.0% [{low:.1%}, {high:.1%}]" in capsys.readouterr().out
+    )
 
 
 def test_an_endpoint_that_behaves_like_that_of_anthropic(tmp_path, monkeypatch, capsys):

@@ -101,7 +101,7 @@ def test_a_server_that_is_down_ends_the_run_and_leaves_its_name_free(tmp_path, c
 def test_answers_without_room_are_reported(capsys):
     with serving(lambda request: Reply("<think>so", "length")) as server:
         assert main(words(server.url, "environment.max_turns=2")) == 0
-    assert "24 of 24 answers were cut off at rollout.tokens_per_turn = 64" in capsys.readouterr().out
+    assert "24 of 24 answers are truncated at rollout.tokens_per_turn = 64" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.stages import Recipe
 from posttrain.rollout.store import episodes_file, read_episodes
+from posttrain.runs.report import write_report
 from posttrain.stages import run_stage
 from tests.training import small
 from tests.training.preferences import write_jsonl
@@ -81,6 +82,14 @@ def test_a_reward_function_sets_the_reward_and_the_return_selects_the_best_check
     assert [row[1] for row in table["rows"]] == ["–", "–"]
     curve = {line["step"]: line["return"] for line in lines if line["kind"] == "evaluation"}
     assert curve[final["best_step"]] == max(curve.values())
+    report = directory.report.read_text()
+    for row in (
+        "| training rows | 10 of `prompts.jsonl` (rows 1-10) |",
+        "| held-out rows of the curve | 4 of `prompts.jsonl` (rows 11-14) |",
+        "| held-out rows of the table | 6 of `prompts.jsonl` (rows 15-20) |",
+    ):
+        assert row in report
+    assert "seeds |" not in report.split("## ")[0]
 
 
 def test_numbers_of_a_reward_function_are_in_the_log_and_in_the_table(tiny_model, tmp_path):
@@ -118,7 +127,13 @@ def test_prompts_of_a_file_are_divided_without_any_seeds(tiny_model, tmp_path):
     }
     assert [len(played[split]) for split in ("train", "evaluation", "final")] == [4, 2, 2]
     assert len(set().union(*played.values())) == 8
-    assert "drawn from the rows of environment.prompts" in directory.report.read_text()
+    report = directory.report.read_text()
+    for name, split in (("held-out rows of the curve", "evaluation"), ("held-out rows of the table", "final")):
+        (line,) = [line for line in report.splitlines() if line.startswith(f"| {name} |")]
+        first, second = sorted(seed + 1 for seed in played[split])
+        assert f"2 of `prompts.jsonl` (rows {first}{'-' if second == first + 1 else ', '}{second})" in line
+    (directory.path / "results.json").unlink()
+    assert "drawn from the rows of environment.prompts" in write_report(directory, []).read_text()
 
 
 def test_a_run_is_not_resumed_on_other_tasks(tiny_model, tmp_path):

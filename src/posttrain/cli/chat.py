@@ -79,4 +79,4 @@ def chat(
         ids = asyncio.run(answer(renderer.prompt(messages), turn))
         turn += 1
         messages.append({"role": "assistant", "content": renderer.answer_text(ids)})
-        typer.echo("\n" if ids[-1] in policy.end_tokens else f" [cut off at {max_tokens} tokens]\n")
+        typer.echo("\n" if ids[-1] in policy.end_tokens else f" [truncated at {max_tokens} tokens]\n")

@@ -24,6 +24,33 @@ class TaskRow:
     """`use` of its source."""
     kind: str = ""
     """The kind of the task, if the environment has several."""
+    origin: str = ""
+    """Its file and row, such as `train.jsonl row 12`; empty if unknown, for example of a row of a package's data set."""
+
+
+def listed_rows(rows: Sequence[TaskRow], seeds: Sequence[int]) -> str:
+    """The rows that are the tasks of `seeds` (indices in `rows`), by file: ``12 of `train.jsonl` (rows 1-8, 11, 14-16)``."""
+    numbers: dict[str, list[int]] = {}
+    for seed in sorted(seeds):
+        file, _, text = rows[seed].origin.rpartition(" row ")
+        numbers.setdefault(file, []).append(int(text) if file and text.isdecimal() else seed)
+    parts = []
+    for file, listed in numbers.items():
+        spans: list[list[int]] = []
+        for number in sorted(listed):
+            if spans and number == spans[-1][1] + 1:
+                spans[-1][1] = number
+            else:
+                spans.append([number, number])
+        shown = [f"{first}" if first == last else f"{first}-{last}" for first, last in spans[:_MOST_SPANS]]
+        shown += ["..."] if len(spans) > _MOST_SPANS else []
+        name = f"of `{file}` (rows" if file else "tasks (numbers"
+        parts.append(f"{len(listed)} {name} {', '.join(shown)})")
+    return "; ".join(parts)
+
+
+_MOST_SPANS = 20
+"""Longest list of consecutive row numbers in a report."""
 
 
 def hash_order(keys: Iterable[str]) -> list[str]:

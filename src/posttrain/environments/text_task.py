@@ -104,6 +104,20 @@ class TextTaskRecipe(EnvironmentRecipe):
         """`environment.prompts`, unless tasks are generated."""
         return None if self.reasoning_gym is not None else "environment.prompts"
 
+    @property
+    def reward_name(self) -> str:
+        """Functions with their weights, judge or verifier."""
+        listed = self.reward if isinstance(self.reward, list) else []
+        names = [part.function if part.weight == 1 else f"{part.weight:g} x {part.function}" for part in listed]
+        names += [self.reward] if isinstance(self.reward, str) else []
+        names += [f"judge {self.judge.model}"] if self.judge is not None else []
+        if not names and self.reasoning_gym is not None:
+            names = [self.reasoning_gym.dataset]
+        if not names or not self.score_weight:
+            return ""
+        scale = "" if self.score_weight == 1 else f"{self.score_weight:g} x "
+        return f"{scale}{self.type} ({', '.join(names)})"
+
     @field_validator("reward", mode="before")
     @classmethod
     def _reward_sections(cls, value: Any) -> Any:
@@ -455,7 +469,7 @@ def _prompt_table(key: str, versions: tuple[tuple[str, int, int, int, int] | Non
             f"{with_tools.origin} has tools, which a single answer cannot use; remove that column, or set "
             "columns.tools to a column that does not exist"
         )
-    tasks = [TaskRow(json.dumps(row.messages, sort_keys=True), use) for row, use in used]
+    tasks = [TaskRow(json.dumps(row.messages, sort_keys=True), use, origin=row.origin) for row, use in used]
     read = [_with_references(row.row, recipe.columns) for row in rows]
     columns = frozenset(parameter_of(name) for row in read for name, value in row.items() if value is not None)
     return PromptTable(rows, tasks, columns, problems)

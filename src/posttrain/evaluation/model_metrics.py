@@ -222,21 +222,9 @@ class LanguageModel:
         nats_of = dict(zip(usable, self.nats([texts[i] for i in usable]), strict=True))
         return [nats_of.get(i, "too long for the model" if length else "") for i, length in enumerate(lengths)]
 
-    def score_texts(self, texts: Sequence[str]) -> list[tuple[Nats, bool] | None]:
-        """Nats and number of tokens of each text without a prompt, after the BOS token (if the model has one), and
-        whether it was truncated to the context of the model; None for a text without a second token.
-        """
-        first = self.policy.tokenizer.bos_token_id
-        ids = [([] if first is None else [first]) + self.renderer.document(text) for text in texts]
-        usable = [i for i, text_ids in enumerate(ids) if len(text_ids) > 1]
-        cut = [np.array(ids[i][: self.limit], dtype=np.int64) for i in usable]
-        nats = self.nats([(text_ids, np.arange(len(text_ids)) > 0) for text_ids in cut])
-        results = {i: (value, len(ids[i]) > self.limit) for i, value in zip(usable, nats, strict=True)}
-        return [results.get(i) for i in range(len(texts))]
-
 
 Answer = tuple[list[Message], str, bool]
-"""(prompt, answer, whether it was cut off)."""
+"""(prompt, answer, whether it is truncated)."""
 
 
 def conditional(
@@ -272,26 +260,6 @@ def conditional(
     tokens = int(sum(count for _, (_, count) in counted))
     about = {**model.map(describe, [None])[0], "tokens": tokens}
     return MetricResult(name, scores, "lower", len(counted), left_out, about)
-
-
-def unconditional(rows: Sequence[Prediction], model: ModelWorkers[LanguageModel]) -> MetricResult:
-    """Arithmetic mean over references of exp(nats / tokens), without prompts.
-
-    Provided for comparison with published numbers. It does not depend on the predictions, and a few unlikely texts
-    dominate the mean.
-    """
-    distinct = list(dict.fromkeys((row.item, row.reference) for row in rows if row.reference is not None))
-    scores = model.map(LanguageModel.score_texts, [text for _, text in distinct])
-    usable = [(item, score) for (item, _), score in zip(distinct, scores, strict=True) if score is not None]
-    left_out = {"shorter than two tokens": len(scores) - len(usable)} if len(usable) < len(scores) else {}
-    if missing := sum(row.reference is None for row in rows):
-        left_out["no reference"] = missing
-    name = "perplexity_unconditional"
-    counted = _finite([(item, nats) for item, (nats, _) in usable], left_out, name)
-    means = item_means("mean", ((item, math.exp(nats / count)) for item, (nats, count) in counted))
-    truncated = sum(cut for _, (_, cut) in usable) / len(usable)
-    about = {**model.map(describe, [None])[0], "share of texts truncated": truncated}
-    return MetricResult(name, means, "lower", len(counted), left_out, about)
 
 
 def _dtype(model: Any) -> str:

@@ -64,7 +64,7 @@ class Predictions:
         """Messages on dropped rows and on truncated or empty answers."""
         messages = self.problems.summary()
         if cut_off := sum(row.cut_off for row in self.rows):
-            messages.append(f"{cut_off} of {len(self.rows)} predictions were cut off before their end")
+            messages.append(f"{cut_off} of {len(self.rows)} predictions are truncated")
         if empty := sum(not row.text.strip() for row in self.rows):
             messages.append(f"{empty} of {len(self.rows)} predictions are empty; they are scored like any other")
         return messages

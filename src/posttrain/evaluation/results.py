@@ -48,7 +48,7 @@ class Results:
     rows: int
     items: int
     dropped: Sequence[str] = ()
-    """Warnings about rows that are in no metric, and about answers that are cut off or empty."""
+    """Warnings about rows that are in no metric, and about truncated or empty answers."""
     metrics: list[MetricResult] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     """Metric -> why it could not be computed."""

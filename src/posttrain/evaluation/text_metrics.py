@@ -182,7 +182,6 @@ def _compute(
         bert_scores,
         conditional,
         describe,
-        unconditional,
     )
 
     if name == "bertscore":
@@ -201,7 +200,6 @@ def _compute(
             computations = {
                 "perplexity_reference": lambda: conditional(rows, model, "reference"),
                 **computations,
-                "perplexity_unconditional": lambda: unconditional(rows, model),
             }
         for title, compute in computations.items():
             try:

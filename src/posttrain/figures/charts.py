@@ -18,9 +18,11 @@ from posttrain.runs.panels import (
     PHASES,
     TITLES,
     MetricLook,
+    Sampling,
     Series,
     is_trained,
     keys_of,
+    labeled,
     limits_of,
     metric_of,
     panels_of,
@@ -142,10 +144,12 @@ def marks_of(lines: Sequence[Line]) -> list[Mark]:
     return sorted(marks, key=lambda mark: mark.step)
 
 
-def charts_of(lines: Sequence[Line]) -> Iterator[Chart]:
-    """Every chart that the run has data for, in order of importance."""
+def charts_of(lines: Sequence[Line], sampling: Sampling = Sampling()) -> Iterator[Chart]:
+    """Every chart that the run has data for, in order of importance. `sampling`: for the labels of training and held-out
+    episodes on the same axes.
+    """
     log, shown = Log.of(lines), set[str]()
-    for figure, section, panel in _panels(log):
+    for figure, section, panel in _panels(log, sampling):
         if (chart := _chart(figure, section, panel, log)) is not None:
             shown |= {trace.key for trace in chart.traces}
             yield chart
@@ -157,7 +161,7 @@ def charts_of(lines: Sequence[Line]) -> Iterator[Chart]:
             yield from [chart] if chart is not None else []
 
 
-def _panels(log: Log) -> Iterator[tuple[str, str, Panel]]:
+def _panels(log: Log, sampling: Sampling) -> Iterator[tuple[str, str, Panel]]:
     """(figure, section, panel)."""
     keys = set(keys_of(log))
     results = [key for key in ("success", "return") if keys & {key, f"rollout/{key}"}]
@@ -167,7 +171,10 @@ def _panels(log: Log) -> Iterator[tuple[str, str, Panel]]:
         if key in results:
             look = replace(metric_of(key).panel, from_zero=False, smoothed=True)
             figure = "learning_curve" if key == results[0] else "reward"
-        curves = [Curve(f"rollout/{key}", "training episodes", TRAINING), Curve(key, "held-out seeds", HELD_OUT)]
+        curves = [
+            Curve(f"rollout/{key}", labeled("training episodes", sampling.training), TRAINING),
+            Curve(key, labeled("held-out seeds", sampling.held_out), HELD_OUT),
+        ]
         yield figure, "Results", replace(look, curves=curves)
     for name in TITLES:
         for panel in panels_of(name, log):

@@ -35,6 +35,8 @@ _MOST_LIMITS = 12
 """Bands with more points than this have no bars at the points."""
 _TITLE_WIDTH = 92
 """Maximum number of characters per line above a panel."""
+_HEADING_WIDTH = 70
+"""Maximum number of characters per line above the whole figure."""
 _LEGEND_WIDTH = 95
 """Maximum number of characters per row of a legend below the panels."""
 _LONGEST_OUTSIDE = 44
@@ -216,7 +218,9 @@ _SVG: dict[Any, Any] = {
 
 def entitle(figure: Figure, title: str) -> None:
     """Set the title above all panels."""
-    figure.suptitle(title, x=0.012, ha="left", fontweight="bold", fontsize=12)
+    figure.suptitle(
+        textwrap.fill(title, _HEADING_WIDTH, break_on_hyphens=False), x=0.012, ha="left", fontweight="bold", fontsize=12
+    )
 
 
 def plain(text: str, longest: int = 120) -> str:

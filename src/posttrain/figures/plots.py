@@ -15,7 +15,7 @@ from posttrain.figures.results import draw_results, draw_scores
 from posttrain.runs.directory import RunDirectory, write_atomically
 from posttrain.runs.evaluated import evaluated_checkpoints
 from posttrain.runs.log import Line, Log, read_log
-from posttrain.runs.panels import TITLES, check_metric, keys_of, metric_of
+from posttrain.runs.panels import TITLES, Sampling, check_metric, keys_of, metric_of
 from posttrain.runs.sources import Source, bundles_of, readable_sources, result_table, shared_metrics
 from posttrain.runs.tables import Table, evaluated_table, scores_of_runs
 
@@ -26,26 +26,28 @@ def draw_plots(run: RunDirectory) -> list[Path]:
     Returns the files in the order of the report. Raises `RunError` if the metrics are damaged or a file cannot be
     written.
     """
-    drawn = figures(run.path.resolve().name, read_log(run.metrics))
+    drawn = figures(run.path.resolve().name, read_log(run.metrics), Sampling.of(run.recipe_values()))
     return [path for name, figure in drawn for path in save(figure, run.plots, name, ("png",))]
 
 
-def figures(title: str, lines: Sequence[Line]) -> Iterator[tuple[str, Figure]]:
+def figures(title: str, lines: Sequence[Line], sampling: Sampling = Sampling()) -> Iterator[tuple[str, Figure]]:
     """(name in `TITLES`, figure) for every plot with data; `title` is appended to each figure's own title."""
     log = Log.of(lines)
     order = list(TITLES).index
-    charts = sorted((chart for chart in charts_of(log) if chart.figure), key=lambda chart: order(chart.figure))
+    charts = sorted(
+        (chart for chart in charts_of(log, sampling) if chart.figure), key=lambda chart: order(chart.figure)
+    )
     drawn = {name: list(group) for name, group in groupby(charts, key=lambda chart: chart.figure)}
     for name, heading in TITLES.items():
         if name in drawn:
             yield name, draw_charts(drawn[name], f"{heading} · {title}")
         elif name.startswith(SCORES_AGAINST):
-            yield from _scores(name, title, log)
+            yield from _scores(name, title, log, sampling)
 
 
-def _scores(name: str, title: str, log: Log) -> Iterator[tuple[str, Figure]]:
+def _scores(name: str, title: str, log: Log, sampling: Sampling = Sampling()) -> Iterator[tuple[str, Figure]]:
     with matplotlib.rc_context(STYLE):
-        if (figure := draw_scores(log, name.removeprefix(SCORES_AGAINST))) is not None:
+        if (figure := draw_scores(log, name.removeprefix(SCORES_AGAINST), sampling)) is not None:
             entitle(figure, f"{TITLES[name]} · {title}")
             yield name, figure
 
@@ -84,7 +86,7 @@ def plot_files(
         raise InputError(f"--out {directory} is a file; give a directory")
     if single is not None and not metrics:
         title = single.path.resolve().name + ("" if until is None else f", until step {until}")
-        shown = figures(title, _until(sources[0].lines, until))
+        shown = figures(title, _until(sources[0].lines, until), Sampling.of(sources[0].recipe))
         drawn = [path for name, figure in shown for path in save(figure, directory, name, forms)]
         if not drawn:
             raise InputError(f"{single.metrics} has nothing to plot yet; wait for the first step")

@@ -56,6 +56,11 @@ class EnvironmentRecipe(BaseConfig):
         """The recipe key of the files whose rows are the tasks; None if tasks are generated from seeds."""
         return None
 
+    @property
+    def reward_name(self) -> str:
+        """What gives the rewards, for tables; empty if only a reward model does."""
+        return self.type
+
 
 AnyEnvironment = Annotated[
     SerializeAsAny[EnvironmentRecipe],

@@ -173,6 +173,13 @@ class RewardSource(BaseConfig):
     tokens_per_batch: int = Field(4096, ge=16)
     """Maximum number of tokens in one forward pass of the reward model."""
 
+    @property
+    def name(self) -> str:
+        """The model, and what differs from the usual unit of its rewards."""
+        unit = "" if self.normalize == "stored" else ", raw"  # with `running`, only credit normalizes
+        clip = ", not clipped" if self.clip is None else f", clipped to {self.clip:g}"
+        return f"reward model {self.path}{unit}{'' if self.clip == 10 else clip}"
+
     def memory_items(self, plan: Plan) -> Items:
         """Its weights."""
         size = dtype_bytes(self.dtype) * plan.sizes.scorer_parameters

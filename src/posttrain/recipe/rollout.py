@@ -178,6 +178,24 @@ def evaluated_environment(recipe: BaseConfig) -> EnvironmentRecipe | None:
     return getattr(evaluation, "environment", None) or getattr(recipe, "environment", None)
 
 
+def return_source(recipe: BaseConfig, by_model: bool = True) -> str:
+    """What gives the returns of a recipe's held-out episodes: environment or agent, and reward model. Two returns are
+    comparable only if it is the same. Empty without an environment.
+
+    `by_model`: of episodes that a model plays. Baseline policies are computed without agent and reward model.
+    """
+    environment = evaluated_environment(recipe)
+    if environment is None:
+        return ""
+    names = [environment.reward_name]
+    if by_model:
+        agent, source = getattr(recipe, "agent", None), getattr(recipe, "reward", None)
+        if agent is not None and agent.reward != "environment":
+            names = [] if agent.reward == "none" else [f"agent ({agent.reward})"]
+        names += [source.name] if source is not None else []
+    return " + ".join(name for name in names if name) or environment.type
+
+
 def same_tasks(environment: EnvironmentRecipe, other: EnvironmentRecipe) -> bool:
     """Whether a seed is the same task in both environments: they are of one type, and their rows of one source."""
     one, two = (

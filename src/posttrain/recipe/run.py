@@ -435,7 +435,7 @@ class SampledRecipe(PlayedRecipe, TrainedRecipe):
     """Engine that samples episodes: in this process on the weights in training, or vLLM."""
     rollout: RolloutRecipe = RolloutRecipe()
     export: ExportedStep = "best"
-    """Which checkpoint becomes `model/`, and is measured for the final table: the best one of the evaluations, or the last one."""
+    """Which checkpoint becomes `model/`, and is measured for the final table: the best one of the evaluations, or the last one. Of evaluations with the same value of `evaluation.metric`, the one with the lower `validation/loss` is the best, then the later one."""
 
     on_policy: ClassVar[bool] = True
     chooses_engine: ClassVar[bool] = True

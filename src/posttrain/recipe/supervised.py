@@ -129,7 +129,7 @@ class SupervisedRecipe(TrainedRecipe):
     learner: LearnerRecipe = LearnerRecipe()
     checkpoint: CheckpointRecipe = CheckpointRecipe()
     export: ExportedStep = "best"
-    """Which checkpoint becomes `model/`, and is measured for the final table: the best one of the evaluations, or the last one."""
+    """Which checkpoint becomes `model/`, and is measured for the final table: the best one of the evaluations, or the last one. Of evaluations with the same value of `evaluation.metric`, the one with the lower `validation/loss` is the best, then the later one."""
     hardware: HardwareRecipe = HardwareRecipe()
 
     if TYPE_CHECKING:

@@ -300,7 +300,7 @@ def _inset(content: RenderableType) -> Padding:
 
 def _turn_line(episode: Episode, number: int, turn: Turn, advantages: list[np.ndarray] | None) -> Padding:
     line = Text(
-        f"turn {number} · reward {turn.reward:+.3f} · {turn.stop - turn.start} tokens · {turn.stop_reason.value}", "dim"
+        f"turn {number} · reward {turn.reward:+.3f} · {turn.stop - turn.start} tokens · {turn.stop_reason.words}", "dim"
     )
     if len(set(episode.versions.tolist())) > 1:
         versions = groupby(episode.streams[turn.stream].versions[turn.start : turn.stop].tolist())

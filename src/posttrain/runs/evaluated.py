@@ -81,7 +81,9 @@ def evaluated_checkpoints(runs: Sequence[EvaluatedRun]) -> dict[str, Log]:
         final = next((line for line in reversed(run.lines) if line["kind"] == "final"), None)
         if run.stage != "evaluate" or run.recipe is None or final is None:
             continue
-        about = json.dumps([run.recipe.get(key) for key in ("environment", "rollout", "evaluation")], sort_keys=True)
+        about = json.dumps(
+            [run.recipe.get(key) for key in ("environment", "rollout", "evaluation", "reward", "agent")], sort_keys=True
+        )
         if (checkpoint := checkpoint_of(run)) is None:
             started.append((_model_of(run), about, final))
             continue

@@ -1,7 +1,7 @@
 """Contents of figures: the metrics of every panel, their values in order of step, and their titles."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from operator import itemgetter
@@ -63,6 +63,31 @@ TITLES = {
     "optimization": "Optimization",
     "time": "Time per phase",
 }
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a run's episodes are sampled, in words for the labels of its curves."""
+
+    training: str = "sampled"
+    held_out: str = ""
+
+    @classmethod
+    def of(cls, recipe: Mapping[str, Any] | None) -> "Sampling":
+        """From the content of recipe.yaml, which has every default. Foreign content may lack the keys."""
+        words = {}
+        for name, section in (("training", "rollout"), ("held_out", "evaluation")):
+            part = (recipe or {}).get(section)
+            sampling = part.get("sampling") if isinstance(part, Mapping) else None
+            heat = sampling.get("temperature") if isinstance(sampling, Mapping) else None
+            if isinstance(heat, int | float) and 0 <= heat < 1e6:
+                words[name] = "greedy" if heat == 0 else f"temperature {heat:g}"
+        return cls(**words)
+
+
+def labeled(name: str, how: str) -> str:
+    """The label of a curve of episodes that are sampled as `how` says; empty if that is unknown."""
+    return f"{name}, {how}" if how else name
 
 
 def all_metrics() -> dict[str, Metric]:

@@ -4,7 +4,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,16 @@ from posttrain.runs.log import Line, Log, read_log
 from posttrain.runs.metrics import duration
 from posttrain.runs.panels import TITLES
 from posttrain.runs.reader import read_text
-from posttrain.runs.tables import UNIMPROVED, Table, headline, markdown_table, plain_numbers, score_table
+from posttrain.runs.tables import (
+    TASKS,
+    UNIMPROVED,
+    Table,
+    headline,
+    markdown_table,
+    plain_numbers,
+    read_tasks,
+    score_table,
+)
 from posttrain.terminal import printable
 
 Rows = list[tuple[str, str]]
@@ -145,7 +154,7 @@ def run_facts(run: RunDirectory, lines: Sequence[Line]) -> list[tuple[str, str]]
     return [
         ("stage", recipe.stage),
         ("model", model),
-        *_data(recipe),
+        *_data(recipe, read_tasks(run.path)),
         ("run seed", str(recipe.seed)),
         ("steps", _of(log.last_step, recipe)),
         ("wall time", f"{duration(seconds)} (without pauses between sessions)"),
@@ -162,7 +171,7 @@ def _of(done: int, recipe: object) -> str:
     return str(done) if steps is None else f"{done} of {steps}"
 
 
-def _data(recipe: Any) -> list[tuple[str, str]]:
+def _data(recipe: Any, tasks: Mapping[str, str]) -> list[tuple[str, str]]:
     rows = []
     data = getattr(recipe, "data", None)
     if data is not None:
@@ -176,15 +185,20 @@ def _data(recipe: Any) -> list[tuple[str, str]]:
     environment = evaluated_environment(recipe)
     if environment is None:
         return rows
-    ranges = {"held-out seeds of the table": ("evaluation.final_seeds", recipe.evaluation.final_seeds)}
+    ranges = {"table": ("evaluation.final_seeds", recipe.evaluation.final_seeds)}
     if recipe.stage != "evaluate":
-        ranges["held-out seeds of the curve"] = ("evaluation.seeds", recipe.evaluation.seeds)
+        ranges["curve"] = ("evaluation.seeds", recipe.evaluation.seeds)
     training, key = recipe.training_seeds
     if training is not None and data is None:
-        ranges["training seeds"] = (key, training)
+        ranges["training"] = (key, training)
     trained = recipe.environment or environment
-    keys = {"training seeds": trained.rows_key}
-    seeds = [(name, _seeds(key, part, keys.get(name, environment.rows_key))) for name, (key, part) in ranges.items()]
+    listed = []
+    for part, (key, seeds) in ranges.items():
+        rows_key = (trained if part == "training" else environment).rows_key
+        if rows_key is None:
+            listed.append((TASKS[part].format("seeds"), _seeds(key, seeds)))
+        else:
+            listed.append((TASKS[part].format("rows"), tasks.get(part) or _drawn(key, seeds, rows_key)))
     played = [("environment", f"`{trained.type}`")]
     if trained != environment:
         played.append(
@@ -198,14 +212,18 @@ def _data(recipe: Any) -> list[tuple[str, str]]:
             "none": f"raw{clipped}",
         }
         played += [("reward model", f"`{source.path}`"), ("its rewards in returns", units[source.normalize])]
-    return [*rows, *played, *seeds]
+    return [*rows, *played, *listed]
 
 
-def _seeds(key: str, seeds: SeedRange, rows_key: str | None) -> str:
-    if rows_key is not None and seeds.start is None:
+def _drawn(key: str, seeds: SeedRange, rows_key: str) -> str:
+    """Tasks that are rows, before the end of a run lists them."""
+    if seeds.start is None:
         return f"drawn from the rows of {rows_key}"
-    if rows_key is not None and seeds.count is None:
-        return f"{seeds.start} to the last row of {rows_key}"
+    last = "the last one" if seeds.count is None else str(seeds.of_generated(key)[-1])
+    return f"tasks {seeds.start} to {last} of {rows_key}, counted from 0"
+
+
+def _seeds(key: str, seeds: SeedRange) -> str:
     generated = seeds.of_generated(key)
     return f"{generated[0]} to {generated[-1]}"
 

@@ -18,7 +18,7 @@ from posttrain.runs.evaluated import checkpoint_of
 from posttrain.runs.intervals import FEWEST_SEEDS, seed_mean
 from posttrain.runs.log import Line, Log, read_log
 from posttrain.runs.panels import MOST_POINTS, MetricLook, Series, keys_of, known_metrics, metric_of
-from posttrain.runs.tables import Interval, Table, interval_of, score_cell, score_keys
+from posttrain.runs.tables import Interval, Table, interval_of, read_return_source, score_cell, score_keys
 
 _DRAWN = ("train", "evaluation")
 """Kinds of lines whose metrics are drawn. A sink names its tags `kind/metric`."""
@@ -326,21 +326,40 @@ _ROW_METRICS = ("test/accuracy", "test/loss")
 _MAX_NAMES = 4
 
 
-def final_results(source: Source) -> dict[str, Interval]:
-    """Metric -> value in the last `final` line: the best checkpoint of a training run, or the evaluated model."""
+def returns_differ(bundles: Sequence[Bundle]) -> bool:
+    """Whether different rewards gave the returns of the finished runs, which are then not comparable."""
+    sources = [source for bundle in bundles for source in bundle.sources if "return" in final_results(source)]
+    return len({_return_source(source) for source in sources}) > 1
+
+
+def _return_source(source: Source) -> str:
+    try:
+        return "" if source.run is None else read_return_source(source.run.path)
+    except InputError:
+        return ""
+
+
+def final_results(source: Source, name_returns: bool = False) -> dict[str, Interval]:
+    """Metric -> value in the last `final` line: the best checkpoint of a training run, or the evaluated model.
+
+    `name_returns`: the key of the return is `return, WHAT GAVE IT`, for runs of which `returns_differ`.
+    """
     line = _final(source)
     keys = [
         key for key in (*_EPISODE_METRICS, *score_keys(line), *_ROW_METRICS) if isinstance(line.get(key), (int, float))
     ]
-    return {key: interval_of(line, key) for key in keys}
+    results = {key: interval_of(line, key) for key in keys}
+    given = _return_source(source) if name_returns else ""
+    return {f"return, {given}" if given and key == "return" else key: value for key, value in results.items()}
 
 
 def result_table(bundles: Sequence[Bundle]) -> Table | None:
     """A table with one row per finished run and per mean over seeds; None if no run has finished."""
     rows: list[tuple[str, str, str, dict[str, Interval]]] = []
     all_ended: list[tuple[Source, dict[str, Interval]]] = []
+    differ = returns_differ(bundles)
     for bundle in bundles:
-        ended = [(source, results) for source in bundle.sources if (results := final_results(source))]
+        ended = [(source, results) for source in bundle.sources if (results := final_results(source, differ))]
         all_ended += ended
         for source, results in ended:
             line, evaluated = _final(source), checkpoint_of(source)
@@ -365,6 +384,8 @@ def result_table(bundles: Sequence[Bundle]) -> Table | None:
     )
     if "test/loss" in keys and stage_count(bundles) > 1:
         note += " Losses of different stages are not comparable."
+    if differ:
+        note += " Returns from different rewards are not comparable, so each reward has a column."
     headings = ("run", "checkpoint", "n", *(key.removeprefix(SCORES) for key in keys))
     return Table("Final results", headings, cells, note, words=("run",))
 

@@ -12,7 +12,7 @@ from posttrain.errors import InputError
 from posttrain.recipe.rollout import SCORES
 from posttrain.runs.directory import write_atomically
 from posttrain.runs.log import Line, Log
-from posttrain.runs.reader import read_json
+from posttrain.runs.reader import is_file, read_json
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -23,6 +23,8 @@ START = "start of this run"
 TRAINED = "trained"
 EVALUATED = "evaluated"
 """Policies of the lines `baseline` and `final` of a metrics log: the model before training, the exported one, and that of an evaluation."""
+TASKS = {"table": "held-out {} of the table", "curve": "held-out {} of the curve", "training": "training {}"}
+"""Part of a run -> the name of its rows or seeds in a report."""
 Interval = tuple[float, float, float]
 """A value and the limits of its 95% interval, which are NaN if unknown."""
 
@@ -161,6 +163,8 @@ class PolicyRow:
     """95% interval of the mean return; None if it is exact or unknown."""
     scores: Mapping[str, Interval] = field(default_factory=dict)
     """Further scores of the environment, by name."""
+    return_source: str = ""
+    """What gave the return (`posttrain.recipe.rollout.return_source`); empty if unknown."""
 
     @classmethod
     def from_values(cls, policy: str, values: Mapping[str, Any], note: str = "") -> "PolicyRow":
@@ -172,7 +176,17 @@ class PolicyRow:
 
         scores = {key.removeprefix(SCORES): interval_of(values, key) for key in score_keys(values)}
         success, mean_return = values.get("success"), values.get("return")
-        return cls(policy, success, limits("success"), mean_return, int(values["n"]), note, limits("return"), scores)
+        return cls(
+            policy,
+            success,
+            limits("success"),
+            mean_return,
+            int(values["n"]),
+            note,
+            limits("return"),
+            scores,
+            values.get("return_source", ""),
+        )
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -197,7 +211,19 @@ def policy_tables(rows: Sequence[PolicyRow], title: str = "") -> list[Table]:
             "environment declares the range in the class method `return_range`."
         )
     names = list(dict.fromkeys(name for row in rows for name in row.scores))
-    tables = [Table(title, POLICY_HEADINGS, [row.cells for row in rows], note, played=True)]
+    sources = list(dict.fromkeys(row.return_source for row in rows if row.mean_return is not None))
+    headings: tuple[str, ...] = POLICY_HEADINGS
+    cells = [row.cells for row in rows]
+    if len(sources) > 1:
+        # Returns from different rewards are not comparable, so each has a column.
+        named = tuple(f"mean return, {source}" if source else "mean return" for source in sources)
+        headings = (*POLICY_HEADINGS[:2], *named, *POLICY_HEADINGS[3:])
+        cells = [
+            (*one[:2], *(one[2] if row.return_source == source else "–" for source in sources), *one[3:])
+            for row, one in zip(rows, cells, strict=True)
+        ]
+        note += " Mean returns from different rewards are not comparable, so each reward has a column."
+    tables = [Table(title, headings, cells, note, played=True)]
     if names:
         cells = [(row.policy, *(score_cell(row.scores.get(name)) for name in names)) for row in rows]
         note = "Means over the seeds that have the score, with 95% intervals."
@@ -266,6 +292,16 @@ def checkpoint_scores(lines: Sequence[Line]) -> list[Checkpoint]:
 def score_names(checkpoints: Sequence[Checkpoint]) -> list[str]:
     """The names of all scores of `checkpoints`, without repetition."""
     return list(dict.fromkeys(name for checkpoint in checkpoints for name in checkpoint.scores))
+
+
+_GRADES = ("judge", "score")
+"""Names of scores that are mean grades also where they lie between 0 and 1."""
+
+
+def is_share(name: str, checkpoints: Sequence[Checkpoint]) -> bool:
+    """Whether the score `name` is a share of episodes: it is no grade, and no value or limit is outside of [0, 1]."""
+    numbers = [number for one in checkpoints for number in one.scores.get(name, ())]
+    return name not in _GRADES and all(0 <= number <= 1 for number in numbers if not math.isnan(number))
 
 
 def overall_name(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -348,9 +384,22 @@ def score_cell(interval: Interval | None, percent: bool = False) -> str:
     return f"{value:{form}}{unit}" + ("" if math.isnan(low) else f" [{low:{form}}, {high:{form}}]")
 
 
-def write_results(directory: Path, tables: Sequence[Table], rows: Sequence[PolicyRow]) -> None:
-    """Write `results.json` in the run directory: the final tables, and the rows of the policies as values."""
-    content = {"tables": [asdict(table) for table in tables], "policies": [asdict(row) for row in rows]}
+def write_results(
+    directory: Path,
+    tables: Sequence[Table],
+    rows: Sequence[PolicyRow],
+    tasks: Mapping[str, str] | None = None,
+    return_source: str = "",
+) -> None:
+    """Write `results.json` in the run directory: the final tables, the rows of the policies as values, the rows of files
+    that were the `tasks` of each part of the run, and what gave the model's returns.
+    """
+    content: dict[str, Any] = {
+        "tables": [asdict(table) for table in tables],
+        "policies": [asdict(row) for row in rows],
+        "tasks": dict(tasks or {}),
+        "return_source": return_source,
+    }
     write_atomically(directory / "results.json", json.dumps(content, indent=1) + "\n")
 
 
@@ -370,7 +419,21 @@ def read_policies(directory: Path) -> list[PolicyRow]:
     return _from_results(directory, lambda values: [row_of(row) for row in values["policies"]])
 
 
-def _from_results(directory: Path, make: Callable[[dict[str, Any]], list[T]]) -> list[T]:
+def read_tasks(directory: Path) -> dict[str, str]:
+    """Part of the run -> the rows of files that were its tasks; empty before the end of the run, and for generated tasks."""
+    if not is_file(directory / "results.json"):
+        return {}
+    return _from_results(directory, lambda values: {str(k): str(v) for k, v in values.get("tasks", {}).items()})
+
+
+def read_return_source(directory: Path) -> str:
+    """What gave the returns of a run's model (`return_source`); empty if it is unknown."""
+    if not is_file(directory / "results.json"):
+        return ""
+    return _from_results(directory, lambda values: str(values.get("return_source", "")))
+
+
+def _from_results(directory: Path, make: Callable[[dict[str, Any]], T]) -> T:
     file = directory / "results.json"
     values = read_json(file)
     try:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from posttrain.data.held_out import TaskSplit
+from posttrain.data.held_out import TaskSplit, listed_rows
 from posttrain.environments.protocol import EnvironmentFactory, completed, return_range
 from posttrain.episode import Episode, Outcome, StopReason
 from posttrain.errors import RunError
@@ -59,7 +59,7 @@ class EpisodeEvaluator(Evaluator):
     """Plays held-out seeds of an environment and compares the results with its baseline policies.
 
     Attributes:
-        warnings: about the episodes of the last evaluation: failures, and answers that were cut off.
+        warnings: about the episodes of the last evaluation: failures, and truncated answers.
     """
 
     def __init__(
@@ -163,6 +163,22 @@ class EpisodeEvaluator(Evaluator):
             rows.append(replace(row, scores={**attempts, **row.scores}))
         return rows
 
+    def listed_tasks(self) -> dict[str, str]:
+        """Part of the run -> the rows of files that are its tasks, for the report. Generated tasks are not listed."""
+        trained = self.manager.environment.recipe
+        parts = {
+            "training": (trained, self.tasks.training),
+            "curve": (self.environment, self.tasks.validation),
+            "table": (self.environment, self.tasks.test),
+        }
+        listed = {}
+        for part, (environment, seeds) in parts.items():
+            rows = environment_class(environment.type).task_rows(environment)
+            played = [seed for seed in seeds if part == "training" or seed not in self.left_out]
+            if rows is not None and played:
+                listed[part] = listed_rows(rows, played)
+        return listed
+
     def _play(self, seeds: Sequence[int], step: int, split: Split, played: Played) -> dict[str, Any]:
         # A reward model adds to the rewards of the environment, and an agent may have others.
         is_known = self.manager.scorer is None and self.manager.agent is None
@@ -191,7 +207,7 @@ class EpisodeEvaluator(Evaluator):
 
 
 def _warnings(episodes: Sequence[Episode], most: int) -> list[str]:
-    """Warnings with the numbers of failed and of unscored episodes, and of answers that were cut off at `most` tokens."""
+    """Warnings with the numbers of failed and of unscored episodes, and of answers truncated at `most` tokens."""
     failed = [episode for episode in episodes if episode.outcome is Outcome.FAILED]
     warnings = []
     if failed:
@@ -203,5 +219,5 @@ def _warnings(episodes: Sequence[Episode], most: int) -> list[str]:
         warnings.append(message)
     reasons = Counter(turn.stop_reason for episode in episodes for turn in episode.turns)
     if cut := reasons[StopReason.TURN_BUDGET]:
-        warnings.append(f"{cut} of {reasons.total()} answers were cut off at rollout.tokens_per_turn = {most}")
+        warnings.append(f"{cut} of {reasons.total()} answers are truncated at rollout.tokens_per_turn = {most}")
     return warnings

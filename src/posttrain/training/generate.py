@@ -193,7 +193,7 @@ def _summary(recipe: GenerateRecipe, generation: _Generation, requested: int) ->
         "generate/answers": count,
         "generate/missing": requested - count,
         "generate/tokens": tokens,
-        "generate/cut_off": truncated,
+        "generate/truncated": truncated,
         "time/generate": round(generation.seconds, 3),
         "speed/tokens_per_second": speed,
     }
@@ -206,13 +206,13 @@ def _summary(recipe: GenerateRecipe, generation: _Generation, requested: int) ->
     if count:
         share = clustered_rate([sum(flags) / len(flags) for flags in truncated_of.values()], count)
         values |= {
-            "generate/cut_off_share": share.value,
-            "generate/cut_off_low": share.low,
-            "generate/cut_off_high": share.high,
+            "generate/truncated_share": share.value,
+            "generate/truncated_low": share.low,
+            "generate/truncated_high": share.high,
         }
         limit = f"rollout.tokens_per_turn = {recipe.rollout.tokens_per_turn}"
         interval = f"{share.value:.1%} [{share.low:.1%}, {share.high:.1%}]"
-        lines.append(f"{truncated:,} of {count:,} cut off at {limit}: {interval}")
+        lines.append(f"{truncated:,} of {count:,} truncated at {limit}: {interval}")
     if recipe.thinking == "remove":
         values |= {
             "generate/thinking": with_thinking,

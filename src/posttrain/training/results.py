@@ -7,11 +7,11 @@ from typing import Any
 
 from rich.console import Console
 
-from posttrain.recipe.rollout import evaluated_environment
+from posttrain.recipe.rollout import evaluated_environment, return_source
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.report import is_unimproved, write_report
-from posttrain.runs.tables import UNIMPROVED, Table, show_line, write_results
+from posttrain.runs.tables import EVALUATED, START, TRAINED, UNIMPROVED, Table, show_line, write_results
 from posttrain.training.evaluators import EpisodeEvaluator, Evaluator
 
 
@@ -47,10 +47,14 @@ def draw_plots(run: RunDirectory) -> None:
 def write_tables(run: RunDirectory, evaluators: Sequence[Evaluator]) -> list[Table]:
     """The final tables, from the metrics log. Also writes them to `results.json`."""
     lines: dict[str, dict[str, Any]] = {}
+    recipe = run.load_recipe(to_run=True)
     for line in read_metrics(run.metrics):
         if line["kind"] in ("baseline", "final"):
-            lines[line["policy"]] = line
+            of_model = line["policy"] in (START, TRAINED, EVALUATED)
+            lines[line["policy"]] = {**line, "return_source": return_source(recipe, of_model)}
     tables = [table for evaluator in evaluators for table in evaluator.tables(lines)]
-    rows = [row for each in evaluators if isinstance(each, EpisodeEvaluator) for row in each.rows(lines)]
-    write_results(run.path, tables, rows)
+    played = [each for each in evaluators if isinstance(each, EpisodeEvaluator)]
+    tasks = {part: listed for each in played for part, listed in each.listed_tasks().items()}
+    rows = [row for each in played for row in each.rows(lines)]
+    write_results(run.path, tables, rows, tasks, return_source(recipe))
     return tables

@@ -124,6 +124,16 @@ class Best:
 
     step: int
     value: float
+    """Score that selects; larger is better."""
+    loss: float | None = None
+    """`validation/loss` of the same evaluation, which decides between equal scores; None if it has none."""
+
+    def replaced_by(self, other: "Best") -> bool:
+        """Whether the later checkpoint `other` is at least as good: a higher score, or the same score and no higher loss.
+        An unknown loss is the highest.
+        """
+        losses = [math.inf if one.loss is None or math.isnan(one.loss) else one.loss for one in (self, other)]
+        return other.value > self.value or (other.value == self.value and losses[1] <= losses[0])
 
 
 class Trainer(Generic[Output]):
@@ -157,7 +167,7 @@ class Trainer(Generic[Output]):
             model: the model that `learner` trains.
             evaluators: measure the model on held-out data, for the learning curve and for the final table.
             best_by: maps the values of an evaluation to the score that selects the best checkpoint (larger is better).
-                None keeps the last checkpoint.
+                Of equal scores, the lower `validation/loss` counts, then the later step. None keeps the last checkpoint.
             stateful: further objects whose state belongs in a checkpoint, by name.
             checkpointables: the same for objects with tensors. They may change only inside `interrupts.critical()`.
             remote: the same for tensors in other processes, by name.
@@ -376,15 +386,17 @@ class Trainer(Generic[Output]):
                     values |= self.start.curve
             for evaluator in self.evaluators if not values else ():
                 values |= evaluator.curve(self.step, self.progress.played)
-        value = self.best_by(values) if self.best_by is not None else 0.0
-        improved = self.best_by is not None and (self.best is None or value > self.best.value)
+        improved = False
+        if self.best_by is not None:
+            candidate = Best(self.step, self.best_by(values), values.get("validation/loss"))
+            improved = self.best is None or self.best.replaced_by(candidate)
         with self.interrupts.critical():
             if values:
                 self._log.write(self.step, "evaluation", values)
                 self.progress.update(self.step, values)
             self.evaluated = self.step
             if improved:
-                self.best = Best(self.step, value)
+                self.best = candidate
             self._remember()
         self._call(lambda callback: callback.on_evaluation(self.step, values))
         return improved

@@ -215,7 +215,7 @@ def color(value: float, scale: float) -> str:
 
 
 def _answer(number: int, turn: Turn, sample: Sample, decode: Decode | None, look: Look) -> Message:
-    about = f"turn {number} · reward {turn.reward:+.3f} · {turn.stop - turn.start} tokens · {turn.stop_reason.value}"
+    about = f"turn {number} · reward {turn.reward:+.3f} · {turn.stop - turn.start} tokens · {turn.stop_reason.words}"
     advantages = None if sample.advantages is None else sample.advantages[turn.stream][turn.start : turn.stop]
     if advantages is not None and len(advantages):
         low, high = float(advantages.min()), float(advantages.max())

@@ -15,6 +15,7 @@ from posttrain.figures.plots import Compared, compare, figures
 from posttrain.figures.trajectories import draw, maker_of, row_of
 from posttrain.rollout.view import token_decoder, unit_credit_recipe
 from posttrain.runs.directory import RunDirectory, storage_errors, write_atomically
+from posttrain.runs.panels import Sampling
 from posttrain.runs.report import Report, Rows
 from posttrain.runs.sources import Source, differing_keys, readable_sources
 from posttrain.runs.tables import Table
@@ -56,7 +57,8 @@ def section_of(source: Source) -> Section:
     section.facts = [(key, shortened(value)) for key, value in section.facts]
     section.warnings = [shortened(warning) for warning in section.warnings]
     section.tables = result_tables(run, section.missing)
-    section.images = [image(name, figure) for name, figure in figures(source.name, source.lines)]
+    drawn = figures(source.name, source.lines, Sampling.of(source.recipe))
+    section.images = [image(name, figure) for name, figure in drawn]
     section.samples = _samples(run, section.missing)
     pages = [page for _, pages in section.samples for page in pages]
     section.colored = any(message.pieces or message.units for page in pages for message in page.messages)

@@ -3,6 +3,7 @@
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
@@ -12,6 +13,7 @@ from posttrain.errors import InputError, PosttrainError
 from posttrain.figures.charts import Chart, chart_of_runs, charts_of, marks_of
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.log import Log, read_log
+from posttrain.runs.panels import Sampling
 from posttrain.runs.reader import complete_lines, open_file
 from posttrain.runs.report import Report
 from posttrain.runs.sources import Bundle, Source, bundles_of, shared_metrics
@@ -69,7 +71,10 @@ class Logs:
 def charts(logs: Logs, path: Path) -> dict[str, Any]:
     """The charts of a run, and what happened at which step."""
     log = logs.read(path / "metrics.jsonl")
-    return {"charts": _numbered(charts_of(log)), "marks": [asdict(mark) for mark in marks_of(log)]}
+    sampling = Sampling()
+    with suppress(PosttrainError):  # a foreign folder may lack its recipe
+        sampling = Sampling.of(RunDirectory.open(path).recipe_values())
+    return {"charts": _numbered(charts_of(log, sampling)), "marks": [asdict(mark) for mark in marks_of(log)]}
 
 
 def _numbered(charts: Iterable[Chart]) -> list[dict[str, Any]]:

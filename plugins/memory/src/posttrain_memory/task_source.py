@@ -105,7 +105,7 @@ def task_table(recipe: MemoryRecipe) -> TaskTable:
 def _task_table(key: str, folder: str | None, decided: frozenset[str], limits: str) -> TaskTable:
     sources = [TaskSourceRecipe.model_validate(values) for values in json.loads(key)]
     memories = read_memories(Path(folder)) if folder is not None else Memories({}, [])
-    problems, renamed, rows, uses = Problems(), list(memories.renamed), [], []
+    problems, renamed, rows, uses, origins = Problems(), list(memories.renamed), [], [], []
     for source in sources:
         if is_evaluation(Path(source.path)):
             items = _evaluation_items(Path(source.path), decided, renamed)
@@ -121,13 +121,17 @@ def _task_table(key: str, folder: str | None, decided: frozenset[str], limits: s
                 continue
             rows.append(row)
             uses.append(source.use)
+            origins.append(origin)
     problems.used = len(rows)
     if not rows:
         problems.require_any(", ".join(source.path for source in sources))
     texts = [json.dumps(row.files, sort_keys=True) for row in rows]
     if len(set(texts)) < _FEW_VAULTS:
         texts = [f"{row.task.question} {text}" for row, text in zip(rows, texts, strict=True)]
-    tasks = [TaskRow(text, use, row.task.kind) for text, use, row in zip(texts, uses, rows, strict=True)]
+    tasks = [
+        TaskRow(text, use, row.task.kind, origin)
+        for text, use, row, origin in zip(texts, uses, rows, origins, strict=True)
+    ]
     return TaskTable(rows, tasks, problems, renamed)
 
 
