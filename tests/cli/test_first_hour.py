@@ -25,8 +25,13 @@ def test_a_dry_run_is_one_screen_and_the_rest_is_optional(tiny_model, tmp_path):
     code, short = in_terminal(*words, "--on", "h200", width=80)
     assert code == 0
     assert len(short) <= 40
-    parts = ["model", "batches", "memory", "checks"]
+    parts = ["batches", "memory", "checks"]
     assert [line for line in short if line in parts] == parts
+    assert [line.split(":")[0] for line in short if line.startswith(("environment:", "tasks:", "model:"))] == [
+        "environment",
+        "tasks",
+        "model",
+    ]
     assert "add --full" in short[-1]
     code, full = in_terminal(*words, "--full", width=80)
     assert len(full) > 200
