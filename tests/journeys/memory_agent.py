@@ -66,6 +66,12 @@ def write_records(folder):
     mixed.mkdir(parents=True)
     for file, part in (("train", rows[:-8]), ("valid", rows[-8:])):
         (mixed / f"{file}.jsonl").write_text("".join(json.dumps(record(*row)) + "\n" for row in part))
+    settings = (
+        "INIT_KL_COEF=0.1 KL_TARGET=0.02 KL_HORIZON=256 ADVANTAGE_ESTIMATOR=group_norm MAX_EPOCHS=10 ACTOR_LR=1e-6"
+    )
+    settings += f" CRITIC_LR=2e-5 NUM_EPISODES=8 SAVE_PATH=saved CKPT_PATH=kept MODEL_NAME={MODEL}"
+    command = (ROOT / "plugins" / "imports" / "tests" / "commands" / "memory.sh").read_text()
+    (folder / "train_agent.sh").write_text("\n".join([*settings.split(), command]))
     items = {
         "retrieval": {"question": "Where do I live?", "answer": "Bern", "judge": "The reply says Bern."},
         "update": {"update": "My locker is 77.", "question": "Which locker is mine?", "answer": "77", "diff": []},
