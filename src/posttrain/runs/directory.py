@@ -202,7 +202,8 @@ class RunDirectory:
     @contextmanager
     def recording_failure(self) -> Iterator[None]:
         """Write the message of an error that leaves the block to `failure`. Interrupts do not count as failures."""
-        self.failure.unlink(missing_ok=True)
+        with storage_errors(self.failure):
+            self.failure.unlink(missing_ok=True)
         try:
             yield
         except Exception as error:
