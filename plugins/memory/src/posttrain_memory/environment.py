@@ -183,11 +183,14 @@ class Memory(Environment):
         table = task_table(recipe)
         trained = {str(table.rows[seed].files) for seed in training}
         known = sum(str(table.rows[seed].files) in trained for seeds in held_out for seed in seeds)
-        renamed = (
-            f"{len(table.renamed)} notes have another name, because a vault refuses theirs, first {table.renamed[:1]}"
-        )
-        shared = f"{known} of the held-out tasks are asked in worlds that are also trained on; move them apart"
-        return [*table.problems.summary(), *([renamed] if table.renamed else []), *([shared] if known else [])]
+        lines = table.problems.summary()
+        if table.renamed:
+            lines.append(
+                f"{len(table.renamed)} notes renamed, because a vault refuses their names; first: {table.renamed[0]}"
+            )
+        if known:
+            lines.append(f"{known} of the held-out tasks are asked in worlds that are also trained on; move them apart")
+        return lines
 
     @classmethod
     def task_name(cls, recipe: MemoryRecipe, seed: int) -> str:

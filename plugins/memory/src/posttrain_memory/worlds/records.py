@@ -26,7 +26,7 @@ from posttrain_memory.worlds.values import FINDABLE, canonical, mentions, plain
 _SEPARATOR = re.compile(r"\s*\n*(?:~/){3,}~\n*\s*")
 _FILTERED = re.compile(r"\s*<filter>(?P<rule>.*?)</filter>\s*<answer>(?P<answer>.*)</answer>\s*", re.DOTALL)
 _ITEMS = "_qa.jsonl"
-Vault = dict[str, str]
+Files = dict[str, str]
 """Path -> text."""
 
 
@@ -34,7 +34,7 @@ Vault = dict[str, str]
 class Memories:
     """Vaults by name, and their notes that were renamed."""
 
-    vaults: Mapping[str, Vault]
+    vaults: Mapping[str, Files]
     renamed: list[str]
     """`FILE: old -> new` of each note whose path a vault does not accept."""
 
@@ -45,8 +45,8 @@ def is_published_row(row: Mapping[str, Any]) -> bool:
 
 
 def read_published_row(
-    row: Mapping[str, Any], memories: Mapping[str, Vault], decided: frozenset[str] = frozenset()
-) -> tuple[MemoryTask, Vault]:
+    row: Mapping[str, Any], memories: Mapping[str, Files], decided: frozenset[str] = frozenset()
+) -> tuple[MemoryTask, Files]:
     """The task of a record and its vault, which is looked up in `memories` by name. A judge decides kinds in `decided`.
 
     Raises InputError for other records, for an unknown memory, and for tasks that only a judge could decide.
@@ -95,7 +95,7 @@ def read_evaluation(folder: Path) -> Iterator[tuple[str, dict[str, Any], str, Pa
             yield f"{file} line {number}", item, kind, file.with_name(file.name.removesuffix(_ITEMS))
 
 
-def read_item(item: Mapping[str, Any], kind: str, vault: Vault, decided: frozenset[str]) -> MemoryTask:
+def read_item(item: Mapping[str, Any], kind: str, vault: Files, decided: frozenset[str]) -> MemoryTask:
     """The task of an evaluation item. Raises InputError for other items, and for tasks that only a judge could decide."""
     texts = {name: str(item.get(name) or "").strip() for name in ("question", "answer", "judge", "update", "filters")}
     if not texts["update" if kind == "update" else "question"]:
@@ -122,7 +122,7 @@ def read_memories(folder: Path) -> Memories:
     return Memories(vaults, renamed)
 
 
-def read_folder(folder: Path) -> Vault:
+def read_folder(folder: Path) -> Files:
     """The Markdown files below a folder. Raises InputError if there is no `user.md`."""
     files = {str(file.relative_to(folder)): file.read_text(encoding="utf-8") for file in sorted(folder.rglob("*.md"))}
     if USER not in files:
@@ -130,7 +130,7 @@ def read_folder(folder: Path) -> Vault:
     return files
 
 
-def accepted(files: Vault) -> tuple[Vault, dict[str, str]]:
+def accepted(files: Files) -> tuple[Files, dict[str, str]]:
     """The vault with names that a vault accepts, also in its links, and the renamed notes (old -> new path)."""
     changed: dict[str, str] = {}
     kept: list[str] = []
@@ -169,7 +169,7 @@ def _task(
     kind: str,
     question: str,
     gold: str,
-    vault: Vault,
+    vault: Files,
     decided: frozenset[str],
     rubric: str = "",
     after: MemoryTask | None = None,
@@ -212,7 +212,7 @@ def _answer(gold: str) -> Answer:
     return Answer(type_, canonical(type_, gold) or "", "answer")
 
 
-def _point(question: str, vault: Vault) -> list[str]:
+def _point(question: str, vault: Files) -> list[str]:
     """The words of a question of which a reply must name one: those that the notes do not have, or else its topics."""
     words, notes = plain(question).split(), plain("\n".join([*vault, *vault.values()]))
     topics = [[word for word in words if len(word) > n and word not in _NO_TOPICS] for n in (4, 2, 0)]

@@ -92,7 +92,7 @@ def score(
     decided = "judge" in task.truth
     if decided and judged is None:
         raise InputError(f"{task.question[:60]!r} can only be scored by a judge; set `judge` or leave out such tasks")
-    approved = judged is None or judged >= YES or not decided
+    approved = not decided or (judged or 0.0) >= YES
     if task.kind == "update":
         known = task.truth.get("change")
         outcome = (
