@@ -545,6 +545,7 @@ SURFACES: dict[str, Callable[[int, Path], None]] = {
     "outage": outages.outage,
     "mcp": tools.mcp,
     "plugins": plugs.plugins,
+    "audited": plugs.audited,
     "places": hardship.places,
 }
 

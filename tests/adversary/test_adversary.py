@@ -42,6 +42,7 @@ SLOW = {
     "permission": 12,
     "outage": 8,
     "plugins": 12,
+    "audited": 12,
     "places": 12,
 }
 """As CASES, for surfaces that train models in other processes, or take long."""

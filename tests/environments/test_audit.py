@@ -54,6 +54,12 @@ FAULTS = {
     "no end": ("True, False, {", "False, False, {", "protocol: the episode has not ended after 1 step;"),
     "a step after the end": ("self.over = True", "pass", "protocol: a step was possible after the end"),
     "no success": ('{"success": right}', "{}", "protocol: the last step has no `success`"),
+    "a forged report": (
+        "right = action",
+        "import os; [os.write(number, b'[]\\n') for number in range(3, 9) if os.path.exists(f'/proc/self/fd/{number}')]\n"
+        "        right = action",
+        "exceptions: the environment wrote into the reports",
+    ),
     "a process that dies": ("right = action", "import os; os._exit(3); right = action", "exceptions: .* exit status 3"),
 }
 NOTES = {

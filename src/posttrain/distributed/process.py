@@ -55,6 +55,12 @@ class ChildProcess:
         return self._process.stdout
 
     @property
+    def stderr(self) -> IO[bytes]:
+        """The pipe from its standard error."""
+        assert self._process.stderr is not None
+        return self._process.stderr
+
+    @property
     def code(self) -> int | None:
         """Its exit code, or the negative number of the signal that ended it; None while it runs."""
         if self._process.returncode is not None or not hasattr(os, "waitid"):

@@ -13,13 +13,17 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
+from threading import Thread
 from time import monotonic
 from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 from posttrain.distributed.process import ChildProcess
 from posttrain.environments.check import needs_success
@@ -35,6 +39,8 @@ SHORTEST_LEAK = 4
 """Minimum length of answers to search for in prompts: shorter ones occur by chance."""
 _SHOWN = 160
 """Maximum number of characters of an exception that a finding quotes."""
+_PARTS = 16
+"""Number of parts of a process's output that are kept, of at most 4 KiB each."""
 
 Check = Literal[
     "exceptions", "time", "protocol", "seeding", "rewards", "ceiling", "reward without work", "leak", "side effects"
@@ -309,8 +315,18 @@ class NoReport:
     seed: int | None = None
 
 
+@dataclass(frozen=True)
+class _Started:
+    """A process starts the episodes of one player on one seed."""
+
+    player: str
+    seed: int
+
+
 Report = list[Episodes] | NoReport
 """The findings of a process, or the reason why it has none."""
+_LINE = TypeAdapter[list[Episodes] | str | _Started](list[Episodes] | str | _Started)
+"""A line that a process writes: its findings, why it has none, or what it plays now."""
 
 
 class AuditProcesses:
@@ -320,7 +336,8 @@ class AuditProcesses:
         """`seconds`: time-out of one environment in one process."""
         self._seconds = seconds
         self._processes: dict[str, ChildProcess] = {}
-        self._folder = tempfile.TemporaryDirectory()
+        self._outputs: dict[str, tuple[Thread, deque[bytes]]] = {}
+        """What each process writes besides its reports: the thread that reads it, and the newest parts."""
 
     def __enter__(self) -> "AuditProcesses":
         return self
@@ -328,7 +345,6 @@ class AuditProcesses:
     def __exit__(self, *exception: object) -> None:
         for process in self._processes.values():
             process.stop(1.0)
-        self._folder.cleanup()
 
     def play(self, task: Mapping[str, Any]) -> tuple[Report, Report]:
         """The reports of both processes, one after the other."""
@@ -341,37 +357,63 @@ class AuditProcesses:
             process.stdin.flush()
         except BrokenPipeError:
             return self._death(hash_seed)
-        lines = _lines(process, monotonic() + self._seconds)
         # The child reports every episode when it starts, and all results at the end.
-        played: list[tuple[str, int]] = []
-        while line := next(lines):
-            report = json.loads(line)
-            if isinstance(report, dict):
-                played.append((report["player"], report["seed"]))
+        played: list[_Started] = []
+        expected = [
+            (player, task["seeds"][0] + place) for place in range(task["seeds"][1]) for player in task["players"]
+        ]
+        end = monotonic() + self._seconds
+        received = b""
+        while True:
+            line, complete, rest = received.partition(b"\n")
+            if not complete:
+                if not select.select([process.stdout], [], [], max(0.0, end - monotonic()))[0]:
+                    return self._time_over(hash_seed, played, len(expected))
+                part = os.read(process.stdout.fileno(), 1 << 20)
+                if not part:
+                    return self._death(hash_seed)
+                received += part
                 continue
-            return NoReport(report) if isinstance(report, str) else [Episodes(**one) for one in report]
-        if line is None:
-            return self._time_over(hash_seed, played, len(task["players"]) * task["seeds"][1])
-        return self._death(hash_seed)
+            received = rest
+            try:
+                report = _LINE.validate_json(line)
+            except ValidationError:
+                break
+            if isinstance(report, str):
+                return NoReport(report)
+            if isinstance(report, _Started):
+                played.append(report)
+                continue
+            reported = [(one.player, one.seed) for one in report]
+            # An environment need not have an oracle.
+            if [one for one in expected if one in reported or one[0] != "oracle"] != reported:
+                break
+            return report
+        self._stop(hash_seed)
+        return NoReport("the environment wrote into the reports of its process")
 
-    def _time_over(self, hash_seed: str, played: Sequence[tuple[str, int]], total: int) -> NoReport:
+    def _time_over(self, hash_seed: str, played: "Sequence[_Started]", total: int) -> NoReport:
         """The call that was running when the time was over; it shows whether one call hangs or many are slow."""
-        process = self._processes.pop(hash_seed)
-        process.send_signal(signal.SIGABRT)  # `audit_child` writes its stack
-        process.stop(1.0)
+        self._processes[hash_seed].send_signal(signal.SIGABRT)  # `audit_child` writes its stack
+        _, lines = self._stop(hash_seed)
         if not played:
             return NoReport(f"no result within {self._seconds:g} s")
-        player, seed = played[-1]
-        calls = [re.match(r'File "(.*)", line (\d+) in (\w+)', line.strip()) for line in self._written(hash_seed)]
+        calls = [re.match(r'File "(.*)", line (\d+) in (\w+)', line.strip()) for line in lines]
         place = next((f" in {Path(call[1]).name}, line {call[2]} ({call[3]})" for call in calls if call), "")
-        done = f"{len(played) - 1} of {total} done, then {player} on seed {seed}{place}"
-        return NoReport(f"no result within {self._seconds:g} s: {done}", player, seed)
+        done = f"{len(played) - 1} of {total} done, then {played[-1].player} on seed {played[-1].seed}{place}"
+        return NoReport(f"no result within {self._seconds:g} s: {done}", played[-1].player, played[-1].seed)
 
     def _death(self, hash_seed: str) -> NoReport:
         """The reason why the process ended: its exit status and the last line that it wrote."""
-        code = self._processes.pop(hash_seed).stop(1.0)
-        lines = self._written(hash_seed)
+        code, lines = self._stop(hash_seed)
         return NoReport(f"its process ended with exit status {code}{': ' + lines[-1][:_SHOWN] if lines else ''}")
+
+    def _stop(self, hash_seed: str) -> tuple[int, list[str]]:
+        """End the process. Returns its exit code and the last lines that it wrote besides its reports."""
+        code = self._processes.pop(hash_seed).stop(1.0)
+        reader, output = self._outputs[hash_seed]
+        reader.join(1.0)  # a process that the environment started may hold the pipe open
+        return code, b"".join(output).decode(errors="replace").strip().splitlines()
 
     def _start(self, hash_seed: str) -> ChildProcess:
         environment = {
@@ -380,34 +422,17 @@ class AuditProcesses:
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         }
         command = [sys.executable, "-P", "-m", "posttrain.environments.audit_child"]
-        with (Path(self._folder.name) / hash_seed).open("wb") as output:
-            self._processes[hash_seed] = ChildProcess(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, environment=environment
-            )
-        return self._processes[hash_seed]
-
-    def _written(self, hash_seed: str) -> list[str]:
-        """The lines that the process wrote besides its reports."""
-        output = Path(self._folder.name) / hash_seed
-        return output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-
-
-def _lines(process: ChildProcess, end: float) -> Iterator[bytes | None]:
-    """The lines that a process writes until the time `end`, followed by "" if the process has ended, or None if time is
-    over."""
-    received = b""
-    while True:
-        line, complete, rest = received.partition(b"\n")
-        if complete:
-            received = rest
-            yield line
-            continue
-        if not select.select([process.stdout], [], [], max(0.0, end - monotonic()))[0]:
-            yield None
-        part = os.read(process.stdout.fileno(), 1 << 20)
-        if not part:
-            yield b""
-        received += part
+        process = self._processes[hash_seed] = ChildProcess(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, environment=environment
+        )
+        # An environment may print without end: the newest parts are kept, and the pipe never fills.
+        output = deque[bytes](maxlen=_PARTS)
+        reader = Thread(
+            target=output.extend, args=[iter(partial(os.read, process.stderr.fileno(), 1 << 12), b"")], daemon=True
+        )
+        reader.start()
+        self._outputs[hash_seed] = reader, output
+        return process
 
 
 def overrides_of(keys: Mapping[str, Any], prefix: str = "") -> list[str]:
