@@ -16,6 +16,7 @@ from posttrain.evaluation.statistics import holm, item_sums
 from posttrain.evaluation.text_metrics import TextOptions, evaluate_text
 from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
+from posttrain.runs.tables import write_results
 from tests.evaluation.made import predictions, write
 from tests.rollout.episodes import played
 
@@ -194,6 +195,18 @@ def test_runs_are_compared_by_the_final_episodes_of_their_trained_models(tmp_pat
     assert success.p == pytest.approx(2 / 2**15)
     assert (paid.metric, paid.difference.value) == ("return", 1.0)
     assert "a: final episodes of step 5" in found.details[0]
+
+
+def test_returns_of_different_rewards_are_not_compared(tmp_path):
+    episodes = [played(seed=s, success=s < 5) for s in range(30)]
+    sides = [run_directory(tmp_path, name, episodes) for name in "ab"]
+    for side, given in zip(sides, ("reward model x", "reward model y"), strict=True):
+        write_results(Path(side), [], [], return_source=given)
+    found = compare(read_sides(sides))
+    assert found.metrics == ["success"]
+    assert any(line.startswith("return: not compared") for line in found.warnings)
+    with pytest.raises(InputError, match="reward model x and reward model y"):
+        compare(read_sides(sides), ["return"])
 
 
 def test_failed_episodes_are_not_successful_and_have_no_return(tmp_path):

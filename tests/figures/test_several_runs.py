@@ -153,8 +153,12 @@ def test_returns_of_different_rewards_are_in_different_columns(tmp_path):
     assert [axes.get_title("left") for axes in draw_results(bundles).axes if axes.get_visible()] == [
         "return, reward model x"
     ]
+    shown, warnings = shared_metrics(bundles)
+    assert not {"return", "rollout/return"} & {metric.key for metric in shown}
+    assert any("different rewards" in line for line in warnings)
     same = bundles_of(open_sources([tmp_path / name for name in "ac"]))[0]
     assert result_table(same).headings == ("run", "checkpoint", "n", "return")
+    assert "rollout/return" in {metric.key for metric in shared_metrics(same)[0]}
 
 
 def test_the_command_writes_a_figure_for_each_metric_and_the_tables(tmp_path):

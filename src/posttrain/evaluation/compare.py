@@ -228,6 +228,14 @@ def compare(
     chosen = known if metrics is None else [metric for metric in dict.fromkeys(metrics) if metric in known]
     details = [line for run in runs for line in run.details]
     warnings = check_environments(runs)
+    rewards = sorted({run.metrics["return"].about.get("reward", "") for run in runs if "return" in run.metrics} - {""})
+    if len(rewards) > 1 and "return" in chosen:
+        if metrics is not None:
+            raise InputError(
+                f"{_listed(rewards)} gave the returns, which cannot be compared; leave out --metric return"
+            )
+        warnings.append(f"return: not compared, because {_listed(rewards)} gave the returns")
+        chosen.remove("return")
     for side in sides:
         for run in side.runs:
             check_prompts([*first.runs, run], {item for one in first.runs for item in one.items} & run.items)

@@ -16,11 +16,12 @@ from posttrain.evaluation.results import MetricResult, read_results
 from posttrain.evaluation.statistics import ItemScores, item_means
 from posttrain.evaluation.text_metrics import corpus_metric, exact_match
 from posttrain.recipe.data import SourceRecipe
+from posttrain.recipe.rollout import return_source
 from posttrain.rollout.store import read_episodes, stored_steps
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.reader import LARGEST, open_file, read_json
-from posttrain.runs.tables import UNIMPROVED
+from posttrain.runs.tables import UNIMPROVED, read_return_source
 
 _NO_SCORES = ("seed", "sample", "tokens", "index")
 """Numeric columns that identify a row and are not scores."""
@@ -189,12 +190,13 @@ def _read_run(path: str) -> Run:
         details.append(
             f"{path}: {failed} of {len(episodes)} episodes failed; they count as unsuccessful, without a return"
         )
-    return Run(
-        path, _of_episodes(episodes), {}, None if environment is None else environment.model_dump(mode="json"), details
-    )
+    given = read_return_source(run.path) or return_source(recipe)
+    played = None if environment is None else environment.model_dump(mode="json")
+    return Run(path, _of_episodes(episodes, given), {}, played, details)
 
 
-def _of_episodes(episodes: Sequence[Episode]) -> dict[str, MetricResult]:
+def _of_episodes(episodes: Sequence[Episode], reward: str) -> dict[str, MetricResult]:
+    """The metrics of episodes; `reward`: what gave their returns."""
     episodes = [episode for episode in episodes if episode.outcome is not Outcome.UNSCORED]
     played = [episode for episode in episodes if episode.has_return]
     metrics: dict[str, ItemScores] = {}
@@ -205,7 +207,11 @@ def _of_episodes(episodes: Sequence[Episode]) -> dict[str, MetricResult]:
     for name in score_names(episodes):
         values = [(str(e.seed), e.scores[name]) for e in episodes if name in e.scores]
         metrics[name] = item_means(_kind([value for _, value in values]), values)
-    return {name: MetricResult(name, scores, texts=len(scores)) for name, scores in metrics.items()}
+    about = {"return": {"reward": reward}} if reward else {}
+    return {
+        name: MetricResult(name, scores, texts=len(scores), about=about.get(name, {}))
+        for name, scores in metrics.items()
+    }
 
 
 def _read_rows(path: str, metrics: Sequence[str] | None, columns: PredictionColumns) -> Run:

@@ -11,7 +11,7 @@ from typing import Any
 
 from posttrain.errors import InputError, PosttrainError
 from posttrain.plugins import require_module
-from posttrain.recipe.rollout import SCORES
+from posttrain.recipe.rollout import SCORES, return_source
 from posttrain.recipe.run import LOGGED_IN
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.evaluated import checkpoint_of
@@ -258,7 +258,8 @@ def shared_metrics(bundles: Sequence[Bundle]) -> tuple[list[MetricLook], list[st
     """The metrics that are drawn by default, and warnings on those left out.
 
     Runs of posttrain contribute the metrics of a report; other logs contribute all metrics. With several bundles, at
-    least two must have the metric. With several stages, metrics that each stage defines differently are left out.
+    least two must have the metric. With several stages, metrics that each stage defines differently are left out, and
+    so are returns that different rewards gave.
     """
     per_bundle: list[set[str]] = []
     for bundle in bundles:
@@ -281,6 +282,10 @@ def shared_metrics(bundles: Sequence[Bundle]) -> tuple[list[MetricLook], list[st
         names = ", ".join(sorted(str(stage) for stage in stages))
         warnings.append(f"left out because the stages ({names}) define them differently: {_listed(differing)}")
         metrics = [metric for metric in metrics if metric not in differing]
+    returns = [metric for metric in metrics if metric.key in _RETURNS]
+    if returns and returns_differ(bundles):
+        warnings.append(f"left out because different rewards gave them: {_listed(returns)}; draw them with --metric")
+        metrics = [metric for metric in metrics if metric not in returns]
     return metrics, warnings
 
 
@@ -322,20 +327,27 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 RATES = ("success", "test/accuracy")
 _EPISODE_METRICS = ("success", "return")
+_RETURNS = {"return", "rollout/return"}
 _ROW_METRICS = ("test/accuracy", "test/loss")
 _MAX_NAMES = 4
 
 
 def returns_differ(bundles: Sequence[Bundle]) -> bool:
-    """Whether different rewards gave the returns of the finished runs, which are then not comparable."""
-    sources = [source for bundle in bundles for source in bundle.sources if "return" in final_results(source)]
-    return len({_return_source(source) for source in sources}) > 1
+    """Whether different rewards gave the returns of the runs, which are then not comparable."""
+    sources = [source for bundle in bundles for source in bundle.sources]
+    sources = [
+        source for source in sources if _RETURNS.intersection(keys_of(source.lines)) or "return" in _final(source)
+    ]
+    return len({given for source in sources if (given := _return_source(source))}) > 1
 
 
 def _return_source(source: Source) -> str:
+    """What gave the returns of the run, see `return_source`; empty if it is unknown."""
+    if source.run is None:
+        return ""
     try:
-        return "" if source.run is None else read_return_source(source.run.path)
-    except InputError:
+        return read_return_source(source.run.path) or return_source(source.run.load_recipe())
+    except PosttrainError:
         return ""
 
 
