@@ -119,27 +119,29 @@ class World:
 
     def on_rank0(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and return its result on every rank. A PosttrainError on rank 0 is raised on all."""
-        return self._attempt(work, self.is_rank0)[0]
+        if self.size == 1:
+            return work()
+        value, raised = self.broadcast(_attempt(work) if self.is_rank0 else (None, None))
+        if raised is not None:
+            raise raised
+        return value  # type: ignore[return-value]
 
     def on_all_ranks(self, work: Callable[[], T]) -> list[T]:
         """Run `work` on every rank and return the results in rank order. A PosttrainError on any rank is raised on all."""
-        return self._attempt(work, True)
-
-    def _attempt(self, work: Callable[[], T], mine: bool) -> list[T]:
-        """The results of the ranks for which `mine` is set."""
         if self.size == 1:
             return [work()]
-        result: list[tuple[Any, PosttrainError | None]] = []
-        if mine:
-            try:
-                result = [(work(), None)]
-            except PosttrainError as error:
-                result = [(None, error)]
-        gathered = self.gather(result)
-        for _, raised in gathered:
+        results = self.gather([_attempt(work)])
+        for _, raised in results:
             if raised is not None:
                 raise raised
-        return [value for value, _ in gathered]
+        return [value for value, _ in results]  # type: ignore[misc]
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, PosttrainError | None]:
+    try:
+        return work(), None
+    except PosttrainError as error:
+        return None, error
 
 
 _SINGLE_PROCESS = World(HardwareRecipe())

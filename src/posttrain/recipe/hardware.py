@@ -56,8 +56,8 @@ class HardwareRecipe(BaseConfig):
 
     processes: int = Field(1, ge=1)
     """Learner processes, each with one GPU or an equal share of the CPU threads. They split the micro-batches of each update, the groups of each step, and the model state (FSDP2). Under `torchrun` this must be the number of processes it started."""
-    gradient_sync: Literal["per_update", "per_forward"] = "per_update"
-    """When processes reduce their gradients. `per_update`: once per update; least communication, but every process holds a full float32 gradient. `per_forward`: after every micro-batch; each process holds only its shard. With `offload: all`, always after every micro-batch: gradients are accumulated in CPU memory."""
+    gradient_sync: Literal["auto", "per_update", "per_forward"] = "auto"
+    """When processes reduce their gradients. `auto`: per update, unless the memory plan fits into a GPU only per forward pass. `per_update`: once per update; least communication, but every process holds a full float32 gradient. `per_forward`: after every micro-batch; each process holds only its shard. With `offload: all`, always after every micro-batch: gradients are accumulated in CPU memory."""
     reshard_after_forward: bool = True
     """Free the gathered weights of a layer after its forward pass and gather them again for the backward pass: less memory, 50% more communication."""
     offload: Annotated[

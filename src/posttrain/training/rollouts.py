@@ -137,6 +137,7 @@ class RolloutManager:
                 with AgentEndpoint() as endpoint:
                     yield AgentWorker(**vars(worker), agent=self.agent, endpoint=endpoint)
             self.engine.sleep()
+            current_world().barrier()  # engines of rank 0 leave the GPUs of all processes before optimizers return
             for optimizer in self.sleepers:
                 optimizer.wake()
 

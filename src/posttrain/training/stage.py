@@ -161,6 +161,24 @@ def with_engine(recipe: StageRecipe, console: Console) -> StageRecipe:
     return chosen
 
 
+def with_memory(recipe: StageRecipe) -> StageRecipe:
+    """The recipe with the `hardware.gradient_sync` of this machine's GPUs. InputError for a run that cannot fit on them."""
+    from posttrain.models.load import resolve_device
+    from posttrain.planning.fit import fitted
+    from posttrain.recipe.plan import Device
+
+    if recipe.remote is not None or (device := resolve_device(recipe.model.device)).type != "cuda":
+        return recipe
+    import torch
+
+    gpu = Device(torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory)
+    world = current_world()
+    chosen = world.on_rank0(lambda: fitted(recipe, gpu))
+    if (hardware := getattr(chosen, "hardware", None)) is not None:
+        world.hardware = hardware
+    return chosen
+
+
 def run_in_process(
     recipe: StageRecipe,
     resume: bool = False,
@@ -191,6 +209,7 @@ def run_in_process(
             recipe = with_engine(recipe, console)
         if world.is_single_process:
             recipe = with_threads(recipe, resume, console)
+        recipe = with_memory(recipe)
         run = world.on_rank0(opened)
         if resume and not has_state(run):
             world.on_rank0(lambda: _finish_ended(recipe, run, console))

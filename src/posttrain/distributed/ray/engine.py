@@ -8,7 +8,7 @@ separately.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -102,6 +102,14 @@ class _EngineClient:
                 self.worker.wait_for_restart(restart, died)
                 continue
             self.loaded_restart, self._counted = restart, counters
+
+    def sleep(self) -> None:
+        """Put the engine to sleep; a dead one is restarted instead."""
+        restart = self.worker.restarts
+        try:
+            self.worker.call_once("sleep", "sleep")
+        except WorkerDied as died:
+            self.worker.wait_for_restart(restart, died)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -214,15 +222,15 @@ class RayEngine:
             return
         for client in self._clients:
             client.begin(version, buckets)
-        with ThreadPoolExecutor(len(self._clients)) as pool:
-            for sent in [pool.submit(client.send_weights) for client in self._clients]:
-                sent.result()
+        self._at_once(_EngineClient.send_weights)
 
     def sleep(self) -> None:
         """Put all engines to sleep. An engine that dies meanwhile is restarted and gets the next weights."""
-        for client in self._clients if self.is_rank0 else []:
-            restart = client.worker.restarts
-            try:
-                client.worker.call_once("sleep", "sleep")
-            except WorkerDied as died:
-                client.worker.wait_for_restart(restart, died)
+        if self.is_rank0:
+            self._at_once(_EngineClient.sleep)
+
+    def _at_once(self, call: Callable[[_EngineClient], None]) -> None:
+        """`call` every engine, each in a thread."""
+        with ThreadPoolExecutor(len(self._clients)) as pool:
+            for done in [pool.submit(call, client) for client in self._clients]:
+                done.result()

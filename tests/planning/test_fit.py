@@ -1,0 +1,77 @@
+"""Runs that do not fit on their GPUs are refused, and gradients are reduced as the memory allows."""
+
+import pytest
+import torch
+
+from posttrain.errors import InputError
+from posttrain.models import load
+from posttrain.planning import fit
+from posttrain.planning.devices import DEVICES, Device
+from posttrain.planning.model_sizes import published_sizes
+from posttrain.recipe.compose import load_recipe
+from posttrain.stages import run_stage
+
+
+@pytest.fixture(autouse=True)
+def _published(monkeypatch):
+    monkeypatch.setattr(fit, "sizes_at", published_sizes)
+
+
+def sft(model, *words):
+    return load_recipe([], [f"model.path=Qwen/{model}", "data.train=a.jsonl", *words], "sft")
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "sync"),
+    [
+        ("Qwen3-1.7B", [], "per_update"),
+        ("Qwen3-14B", [], "per_forward"),  # 56 GB of whole float32 gradients beside 21 GB of state
+        ("Qwen3-14B", ["hardware.gradient_sync=per_forward"], "per_forward"),
+        ("Qwen3-14B", ["model.lora={rank: 8}"], "per_update"),
+        ("Qwen3-14B", ["hardware.offload=all"], "per_update"),  # it has no effect there
+    ],
+)
+def test_gradients_are_whole_where_they_fit(model, words, sync):
+    recipe = sft(model, "hardware.processes=8", "model.dtype=bfloat16", *words)
+    chosen = fit.fitted(recipe, DEVICES["h100"]).hardware
+    assert chosen.gradient_sync == sync
+    assert chosen.reduces_per_forward == (sync == "per_forward" or recipe.hardware.offload == "all")
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (
+            ["hardware.processes=8", "hardware.gradient_sync=per_update"],
+            "it fits with hardware.gradient_sync=per_forward",
+        ),
+        ([], "it fits with "),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_with_a_remedy_that_fits(words, remedy):
+    recipe = sft("Qwen3-14B", *words)
+    with pytest.raises(InputError, match="the run needs an estimated") as refused:
+        fit.fitted(recipe, DEVICES["h100"])
+    assert remedy in str(refused.value)
+    keys = str(refused.value).rpartition("it fits with ")[2].split()
+    fit.fitted(sft("Qwen3-14B", *words, *keys), DEVICES["h100"])
+
+
+def test_activations_alone_refuse_nothing():
+    recipe = sft("Qwen3-1.7B", "data.max_tokens=32768", "learner.tokens_per_batch=32768", "model.dtype=bfloat16")
+    needed = fit.at_peak(recipe, published_sizes("Qwen3-1.7B"), None)[0]
+    device = Device("a GPU", sum(count for what, count in needed.items() if what != fit.ACTIVATIONS) + 1)
+    assert sum(needed.values()) > device.memory
+    fit.fitted(recipe, device)
+
+
+def test_a_run_is_refused_before_it_has_a_folder(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(load, "resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a thin GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: torch.tensor(0))
+    monkeypatch.setattr(torch.Tensor, "total_memory", 1000, raising=False)
+    recipe = load_recipe([], [f"model.path={tiny_model}", f"runs={tmp_path}", "environment.type=bandit"], "rl")
+    with pytest.raises(InputError, match="and a thin GPU has"):
+        run_stage(recipe)
+    assert list(tmp_path.iterdir()) == []
