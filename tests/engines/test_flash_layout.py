@@ -170,6 +170,62 @@ def test_recorded_passes_sample_what_passes_of_the_paged_cache_do(tiny_model, mo
     assert len(recordings) < 40 < len(replays), "a pass is recorded once for many replays"
 
 
+def test_a_size_is_recorded_once_for_each_place_of_the_cache(tiny_model, monkeypatch):
+    """Five steps with answers of many lengths. New weights are written to the old place, and the cache moves as it sleeps."""
+    policy = Policy(ModelRecipe(path=str(tiny_model)))
+    policy.end_tokens = frozenset({-1})
+    recordings, eager = [], []
+
+    class Plain(ModuleDecoder):
+        def hidden(self, ids, positions, layout):
+            eager.append(len(ids))
+            return super().hidden(ids, positions, layout)
+
+    def record(run):
+        out = run()
+        eager.pop()
+        recordings[-1].append(len(out))
+
+        def replay():
+            out.copy_(run())
+            eager.pop()
+
+        return replay, out
+
+    def answered(engine, step):
+        requests = [Request((5, 6, 7 + i), SamplingRecipe(), 9 * step + i, 12 + 3 * i) for i in range(6)]
+
+        async def ask():
+            return await asyncio.gather(*(engine.generate(request) for request in requests))
+
+        return [answer.ids for answer in asyncio.run(ask())]
+
+    engine, fresh = (LocalEngine(policy, slots=8) for _ in range(2))
+    engine._parts, engine._flash, engine._cache = gate.Parts("flash"), True, KeyValueRows(8)
+    engine._parts.layout = FlashLayout
+    monkeypatch.setattr(engine._parts, "decoder", lambda model: cuda.RecordedDecoder(Plain(model), record))
+    for step in range(5):
+        recordings.append([])
+        eager.clear()
+        fresh.load_weights(step)
+        engine.load_weights(step)
+        assert answered(engine, step) == answered(fresh, step)
+        sizes = sorted(recordings[step], reverse=True)
+        if step == 0:
+            assert sizes == [6], "only the size of most passes is recorded, at its fifth"
+        if step in (1, 2):
+            assert sizes == [6, 4, 3, 2, 1]
+        if step == 3:
+            assert sizes == [], "the cache has not moved since step 2, and the weights neither"
+        if step >= 2:
+            assert len(eager) == 1, "the pass of the prompts alone is not replayed"
+        if step != 2:
+            engine.sleep()
+        with torch.no_grad():
+            for parameter in policy.model.parameters():
+                parameter.mul_(1.02)
+
+
 @pytest.mark.parametrize("kind", ["default", "dynamic"])
 def test_passes_that_wait_for_the_gpu_are_not_recorded(tiny_model, kind):
     model = Policy(ModelRecipe(path=str(tiny_model))).model
@@ -183,6 +239,9 @@ def test_nothing_is_recorded_with_deterministic_kernels_or_prompts():
     class Plain:
         def hidden(self, ids, positions, layout):
             return ids
+
+        def reads(self):
+            return iter(())
 
     def record(run):
         raise AssertionError("recorded")

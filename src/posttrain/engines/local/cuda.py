@@ -11,7 +11,7 @@ recorded once for a number of sequences, and then started as a whole.
 import copy
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -174,12 +174,18 @@ _RECORDING = threading.Lock()
 def cuda_graph(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
     """The `Recorder` of a GPU.
 
-    Other threads may start kernels and wait for their own meanwhile. They may not wait for the entire GPU, as the start of
-    another recording does, so there is one at a time.
+    Other threads may start kernels and wait for their own meanwhile. There is one recording at a time. `torch.cuda.graph`
+    would also wait for the entire GPU and give all free memory back to it, which takes longer than the recording.
     """
-    graph = torch.cuda.CUDAGraph()
-    with _RECORDING, torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        out = run()
+    graph, current, aside = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), torch.cuda.Stream()
+    aside.wait_stream(current)
+    with _RECORDING, torch.cuda.stream(aside):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            out = run()
+        finally:
+            graph.capture_end()
+    current.wait_stream(aside)
     return graph.replay, out
 
 
@@ -197,15 +203,31 @@ class RecordedDecoder:
 
     Numbers are rounded up to at most half as much again; the last sequence is computed several times then. Nothing is
     recorded with deterministic kernels, since copies of a sequence write the same place in no fixed order.
+
+    Recorded passes read weights where they were, so they are those of new weights that were written to the same place.
     """
 
     def __init__(self, decoder: "Decoder", record: Recorder | None = None) -> None:
         """`record`: `cuda_graph` by default."""
         self._decoder = decoder
+        self._places = places(decoder)
         self._record = record or cuda_graph
         self._passes: dict[int, _Recorded] = {}
         self._uses: Counter[int] = Counter()
         self._pages = 0
+
+    def renew(self, decoder: "RecordedDecoder") -> None:
+        """Decode with the weights of another decoder. Recorded passes are kept if it reads the same places."""
+        if self._places != decoder._places:
+            self.forget()
+        self._decoder, self._places = decoder._decoder, decoder._places
+
+    def forget(self) -> None:
+        """Discard the recorded passes, of a cache that moves. Sizes that were recorded are again at their first pass."""
+        self._passes.clear()
+
+    def reads(self) -> Iterator[torch.Tensor]:
+        return self._decoder.reads()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._decoder.logits(hidden)
@@ -217,7 +239,7 @@ class RecordedDecoder:
         if self._pages != layout.cache.pages:
             # The cache has moved, and recorded passes read its old place.
             self._pages = layout.cache.pages
-            self._passes.clear()
+            self.forget()
         size = recorded_size(len(ids))
         self._uses[size] += 1
         if self._uses[size] <= RECORDED_AFTER:
@@ -240,6 +262,11 @@ class RecordedDecoder:
 
         replay, out = self._record(run)
         return _Recorded(replay, inputs, out)
+
+
+def places(decoder: "Decoder") -> list[tuple[int, torch.Size]]:
+    """Where a pass of the decoder reads weights, as addresses and shapes."""
+    return [(tensor.data_ptr(), tensor.shape) for tensor in decoder.reads()]
 
 
 def recorded_size(count: int) -> int:

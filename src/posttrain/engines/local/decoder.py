@@ -5,7 +5,7 @@ distribution with one uniform number per token.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -51,6 +51,10 @@ class Decoder(Protocol):
         """Logits [N, vocabulary] float32 of hidden states [N, hidden]."""
         ...
 
+    def reads(self) -> Iterator[torch.Tensor]:
+        """The weights that `hidden` reads, those of the model or copies of them."""
+        ...
+
 
 def decoder_of(model: torch.nn.Module, recorded: bool = False) -> Decoder:
     """The fastest decoder for `model`, with its current weights; `recorded`: it decodes by CUDA graphs where it can."""
@@ -74,6 +78,9 @@ class ModuleDecoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return logits_of(self._model, hidden)
+
+    def reads(self) -> Iterator[torch.Tensor]:
+        return self._model.parameters()
 
 
 class StreamlinedDecoder:
@@ -115,6 +122,12 @@ class StreamlinedDecoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head(hidden).float()
+
+    def reads(self) -> Iterator[torch.Tensor]:
+        yield from self._body.parameters()
+        for layer in self._layers:
+            for linear in layer.linears:
+                yield from linear.tensors
 
 
 def _sampling_head(head: Any) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -161,6 +174,10 @@ class _Layer:
         self.gate, self.up = SamplingLinear(mlp.gate_proj), SamplingLinear(mlp.up_proj)
         self.down = SamplingLinear(mlp.down_proj)
 
+    @property
+    def linears(self) -> tuple[SamplingLinear, ...]:
+        return (self.project, self.combine, self.gate, self.up, self.down)
+
     def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: CachedLayout) -> torch.Tensor:
         """`x` [T, hidden], `cos` and `sin` [T, D] -> [T, hidden]."""
         heads = self.project(self._normed(self.before, x)).view(len(x), -1, self.head)
@@ -182,9 +199,8 @@ class _Layer:
     @property
     def compiled(self) -> CompiledLayer | None:
         """The layer for `CompiledLayers`; None if one of its operations is not compiled."""
-        linears = (self.project, self.combine, self.gate, self.up, self.down)
-        products = [linear.compiled for linear in linears if linear.compiled is not None]
-        if self.kernel is None or len(products) < len(linears) or self.before.weight.shape[-1] % 32:
+        products = [linear.compiled for linear in self.linears if linear.compiled is not None]
+        if self.kernel is None or len(products) < len(self.linears) or self.before.weight.shape[-1] % 32:
             return None
         # Detached tensors keep their memory when a parameter's `data` is assigned.
         before, between = self.before.weight.detach(), self.between.weight.detach()

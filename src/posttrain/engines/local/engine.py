@@ -18,6 +18,7 @@ import torch
 from posttrain.distributed.sharding import compute_dtype
 from posttrain.engines.local.cache import CachedLayout, Prefix, Segment
 from posttrain.engines.local.cpu.kernel import PAGE
+from posttrain.engines.local.cuda import RecordedDecoder
 from posttrain.engines.local.decoder import Decoder, sample
 from posttrain.engines.local.gate import choose_decoding
 from posttrain.engines.protocol import Completion, EngineCounters, Request, StopStrings
@@ -281,6 +282,8 @@ class LocalEngine:
         self._source = policy
         """The policy whose weights are loaded."""
         self._decoder: Decoder | None = None
+        self._renewed = False
+        """Whether the decoder has the weights of `_source`."""
         self._waiting: list[_Sequence] = []
         self._running: list[_Sequence] = []
         self._open_episodes = 0
@@ -317,7 +320,7 @@ class LocalEngine:
         version.
         """
         self.version = version
-        self._source, self._decoder = source or self.policy, None
+        self._source, self._renewed = source or self.policy, False
         if self._source.sharded is not None:
             self._source.sharded.hold()
         self._slots.invalidate()
@@ -333,7 +336,8 @@ class LocalEngine:
             self._cache = self._parts.cache(self.capacity, self._cache.most_pages)
             self._cache.reserve(tokens)  # The next step needs as many again.
             self._slots.invalidate()
-            self._decoder = None  # Its recorded passes read the old cache.
+            if isinstance(self._decoder, RecordedDecoder):
+                self._decoder.forget()
         if self._source.sharded is not None:
             self._decoder = None
             self._source.sharded.release()
@@ -406,8 +410,13 @@ class LocalEngine:
         ready = [i for i, (sequence, segment) in enumerate(ordered) if segment.count == sequence.pending]
         device = self.policy.device
         with torch.no_grad():
-            if self._decoder is None:
-                self._decoder = self._parts.decoder(self._source.model)
+            if self._decoder is None or not self._renewed:
+                made = self._parts.decoder(self._source.model)
+                if isinstance(made, RecordedDecoder) and isinstance(self._decoder, RecordedDecoder):
+                    self._decoder.renew(made)
+                else:
+                    self._decoder = made
+                self._renewed = True
             hidden = self._decoder.hidden(upload(ids, device), upload(positions, device), layout)
             self.counters.forwards += 1
             self.counters.cache_bytes = max(self.counters.cache_bytes, self._cache.bytes)

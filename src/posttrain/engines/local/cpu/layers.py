@@ -96,8 +96,6 @@ def product_library(dtype: torch.dtype) -> ctypes.CDLL | None:
 
 def packed_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product | None:
     """The fastest product with packed weights [out, in] on this processor; None if there is none."""
-    if weight.device.type != "cpu":
-        return None
     library = product_library(weight.dtype)
     if library is not None and weight.shape[1] % 2 == 0:
         return CompiledProduct(library, weight, bias)
@@ -136,12 +134,21 @@ class SamplingLinear:
                     down, up = module.lora_A[name].weight.detach(), module.lora_B[name].weight.detach()
                     self._adapters.append(_Adapter(columns, down, up, float(module.scaling[name])))
         weights = [base.weight.detach() for base in bases]
-        self._bias: torch.Tensor | None = None
-        if any(base.bias is not None for base in bases):
-            biases = (base.weight.new_zeros(len(base.weight)) if base.bias is None else base.bias for base in bases)
-            self._bias = torch.cat([bias.detach() for bias in biases])
-        self._packed = packed_product(torch.cat(weights) if len(weights) > 1 else weights[0], self._bias)
-        self._weights: Sequence[torch.Tensor] = weights if self._packed is None else []
+        biases = [None if base.bias is None else base.bias.detach() for base in bases]
+        self._packed: Product | None = None
+        if weights[0].is_cpu:
+            bias = None
+            if any(one is not None for one in biases):
+                bias = torch.cat(
+                    [w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)]
+                )
+            self._packed = packed_product(torch.cat(weights) if len(weights) > 1 else weights[0], bias)
+        self._parts = list(zip(weights, biases, strict=True)) if self._packed is None else []
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The modules' weights and biases; none if they are packed."""
+        return [tensor for part in self._parts for tensor in part if tensor is not None]
 
     @property
     def compiled(self) -> CompiledProduct | None:
@@ -152,12 +159,9 @@ class SamplingLinear:
         """The product [T, out] for `x` [T, in]."""
         if self._packed is not None:
             out = self._packed(x, "none", None)
-        elif len(self._weights) == 1:
-            out = linear(x, self._weights[0], self._bias)
         else:
-            out = torch.cat([linear(x, weight) for weight in self._weights], dim=-1)
-            if self._bias is not None:
-                out += self._bias
+            parts = [linear(x, weight, bias) for weight, bias in self._parts]
+            out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         for adapter in self._adapters:
             out[:, adapter.columns] += linear(linear(x, adapter.down), adapter.up) * adapter.scale
         return out
