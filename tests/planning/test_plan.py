@@ -13,6 +13,7 @@ from posttrain.planning.memory import ModelSizes, memory_estimate
 from posttrain.planning.model_sizes import model_sizes, published_sizes
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.credit import CREDITS
+from posttrain.recipe.plan import detectable
 from posttrain.recipe.warnings import recipe_warnings
 from tests.conftest import save_tiny_model
 
@@ -346,6 +347,25 @@ def planned_on(device, *words):
     console = Console(file=StringIO(), width=300)
     show_plan(recipe_of("model.path=Qwen/Qwen3-1.7B", *words), published_sizes("Qwen3-1.7B"), console, device)
     return console.file.getvalue()
+
+
+@pytest.mark.parametrize("tasks", [40, 256, 1000])
+def test_the_change_that_final_tasks_show_is_found_in_four_of_five_cases(tasks):
+    from scipy.stats import binom
+
+    gain = detectable(tasks)
+    before, after = 0.5 - gain / 2, 0.5 + gain / 2
+    counts = range(tasks + 1)
+    surprising = [
+        count for count in counts if abs(count - before * tasks) > 1.96 * (before * (1 - before) * tasks) ** 0.5
+    ]
+    assert 0.76 < sum(binom.pmf(surprising, tasks, after)) < 0.84
+    assert sum(binom.pmf(surprising, tasks, before)) < 0.07
+
+
+def test_a_dry_run_says_which_change_its_final_tasks_show():
+    lines = batch_arithmetic(recipe_of("evaluation.final_seeds.start=2000000", "evaluation.final_seeds.count=20"))
+    assert any(line.endswith("20 tasks show a change of success of 31 points") for line in lines)
 
 
 def test_activations_and_a_sleeping_engine_are_not_added_up():

@@ -10,7 +10,7 @@ from posttrain.recipe.base import BaseConfig, Text
 from posttrain.recipe.components import AnyEnvironment, EnvironmentRecipe
 from posttrain.recipe.metrics import HELD_OUT, Metric, Panel
 from posttrain.recipe.needs import TRAINED, Needs, needs, unless
-from posttrain.recipe.plan import TaskSplit, counted, named_tasks, plural, shown_seeds
+from posttrain.recipe.plan import TaskSplit, counted, detectable, named_tasks, plural, shown_seeds
 
 SCORES = "score/"
 """Prefix of environment scores in the evaluation lines of the metrics log."""
@@ -288,14 +288,16 @@ class EvaluationRecipe(BaseConfig):
     def batch_lines(self, tasks: TaskSplit | None, steps: int) -> list[str]:
         """Episodes of the learning curve and of the final table in a run of `steps` steps."""
         final = f"final table, {self.played()}: {self.episodes(tasks, 2)}, "
+        count = len(tasks.held_out[1]) if tasks is not None else 0
+        sees = f"; {count} tasks show a change of success of {100 * detectable(count):.0f} points" if count else ""
         if self.every == 0:
-            return [f"{final}after training"]
+            return [f"{final}after training{sees}"]
         during = (steps - 1) // self.every
         between = f"{counted(during, 'time')} during and after training"
         first = ("before, ", "before and ") if self.start else ("", "")
         return [
             f"evaluation, {self.played()}: {self.episodes(tasks, 1)}, {first[0]}{between}",
-            f"{final}{first[1]}after training",
+            f"{final}{first[1]}after training{sees}",
         ]
 
     def episodes(self, tasks: TaskSplit | None, part: int) -> str:
