@@ -8,6 +8,7 @@ from rich.console import Console
 from posttrain.distributed.launch import launch
 from posttrain.distributed.world import is_launched
 from posttrain.errors import InputError
+from posttrain.planning.inputs import require_inputs
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.stages import Recipe
 from posttrain.recipe.trust import remember
@@ -40,6 +41,7 @@ def run_stage(
         KeyboardInterrupt: the run was stopped.
     """
     console = console or new_console()
+    require_inputs(recipe)
     remember(recipe)
     hardware = getattr(recipe, "hardware", HardwareRecipe())
     elsewhere = hardware.ray is not None or (hardware.processes > 1 and not is_launched())

@@ -204,7 +204,7 @@ def test_recipe_explains_keys(capsys):
 @pytest.mark.parametrize(
     "words",
     [
-        ["sft", "model.path={}", "data.train=x.jsonl"],
+        ["rl", "environment.type=bandit", "model.path={}"],
         ["rl", "model.chat_template={}.jinja"],
         ["rl", "environment.type=text_task", "environment.prompts={}.jsonl"],
         ["rl", "--resume", "{}"],

@@ -365,3 +365,23 @@ def test_an_answer_may_open_a_conversation():
     assert made("conversation", {"messages": [opening, USER]}) == "no assistant message"
     check(example)
     check(pair)
+
+
+def test_rows_of_alpaca_and_sharegpt_are_read_and_noted(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    rows = [
+        {"instruction": "Add.", "input": "1 2", "output": "3"},
+        {"instruction": "Say hi.", "input": "", "output": "hi"},
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "Be brief."},
+        {"instruction": "kept", "prompt": "p", "completion": "c"},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    problems = Problems()
+    read = list(read_examples("conversation", [SourceRecipe(path=str(file))], ColumnsRecipe(), problems))
+    assert [[message["content"] for message in one.messages] for one in read] == [
+        ["Add.\n1 2", "3"],
+        ["Say hi.", "hi"],
+        ["Be brief.", "a", "b"],
+        ["p", "c"],
+    ]
+    assert [line.partition(" row")[0] for line in problems.summary()] == ["2", "1"]

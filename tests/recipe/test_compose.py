@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from posttrain.cli.main import main
 from posttrain.errors import InputError
 from posttrain.recipe.compose import dump_recipe, load_recipe
+from posttrain.recipe.model import LoraRecipe
 from posttrain.recipe.sources import dump_values, merge, read_text
 from posttrain.recipe.warnings import recipe_warnings
 
@@ -77,7 +78,9 @@ def test_a_missing_file(recipe_file, tmp_path):
         (["credit.type=rloo", "credit.gae_lambda=0.9"], "it belongs to credit.type gae, bilevel_gae, not rloo"),
         (["credit.type=rloo", "credit.discount=0.9"], "it belongs to credit.type reinforce, reinforce_pp"),
         (["loss.type=gsop"], 'loss.type is "gsop" (did you mean gspo?); it must be ppo, gspo, gspo_token, cispo'),
-        (["environment.type=bandt"], "there is no environment 'bandt'; use one of bandit, "),
+        (["loss.type=grpo"], 'loss.type is "grpo" (a type of credit: write credit.type=grpo); it must be ppo'),
+        (["model.device=mps"], "mps, the GPU of an Apple computer, is not supported; use cpu"),
+        (["environment.type=bandt"], "there is no environment 'bandt' (did you mean bandit?); use one of bandit, "),
         (["environment.type=3"], "override environment.type=3: environment.type is 3; it must be text"),
         (["steps=true"], "override steps=true: steps is true; it must be a whole number, 1 or more"),
         (["steps=2.5"], "override steps=2.5: steps is 2.5; it must be a whole number, 1 or more"),
@@ -87,7 +90,10 @@ def test_a_missing_file(recipe_file, tmp_path):
         (["rollout.sampling.top_p=1.5"], "rollout.sampling.top_p is 1.5; it must be a number above 0 and at most 1"),
         (["model.dtype=fp16"], 'model.dtype is "fp16"; it must be float32, bfloat16 or auto, or null'),
         (["sinks=wandb"], 'sinks is "wandb"; it must be a list of tensorboard, wandb or trackio'),
-        (["name=3"], "name is 3; it must be text of the form ^[A-Za-z0-9][A-Za-z0-9._-]*$, in quotes"),
+        (
+            ["name=3"],
+            "name is 3; it must be text of letters, digits, `.`, `_` and `-`, and begin with a letter or digit, in quotes",
+        ),
         (["rollout=3"], "rollout is 3; it must be a section with keys such as groups_per_step, episodes_per_group"),
         (["rollout.overlong_penalty.limit=3"], "rollout.overlong_penalty.buffer is missing; it must be a whole"),
         (["loss.aggregation=constant"], "loss: set `constant` if and only if `aggregation: constant`"),
@@ -391,3 +397,14 @@ def test_the_largest_seeds_are_accepted():
     largest = ["seed=9223372036854775807", "seeds.start=4611686018427387903", "seeds.count=100000000"]
     recipe = load_recipe([], ["environment.type=bandit", *largest], "rl")
     assert recipe.seeds.of_generated("seeds").stop < 2**63
+
+
+def test_true_gives_adapters_their_defaults():
+    assert load_recipe([], ["model.lora=true"], "rl").model.lora == LoraRecipe()
+    assert load_recipe([], ["model.lora=false"], "rl").model.lora is None
+
+
+def test_a_misspelt_key_is_named_before_the_key_that_it_leaves_missing():
+    with pytest.raises(InputError) as refused:
+        load_recipe([], ["data.trian=a.jsonl"], "sft")
+    assert str(refused.value).splitlines()[0].endswith("there is no key data.trian; the nearest is data.train")

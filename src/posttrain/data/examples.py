@@ -131,6 +131,7 @@ def _examples(
     for rows in sources:
         taken = 0
         for origin, row in rows:
+            row = _usual_columns(row, columns, origin, problems)
             example = row if isinstance(row, str) else ROW_FUNCTIONS[kind](row, origin, columns)
             if isinstance(example, str):
                 problems.add_text(example, origin)
@@ -253,6 +254,33 @@ ROW_FUNCTIONS: dict[Kind, RowFunction] = {
     "unpaired": unpaired,
     "prompt": prompt,
 }
+
+
+def _usual_columns(row: Any, columns: ColumnsRecipe, origin: str, problems: Problems) -> Any:
+    """A row of Alpaca (`instruction`, `input`, `output`) or ShareGPT (`conversations`, `system`) with the columns of
+    `columns`, and a note in `problems`; any other row unchanged.
+    """
+    names = (
+        columns.messages,
+        columns.prompt,
+        columns.context_messages,
+        columns.completion,
+        columns.text,
+        columns.chosen,
+    )
+    if not isinstance(row, dict) or any(row.get(name) is not None for name in names):
+        return row
+    if isinstance(row.get("instruction"), str) and "output" in row:
+        given = row.get("input")
+        question = f"{row['instruction']}\n{given}" if isinstance(given, str) and given.strip() else row["instruction"]
+        problems.note("read as Alpaca: prompt from instruction and input, completion from output", origin)
+        return {**row, columns.prompt: question, columns.completion: row["output"]}
+    if isinstance(row.get("conversations"), list):
+        system = row.get("system")
+        opened = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
+        problems.note("read as ShareGPT: messages from conversations and system", origin)
+        return {**row, columns.messages: [*opened, *row["conversations"]]}
+    return row
 
 
 def _cells(row: Any) -> dict[str, Any]:

@@ -59,20 +59,25 @@ def read_rows(source: SourceRecipe) -> Iterator[Row]:
 
     InputError, at the call, if there is no such file or data set, or if it cannot be read.
     """
+    require_source(source)
     path = Path(source.path).expanduser()
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if _readable(file, path))
         if not files:
             raise InputError(f"{source.path}: the directory has no {', '.join(_FORMATS)} file; name another")
         return chain.from_iterable(_read_file(file, str(file.relative_to(path)), source) for file in files)
+    return _read_file(path, path.name, source) if path.exists() else _read_hub(source)
+
+
+def require_source(source: SourceRecipe) -> None:
+    """InputError if the source is a file of no known format, or neither a file, a directory nor a possible hub id."""
+    path = Path(source.path).expanduser()
     suffix = _suffix(path)
     if path.exists():
-        if suffix not in _FORMATS:
+        if not path.is_dir() and suffix not in _FORMATS:
             raise InputError(f"{source.path}: unknown format; convert it to one of {', '.join(_FORMATS)}")
-        return _read_file(path, path.name, source)
-    if suffix in _FORMATS or not _HUB_ID.match(source.path):
+    elif suffix in _FORMATS or not _HUB_ID.match(source.path):
         raise InputError(f"{source.path}: no such file or directory; correct the path")
-    return _read_hub(source)
 
 
 def read_split(source: SourceRecipe) -> Iterator[Row]:

@@ -192,7 +192,7 @@ def resolve_path(path: str) -> str:
             HfApi().model_info(path, timeout=10)
         except Exception as error:
             raise InputError(
-                f"model.path: {path} is not in the local cache and the hub did not return it ({first_line(error)}); "
+                f"model.path: there is no folder {path}, it is not in the local cache, and the hub did not return it ({first_line(error)}); "
                 "check the id and the network, or give a directory"
             ) from error
     return local or path

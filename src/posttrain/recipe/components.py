@@ -4,6 +4,7 @@ Components are named by text and imported on demand, so a recipe can be read wit
 work like the built-in ones. A `Factory` creates components in this process or, in a cluster run, in another process.
 """
 
+import difflib
 import functools
 import hashlib
 import importlib
@@ -150,8 +151,10 @@ def environment_class(type_name: str) -> Any:
     if ":" not in where:
         if Path(f"{where}.py").is_file():
             raise InputError(f"environment.type: {where} is not a built-in environment; write {where}.py for that file")
+        near = difflib.get_close_matches(type_name.casefold(), environment_names(), 1, 0.6)
+        hint = f" (did you mean {near[0]}?)" if near else ""
         raise InputError(
-            f"environment.type: there is no environment {type_name!r}; use one of {', '.join(environment_names())}, "
+            f"environment.type: there is no environment {type_name!r}{hint}; use one of {', '.join(environment_names())}, "
             f"`module:Class`, or the path of a .py file{more()}"
         )
     module_name, _, class_name = where.partition(":")

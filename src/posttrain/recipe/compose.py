@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from posttrain.errors import InputError, require_type
 from posttrain.recipe.base import BaseConfig
-from posttrain.recipe.components import environment_class, environment_names, register_environment
+from posttrain.recipe.components import environment_class, register_environment
 from posttrain.recipe.evaluate import NOT_EVALUATED, EvaluateRecipe
 from posttrain.recipe.reference import sections_of, tags_of
 from posttrain.recipe.registry import REGISTRIES, Registry
@@ -280,7 +280,7 @@ def _environment_errors(given: Layer, schema: type[BaseConfig], path: KeyPath) -
         part = environment_class(name).Recipe
         part.model_validate_json(json.dumps(values), strict=True)
     except InputError as error:
-        return [f"{place}{error}{nearest_type(name, environment_names())}"]
+        return [f"{place}{error}"]
     except ValidationError as error:
         return validation_errors(error, part, given, schema, path)
     except (Exception, SystemExit) as error:

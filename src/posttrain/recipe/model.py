@@ -56,6 +56,16 @@ def _switch(value: Any) -> Any:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
+def _with_defaults(value: Any) -> Any:
+    return {True: {}, False: None}[value] if isinstance(value, bool) else value
+
+
+def _device(value: Any) -> Any:
+    if value == "mps":
+        raise ValueError("mps, the GPU of an Apple computer, is not supported; use cpu")
+    return value
+
+
 Thinking = Annotated[Literal["on", "off", "template"], BeforeValidator(_switch)]
 
 
@@ -99,10 +109,10 @@ class ModelRecipe(BaseConfig):
         ),
     ] = "model"
     """Precision of the output projection of a bfloat16 model, in the learner and in the local engine. `model`: the model's dtype. `float32`: logits are not rounded to bfloat16, which brings the log-probabilities of engine and learner closer and costs time in large vocabularies."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], BeforeValidator(_device)] = "auto"
     """Device of the model. `auto`: `cuda` if available, else `cpu`."""
-    lora: LoraRecipe | None = None
-    """LoRA adapters. Null: train all weights."""
+    lora: Annotated[LoraRecipe | None, BeforeValidator(_with_defaults)] = None
+    """LoRA adapters; true: with the defaults of its keys. Null: train all weights."""
     load_in_4bit: bool = False
     """Keep the frozen matrices in 4-bit NormalFloat numbers (QLoRA, bitsandbytes): an eighth of float32's memory. Needs `lora`, a GPU, and one process. Not for the critic."""
     fused: Literal["auto", "liger", "compiled", "none"] = "auto"

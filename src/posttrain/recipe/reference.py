@@ -128,6 +128,12 @@ def allowed(info: FieldInfo) -> str:
     return _bounded(nullable, info) + (", or null" if nullable != words else "")
 
 
+_PATTERNS = {
+    "^[A-Za-z0-9][A-Za-z0-9._-]*$": "of letters, digits, `.`, `_` and `-`, and begin with a letter or digit",
+}
+"""Pattern of a text -> what it allows, in words."""
+
+
 def _bounded(words: str, info: FieldInfo) -> str:
     """`words` with the bounds of `info`."""
     bounds = {type(bound).__name__: bound for bound in info.metadata}
@@ -143,7 +149,7 @@ def _bounded(words: str, info: FieldInfo) -> str:
             limits.append(phrase.format(f"{limit:g}" if isinstance(limit, float) else limit))
     pattern = next((bound.pattern for bound in info.metadata if getattr(bound, "pattern", None)), None)
     if pattern:
-        limits.append(f"of the form {pattern}")
+        limits.append(_PATTERNS.get(pattern, f"of the form {pattern}"))
     separator = ", " if limits and limits[0].endswith(" or more") else " "
     return separator.join([words, " and ".join(limits)] if limits else [words])
 

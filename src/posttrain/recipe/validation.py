@@ -27,7 +27,8 @@ def validation_errors(
     looked up. Several errors of one key become one sentence.
     """
     sentences: dict[KeyPath, str] = {}
-    for problem in error.errors(include_url=False):
+    # A missing key may be one that is misspelt.
+    for problem in sorted(error.errors(include_url=False), key=lambda problem: problem["type"] == "missing"):
         path = (*prefix, *_key_path(problem, _value(given.values, prefix)))
         sentences.setdefault(path, _sentence(problem, path, part, given, stage, prefix))
     return list(sentences.values())
@@ -87,7 +88,10 @@ def _sentence(
         choices = [tag.strip(" '") for tag in problem["ctx"]["expected_tags"].split(",")]
         tag = _value(given.values, (*path, "type"))
         where = given.origin((*path, "type"))
-        hint = nearest_type(str(tag), choices)
+        others = (name for name, info in stage.model_fields.items() if tag in _types_of(info.annotation))
+        hint = next(
+            (f" (a type of {name}: write {name}.type={tag})" for name in others), nearest_type(str(tag), choices)
+        )
         return f"{where}: {dotted}.type is {_show(tag)}{hint}; it must be {either(choices)}"
     info = _field(path[len(prefix) :], part, _value(given.values, prefix))
     words = allowed(info) if info is not None else problem["msg"]
@@ -113,6 +117,11 @@ def _sentence(
     if problem["type"] == "literal_error" and isinstance(value, str):
         hint = nearest_type(value, re.findall("'([^']*)'", problem["ctx"]["expected"]))
     return f"{start}{dotted} is {_show(value)}{hint}; it must be {words}"
+
+
+def _types_of(annotation: Any) -> list[str]:
+    """The types of the sections that a field with the annotation may be."""
+    return [tag for section in sections_of(annotation) for tag in tags_of(section)]
 
 
 def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[BaseConfig], prefix: KeyPath) -> str:

@@ -13,6 +13,7 @@ from posttrain.errors import InputError
 from posttrain.models.adapters import check_targets
 from posttrain.models.load import load_end_tokens, load_tokenizer, on_disk, require_reward_model
 from posttrain.planning.dry_run import tasks_of
+from posttrain.planning.inputs import require_inputs
 from posttrain.planning.workers import placed_recipe, refuse_placement
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.data import FixedRowsRecipe
@@ -37,6 +38,8 @@ def check_recipe(recipe: StageRecipe, made: Sequence[Path] = ()) -> list[str]:
         InputError: the run would stop. One sentence per problem, the same as in the run.
     """
     checks = _Checks(made)
+    if not made:
+        checks.run(lambda: require_inputs(recipe, engine_too=False))
     if getattr(recipe, "hardware", None) is not None and recipe.hardware.ray is not None:  # type: ignore[attr-defined]
         checks.run(lambda: refuse_placement(placed_recipe(recipe)))
     if recipe.remote is not None:

@@ -84,9 +84,11 @@ def runs_table(sources: Sequence[Source]) -> Table:
     """A table with one row per run."""
     rows = []
     for source in sources:
-        recipe = source.recipe or {}
-        model = (recipe.get("model") or {}).get("path", "–")
-        environment = (recipe.get("environment") or {}).get("type", "–")
+        sections = [(source.recipe or {}).get(name) for name in ("model", "environment")]
+        model, environment = (
+            section.get(key, "–") if isinstance(section, dict) else "–"  # a foreign recipe may hold anything
+            for section, key in zip(sections, ("path", "type"), strict=True)
+        )
         steps = source.unfinished or (str(source.steps) if source.steps else "–")
         rows.append((source.name, *map(str, (source.stage, model, environment, source.seed)), steps))
     headings = ("run", "stage", "model", "environment", "seed", "steps")

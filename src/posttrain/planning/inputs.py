@@ -1,0 +1,40 @@
+"""What a recipe names and a run needs, checked before torch is imported: a wrong path answers at once."""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from posttrain.data.files import require_source
+from posttrain.errors import InputError
+from posttrain.plugins import pip_command
+from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.data import SourceRecipe
+from posttrain.recipe.run import StageRecipe
+
+
+def require_inputs(recipe: StageRecipe, engine_too: bool = True) -> None:
+    """InputError for files of rows and folders of models that are not on this machine; with `engine_too`, for the engine."""
+    for section in _sections(recipe):
+        if isinstance(section, SourceRecipe):
+            require_source(section)
+    for key, model in recipe.models().items():
+        path = model.path or ""
+        if path.startswith((".", "/", "~")) and not Path(path).expanduser().exists():
+            raise InputError(f"{key}.path: there is no folder {path}; train the model first, or correct the path")
+    engine, hardware = recipe.sampler, getattr(recipe, "hardware", None)
+    starts = engine_too and getattr(engine, "type", None) == "vllm" and not engine.urls and engine.python is None
+    if starts and (hardware is None or hardware.ray is None) and find_spec("vllm") is None:
+        raise InputError(
+            f"engine.type: vllm is not installed; run `{pip_command('vllm')}`, or set engine.python to an interpreter that has it"
+        )
+
+
+def _sections(value: Any) -> Iterator[BaseConfig]:
+    """All sections of a recipe."""
+    if isinstance(value, BaseConfig):
+        yield value
+        value = [inner for _, inner in value]
+    if isinstance(value, list | tuple):
+        for inner in value:
+            yield from _sections(inner)
