@@ -108,7 +108,7 @@ def with_threads(recipe: StageRecipe, resume: bool, console: Console) -> StageRe
     threads = None
     if resume:
         threads = RunDirectory.open(f"{recipe.runs}/{recipe.name}").load_recipe().model.threads
-    elif resolve_device(recipe.model.device).type == "cpu":
+    elif "OMP_NUM_THREADS" not in os.environ and resolve_device(recipe.model.device).type == "cpu":
         busy = busy_processors()
         if (threads := threads_beside(busy)) is not None:
             show_line(
