@@ -153,10 +153,8 @@ def read_file(path: str) -> Layer:
 
 def read_text(text: str, path: str) -> Layer:
     """Like `read_file`, for text in memory. `path` is its name in messages."""
-    if _DEEP.search(text):  # before the time of the parser grows with the square of the depth
-        raise InputError(f"{path}: it is nested too deeply; write a flatter recipe")
     try:
-        loader = RecipeLoader(text)
+        loader = _loader(text, path)
         node = _bounded_node(loader, path)
         if node is None:
             raise InputError(f"{path} is empty; write at least one `key: value` line, or remove the file")
@@ -223,7 +221,7 @@ def _override(key: str, text: str) -> Layer:
     if not all(path):
         raise InputError(f"{where}: {key!r} is not a dotted key; write `section.key=value`")
     try:
-        loader = RecipeLoader(text)
+        loader = _loader(text, where)
         node = _bounded_node(loader, where)
         origins = {path[:length]: where for length in range(1, len(path) + 1)}
         if isinstance(node, yaml.MappingNode):
@@ -235,6 +233,12 @@ def _override(key: str, text: str) -> Layer:
         value = {part: value}
     assert isinstance(value, dict)
     return Layer(value, origins)
+
+
+def _loader(text: str, where: str) -> RecipeLoader:
+    if _DEEP.search(text):  # before the time of the parser grows with the square of the depth
+        raise InputError(f"{where}: it is nested too deeply; write a flatter recipe")
+    return RecipeLoader(text)
 
 
 def _bounded_node(loader: RecipeLoader, where: str) -> yaml.Node | None:
