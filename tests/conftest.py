@@ -134,7 +134,7 @@ def figures(request, monkeypatch):
         monkeypatch.setenv("POSTTRAIN_PLOTS", "1")
 
 
-LONG = ("distributed", "vllm", "benchmarks", "journeys", "tune", "training")
+LONG = ("cuda_fake", "distributed", "adversary", "vllm", "benchmarks", "journeys", "tune", "training")
 """Folders whose files take longest: they come first, so that no process ends long after the others."""
 
 
