@@ -18,6 +18,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 _STATE = tempfile.TemporaryDirectory(prefix="posttrain-state-")
 os.environ["XDG_STATE_HOME"] = _STATE.name  # what runs of the tests used is not remembered for those of the user
 os.environ["POSTTRAIN_PLOTS"] = "0"  # figures take most of the time of a small run
+os.fsync = lambda descriptor: None  # tests kill processes, never the machine, and a run waits for the disk fifty times
 
 FOLDER = Path.cwd()
 CHATML = (
@@ -133,7 +134,7 @@ def figures(request, monkeypatch):
         monkeypatch.setenv("POSTTRAIN_PLOTS", "1")
 
 
-LONG = ("distributed", "vllm", "benchmarks", "journeys", "tune", "training")
+LONG = ("cuda_fake", "distributed", "adversary", "vllm", "benchmarks", "journeys", "tune", "training")
 """Folders whose files take longest: they come first, so that no process ends long after the others."""
 
 

@@ -1,6 +1,7 @@
 """The layout of the package: dependencies point one way, files stay short, and importing is light."""
 
 import ast
+import functools
 import subprocess
 import sys
 from collections import defaultdict
@@ -45,6 +46,7 @@ def module_of(file: Path) -> str:
     return ".".join(file.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
 
 
+@functools.cache
 def imported(file: Path) -> list[tuple[int, str]]:
     """(line, module) of every import in `file`, those inside functions included."""
     modules = []

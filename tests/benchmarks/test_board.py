@@ -77,7 +77,8 @@ def bandit_steps(tiny_model, tmp_path, monkeypatch):
     return make
 
 
-def test_the_line_of_a_finished_run_and_its_row(bandit_steps):
+@pytest.mark.slow
+def test_the_line_of_a_finished_run(bandit_steps):
     """A pipeline on a tiny model, in a separate process, as the board runs its entries."""
     tmp_path = bandit_steps(1)
     line = board.run("bandit", 3, 1, tmp_path)
@@ -88,11 +89,18 @@ def test_the_line_of_a_finished_run_and_its_row(bandit_steps):
     assert line["wall_minutes"] > 0
     assert 0 <= line["before"] <= 1
     assert not list(tmp_path.glob("**/*.safetensors"))
-    shown = board.tables([{**line, "gflops": 80}])
-    assert f"{np.mean([int(one) for one in line['success']]):.1%}" in shown
-    assert "| 8 traces, random |" in shown
+    assert f"{np.mean([int(one) for one in line['success']]):.1%}" in board.tables([{**line, "gflops": 80}])
+
+
+def test_the_row_of_an_entry(monkeypatch):
+    monkeypatch.setattr(board, "TASKS", 40)
+    line = {"entry": "bandit", "seed": 3, "success": "10" * 20, "threads": 1, "gflops": 80, "scores": {}}
+    line |= {"cpu_minutes": 1, "wall_minutes": 1, "random": 0.5, "before": 0.5, "optimal": 1.0}
+    shown = board.tables([line])
+    assert "50.0%" in shown
+    assert "| 64 traces, random |" in shown
     assert "open, has training seeds 3" in shown
-    row = [{**line, "seed": seed, "gflops": 80} for seed in range(5)]
+    row = [{**line, "seed": seed} for seed in range(5)]
     assert "missed by" in board.tables(row)
     assert "took 121 processor minutes" in board.tables([*row[:4], {**row[4], "cpu_minutes": 121}])
     assert "open, has training seeds 0, 1, 2, 3, 7" in board.tables([*row[:4], {**row[4], "seed": 7}])

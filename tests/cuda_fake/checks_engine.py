@@ -22,12 +22,12 @@ from tests.cuda_fake import made
 from tests.engines.test_vllm_engine import Made
 
 
-def sampled(engine, tokens, requests=3, **sampling):
-    """Completions of `tokens` tokens. The fake device samples token 1, which ends nothing here."""
+def sampled(engine, tokens, requests=3, prompt=13, **sampling):
+    """Completions of `tokens` tokens to prompts of `prompt`. The fake device samples token 1, which ends nothing here."""
     engine.policy.end_tokens = frozenset({999_999})
 
     async def run():
-        prompts = [(5, 6, 7, *range(10 + 20 * i, 20 + 20 * i)) for i in range(requests)]
+        prompts = [(5, 6, 7, *range(10 + 20 * i, 7 + prompt + 20 * i)) for i in range(requests)]
         asked = [Request(prompt, SamplingRecipe(**sampling), i, tokens) for i, prompt in enumerate(prompts)]
         return await asyncio.gather(*(engine.generate(request) for request in asked))
 
@@ -152,7 +152,8 @@ def test_the_cache_stays_within_its_limit(device, thin_model):
     engine = LocalEngine(policy, max_context=PAGE + 20, slots=8, cache_bytes=limit)
     assert engine.capacity == 3
     engine.load_weights(1)
-    assert [len(done.ids) for done in sampled(engine, PAGE, requests=7)] == [PAGE] * 7
+    # Each sequence begins its second page while it is decoded.
+    assert [len(done.ids) for done in sampled(engine, 8, requests=7, prompt=PAGE - 3)] == [8] * 7
     stored = [tensor for store in (engine._cache.keys, engine._cache.values) for tensor in store.values()]
     assert limit - 1 == sum(tensor.nbytes for tensor in stored) == engine.counters.cache_bytes
     with pytest.raises(InputError, match=r"engine.cache_bytes .* a sequence of 200 tokens"):

@@ -18,7 +18,7 @@ import peft  # noqa: F401 (imports bitsandbytes, whose part for CUDA does not fi
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from posttrain.engines.local import cuda, decoder
 from posttrain.models import layers
@@ -79,7 +79,8 @@ class FakeDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        fakes = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, FakeTensor)]
+        tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
+        fakes = [item for item in tensors if isinstance(item, FakeTensor)]
         to_device = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda"
         if not fakes and not to_device:
             pinned = kwargs.pop("pin_memory", False)
@@ -109,12 +110,13 @@ class FakeDevice(TorchDispatchMode):
             if args[0] not in PINNED:
                 self._wait("a copy to the CPU")
             return args[0].fill_(1)
-        args, kwargs = tree_map(self._faked, (args, kwargs))
+        if len(fakes) < len(tensors):
+            args, kwargs = tree_map(self._faked, (args, kwargs))
         with self.fake:
             out = func(*args, **kwargs)
         if name not in NO_KERNEL:
             self.kernels[name] += 1
-        return tree_map(self._returned, out)
+        return self._returned(out) if isinstance(out, torch.Tensor) else tree_map(self._returned, out)
 
     def _faked(self, value: Any) -> Any:
         real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)

@@ -6,10 +6,12 @@ import pytest
 
 from posttrain.cli.main import main
 from posttrain.errors import InputError
+from posttrain.evaluation import workers
 from posttrain.evaluation.model_metrics import LanguageModel
 from posttrain.evaluation.workers import ModelOptions, ModelWorkers
 from posttrain.models.reward import RewardModel
 from tests.evaluation.made import predictions
+from tests.training.small import fork_server
 
 
 @pytest.fixture
@@ -41,11 +43,21 @@ def test_a_missing_device(file, tiny_model, capsys):
 
 def test_a_model_is_loaded_once_at_its_first_use():
     loads = []
-    workers = ModelWorkers(lambda: loads.append(1) or 10)
+    here = ModelWorkers(lambda: loads.append(1) or 10)
     assert loads == []
-    assert workers.map(lambda model, items: [model + item for item in items], [1, 2]) == [11, 12]
-    assert workers.map(lambda model, items: [model for _ in items], []) == []
+    assert here.map(lambda model, items: [model + item for item in items], [1, 2]) == [11, 12]
+    assert here.map(lambda model, items: [model for _ in items], []) == []
     assert loads == [1]
+
+
+def test_results_of_two_processes_have_the_order_of_the_items(monkeypatch):
+    monkeypatch.setattr(workers, "get_context", lambda method: fork_server())  # which has imported torch
+    with ModelWorkers(int, 2) as two:
+        assert two.map(_doubled, [1, 2, 3]) == [2, 4, 6]
+
+
+def _doubled(_, items):
+    return [2 * item for item in items]
 
 
 @pytest.mark.slow
@@ -65,9 +77,9 @@ def test_two_processes_give_the_numbers_of_one(file, tiny_model, tmp_path):
     # An error in another process is the error of this one.
     with (
         pytest.raises(InputError, match=r"--model: .* is not a model directory"),
-        ModelWorkers(missing_model, 2) as workers,
+        ModelWorkers(missing_model, 2) as two,
     ):
-        workers.map(LanguageModel.score_answers, [([], text, False) for text in "abc"])
+        two.map(LanguageModel.score_answers, [([], text, False) for text in "abc"])
 
 
 def missing_model():

@@ -90,6 +90,7 @@ def test_the_comparison_prefers_the_faster_number(monkeypatch):
 
 def test_a_run_stores_the_number_it_began_with_and_resumes_with_it(tmp_path, monkeypatch, capsys):
     recipe = RlRecipe(environment={"type": "bandit"}, name="run", runs=str(tmp_path), model={"device": "cpu"})
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(threads, "busy_processors", lambda: 3.0)
     monkeypatch.setattr(threads, "threads_beside", lambda busy: 1)
     begun = with_threads(recipe, False, Console())

@@ -38,7 +38,7 @@ def recipe_file(tmp_path, monkeypatch):
         ("", "r.yaml is empty; write at least one `key: value` line, or remove the file"),
         ("# nothing\n", "r.yaml is empty; write at least one `key: value` line, or remove the file"),
         ("- 1\n", "r.yaml line 1: a recipe consists of `key: value` lines"),
-        ("steps: 1\nkl: [1\n", "r.yaml line 3 is not YAML: expected ',' or ']', but got '<stream end>'"),
+        ("steps: 1\nkl: [1\n", "r.yaml line 3 is not YAML: did not find expected ',' or ']'"),
         ("kl:\n\tcoefficient: 1\n", "r.yaml line 2: a tab is used for indentation; use spaces"),
         ("steps: 1\nsteps: 2\n", "r.yaml line 2: steps is also given in line 1; keep one of them"),
         ("kl:\n  apply_to: loss\n  apply_to: loss\n", "r.yaml line 3: kl.apply_to is also given in line 2; keep one"),

@@ -10,7 +10,6 @@ import urllib.error
 import urllib.request
 from contextlib import contextmanager
 
-import anthropic
 import openai
 import pytest
 
@@ -240,6 +239,8 @@ def test_tools_stop_strings_and_streaming_of_openai(tokenizer):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_messages_of_anthropic(tokenizer, streaming):
+    import anthropic  # takes two seconds, in every process that collects this file
+
     engine = RecordingEngine(tokenizer, texts=[f"I look. {CALL}{CALL}", "done"])
     tools = [{"name": "look", "description": "Look.", "input_schema": TOOL["parameters"]}]
     with served(engine, tokenizer) as (session, url, key):

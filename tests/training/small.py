@@ -116,6 +116,7 @@ def _child(values: dict[str, Any], resume: bool, die_at: tuple[str, int] | None,
     from posttrain.stages import run_stage
 
     gc.freeze()  # what the server has imported is no garbage
+    os.fsync = lambda descriptor: None  # as in the process of the tests
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "POSTTRAIN_PLOTS": str(int(figures))}
     log = open(Path(values["runs"]) / "log.txt", "a")  # noqa: SIM115
     os.dup2(log.fileno(), 1)

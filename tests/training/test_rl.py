@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 
 import pytest
 from pydantic import TypeAdapter
@@ -31,9 +32,16 @@ def lines(run, kind):
     return [line for line in read_metrics(run.metrics) if line["kind"] == kind]
 
 
-@pytest.mark.figures
-def test_a_run_writes_all_its_files(tiny_model, tmp_path):
-    run, printed = train(tiny_model, tmp_path)
+@pytest.fixture(scope="module")
+def whole(tiny_model, tmp_path_factory):
+    """The run of the small recipe, with figures, and its output."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("POSTTRAIN_PLOTS", "1")
+        return train(tiny_model, tmp_path_factory.mktemp("whole"))
+
+
+def test_a_run_writes_all_its_files(whole):
+    run, printed = whole
     for name in ("recipe.yaml", "environment.json", "metrics.jsonl", "report.md", "results.json", "plots", "episodes"):
         assert (run.path / name).exists(), name
     assert "trained model" in printed
@@ -213,16 +221,16 @@ def test_the_time_limit_ends_a_run_like_its_last_step(tiny_model, tmp_path):
     assert (run.path / "model" / "model.safetensors").is_file()
 
 
-def test_a_corrupt_checkpoint_is_named_when_resuming(tiny_model, tmp_path):
-    run, _ = train(tiny_model, tmp_path)
-    state = run.checkpoints / "step_000004" / "state.json"
+def test_a_corrupt_checkpoint_is_named_when_resuming(tiny_model, tmp_path, whole):
+    shutil.copytree(whole[0].path, tmp_path / "small")
+    state = tmp_path / "small" / "checkpoints" / "step_000004" / "state.json"
     state.write_text(state.read_text().replace('"step": 4', '"step": 3'))
     with pytest.raises(InputError, match=r"state.json is damaged: .* to resume from step 3"):
         train(tiny_model, tmp_path, resume=True)
 
 
-def test_episodes_and_credit_can_be_read_back_with_the_groups_of_the_step(tiny_model, tmp_path):
-    run, _ = train(tiny_model, tmp_path)
+def test_episodes_and_credit_can_be_read_back_with_the_groups_of_the_step(whole):
+    run, _ = whole
     stored = read_episodes(run.episodes / "step_000002.train.jsonl.zst")
     totals = {}
     for episode, streams in zip(stored.episodes, stored.advantages.values, strict=True):

@@ -1,5 +1,6 @@
 """What describes the machine and the command of a run, for environment.json and for results."""
 
+import functools
 import os
 import platform
 import shlex
@@ -19,10 +20,6 @@ PACKAGES = (
 
 def describe_machine() -> dict[str, Any]:
     """Package versions (None if not installed), Python, platform, processors, git commit, command line, folder and start time."""
-    packages: dict[str, str | None] = dict.fromkeys(PACKAGES)
-    for name in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            packages[name] = metadata.version(name)
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),
@@ -33,8 +30,15 @@ def describe_machine() -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "cpus_allowed": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "git": _commit(Path(__file__)),
-        "packages": packages,
+        "packages": {name: _version(name) for name in PACKAGES},
     }
+
+
+@functools.cache
+def _version(package: str) -> str | None:
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
 
 
 def _processor() -> str:

@@ -108,7 +108,7 @@ def with_threads(recipe: StageRecipe, resume: bool, console: Console) -> StageRe
     threads = None
     if resume:
         threads = RunDirectory.open(f"{recipe.runs}/{recipe.name}").load_recipe().model.threads
-    elif resolve_device(recipe.model.device).type == "cpu":
+    elif "OMP_NUM_THREADS" not in os.environ and resolve_device(recipe.model.device).type == "cpu":
         busy = busy_processors()
         if (threads := threads_beside(busy)) is not None:
             show_line(
@@ -163,11 +163,14 @@ def with_engine(recipe: StageRecipe, console: Console) -> StageRecipe:
 
 def with_memory(recipe: StageRecipe) -> StageRecipe:
     """The recipe with the `hardware.gradient_sync` of this machine's GPUs. InputError for a run that cannot fit on them."""
+    if recipe.remote is not None:  # which needs no torch
+        return recipe
     from posttrain.models.load import resolve_device
     from posttrain.planning.fit import fitted
     from posttrain.recipe.plan import Device
 
-    if recipe.remote is not None or (device := resolve_device(recipe.model.device)).type != "cuda":
+    device = resolve_device(recipe.model.device)
+    if device.type != "cuda":
         return recipe
     import torch
 
