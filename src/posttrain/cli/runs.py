@@ -36,12 +36,6 @@ def episodes(
     episode: Annotated[int | None, typer.Option(help="Show only the episode with this index in its group.")] = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="Show sampled tokens, colored by advantage.")] = False,
     limit: Annotated[int, typer.Option(help="Maximum number of episodes to show.", min=1)] = 8,
-    draw: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Draw the states of grid games turn by turn into this .png or .svg file instead."
-        ),
-    ] = None,
 ) -> None:
     """Show the episodes of a run, or its rows if it trains on rows: the conversation, and reward, stop reason and advantages of each turn.
 
@@ -54,8 +48,6 @@ def episodes(
     posttrain episodes runs/run --step 20 --group 0
 
     posttrain episodes runs/run --step 20 --group 0 --episode 1 --tokens
-
-    posttrain episodes runs/run --step 20 --split evaluation --limit 4 --draw trajectories.png
     """
     from posttrain.errors import InputError
     from posttrain.rollout.store import episodes_file, read_episodes, stored_steps
@@ -96,14 +88,6 @@ def episodes(
         raise InputError(
             f"step {step} has no such {split} episode; change --group or --episode (its groups are {groups})"
         )
-    if draw is not None:
-        from posttrain.plugins import require_module
-
-        require_module("matplotlib", "posttrain episodes --draw")
-        from posttrain.figures.trajectories import draw_episodes
-
-        typer.echo(f"trajectories: {draw_episodes(directory, [played[n] for n in chosen[:limit]], draw)}")
-        return
     if tokens and any(played[number].turns and not played[number].streams for number in chosen):
         raise InputError("--tokens: token ids of remote models are unknown; remove --tokens")
     in_units = any(units[number] is not None for number in chosen[:limit])
