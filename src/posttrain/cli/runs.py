@@ -205,7 +205,7 @@ def compare(
     ] = None,
     out: Annotated[
         list[Path],
-        typer.Option(help="Write to this .json, .md, .csv or .tex file. May be given several times."),
+        typer.Option(help="Write to this .json, .md or .csv file. May be given several times."),
     ] = [],  # noqa: B006
 ) -> None:
     """Compare models on the items that they share: values, paired differences from one of them, and the conclusion.
