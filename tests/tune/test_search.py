@@ -269,33 +269,3 @@ def test_resuming_a_finished_study_runs_nothing_and_may_add_trials(begun, tmp_pa
     assert "search of the study runs/s has changed" in capsys.readouterr().err
     assert studies.tune(tmp_path, "--resume", "name=other") == 2
     assert "there is no study in runs/other" in capsys.readouterr().err
-
-
-def test_another_storage_may_be_given_and_is_readable_by_optuna(begun, tmp_path, capsys):
-    url = f"sqlite:///{tmp_path}/shared.db"
-    assert studies.tune(tmp_path, f"storage={url}") == 0
-    study = optuna.load_study(study_name="s", storage=url)
-    assert len(study.trials) == 6
-    assert study.best_value == max(t.value for t in study.trials if t.value is not None)
-    assert not (tmp_path / "runs/s/study.db").exists()
-    assert studies.tune(tmp_path, f"storage={url}", "runs=elsewhere") == 2
-    assert "has a study s" in capsys.readouterr().err
-    assert studies.tune(tmp_path, f"storage={url}", "runs=elsewhere", "--resume", "trials=8") == 0
-    assert sorted(path.name for path in (tmp_path / "elsewhere/s/trials").iterdir()) == ["0006", "0007"]
-    assert len(optuna.load_study(study_name="s", storage=url).trials) == 8
-    assert studies.tune(tmp_path, f"storage={url}", "runs=third", "--resume", "sampler.seed=7") == 2
-    assert "sampler of the study third/s has changed" in capsys.readouterr().err
-    assert studies.tune(tmp_path, "storage=nonsense://x", "name=t") == 2
-    assert "storage nonsense://x cannot be opened" in capsys.readouterr().err
-
-
-def test_trials_of_another_machine_are_unchanged(begun, tmp_path, capsys):
-    url = f"sqlite:///{tmp_path}/shared.db"
-    assert studies.tune(tmp_path, f"storage={url}", "trials=2") == 0
-    study = optuna.load_study(study_name="s", storage=url)
-    theirs = study.ask()
-    theirs.set_user_attr("owner", "elsewhere:/s")
-    assert studies.tune(tmp_path, "--resume", f"storage={url}", "trials=4") == 0
-    study = optuna.load_study(study_name="s", storage=url)
-    assert [trial.state.name for trial in study.trials] == ["COMPLETE", "COMPLETE", "RUNNING", "COMPLETE"]
-    assert "1 trials are running elsewhere" in capsys.readouterr().out

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from posttrain.errors import InputError
-from posttrain.recipe.base import EXECUTES, BaseConfig, Connects, Executes, Text, Writes
+from posttrain.recipe.base import EXECUTES, BaseConfig, Executes, Text, Writes
 from posttrain.recipe.metrics import Metric
 from posttrain.recipe.needs import unless
 from posttrain.recipe.reference import metrics_of
@@ -188,8 +188,6 @@ class StudyRecipe(BaseConfig):
     """Known good points, each recipe key -> value, to try first."""
     sampler: SamplerRecipe = SamplerRecipe()
     pruner: Annotated[NoPruner | MedianPruner | HyperbandPruner, Field(discriminator="type")] = NoPruner(type="none")
-    storage: Connects | None = None
-    """URL of the Optuna storage. Null: `study.db` (SQLite) in the study directory."""
     workers: int = Field(1, ge=1)
     """Trials that run at the same time, each in its own process."""
     devices: list[Text] = []

@@ -30,7 +30,6 @@ from posttrain.tune.study import (
     from_storage,
     interrupted_trials,
     open_study,
-    owner,
     study_lock,
     to_storage,
 )
@@ -68,11 +67,7 @@ def run_study(study: Study, resume: bool, console: Console, group: str | None = 
             trials = optuna_study.get_trials(deepcopy=False)
             results: list[RetestResult] = []
             points = ranked(study, trials)
-            elsewhere = sum(trial.state == TrialState.RUNNING for trial in trials)
-            if elsewhere:
-                message = f"{elsewhere} trials are running elsewhere and not included; run with `--resume` when they have ended"
-                show_line(console, message)
-            if study.recipe.retest is not None and points and not chain_error and not elsewhere:
+            if study.recipe.retest is not None and points and not chain_error:
                 results = retest(study, points[: study.recipe.retest.best], console)
         except KeyboardInterrupt:
             console.print(f"continue the study {study.directory} with `--resume`", highlight=False, soft_wrap=True)
@@ -163,9 +158,7 @@ def show_study(study: Study, console: Console, group: str | None = None) -> None
         seeds = ", ".join(map(str, recipe.retest.seeds))
         say(f"retest: the best {recipe.retest.best} points with seeds {seeds}, {runs} more runs")
     plural = "trials at a time" if recipe.workers > 1 else "trial at a time"
-    say(
-        f"{recipe.workers} {plural}, pruner {recipe.pruner.type}, storage {recipe.storage or 'study.db in its directory'}"
-    )
+    say(f"{recipe.workers} {plural}, pruner {recipe.pruner.type}")
     say("a trial without the searched values:")
     for line in batch_arithmetic(study.at({})):
         show_line(console, line, 2)
@@ -206,7 +199,7 @@ class Search:
         self.optuna_study = optuna_study
         self.console = console
         self._distributions = distributions(study)
-        self._interrupted = interrupted_trials(study, optuna_study)
+        self._interrupted = interrupted_trials(optuna_study)
         self._jobs: list[_ReportedTrial] = []
         self._warned: set[str] = set()
 
@@ -224,7 +217,6 @@ class Search:
                 f"{unmeasured.unmeasured}; correct `objective` and choose another `name`"
             )
         while (trial := self._next()) is not None:
-            trial.set_user_attr("owner", owner(self.study))
             # With groups, the keys of its group and of the earlier groups that have run.
             names = trial.user_attrs.get("names", list(self.study.recipe.search))
             suggested = {name: trial._suggest(name, self._distributions[name]) for name in names}
