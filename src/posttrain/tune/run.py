@@ -20,7 +20,6 @@ from posttrain.tune.report import (
     summary_sentences,
     trial_table,
     warning_messages,
-    warnings_of,
     write_best,
     write_report,
 )
@@ -87,15 +86,11 @@ def _conclude(
     if best is None:
         summary.append(no_best_reason(study, trials))
     plots = draw_study(study, optuna_study)
-    warnings = warnings_of(study)
-    report = write_report(study, [trial_table(study, trials), *retest_tables], summary, plots, warnings)
+    report = write_report(study, [trial_table(study, trials), *retest_tables], summary, plots)
     for table in [trial_table(study, trials, narrow=True), *retest_tables]:
         console.print(table)
     for text in summary if best is not None else summary[:-1]:
         show_line(console, text)
-    if warnings:
-        plural = "warnings" if len(warnings) > 1 else "warning"
-        console.print(f"{len(warnings)} {plural} of the runs: see {report}", highlight=False, soft_wrap=True)
     file = study.directory / "best.yaml"
     for group in study.recipe.groups:
         best_of_group = best_of(study, _of_group(optuna_study, group))
