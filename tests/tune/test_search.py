@@ -172,12 +172,6 @@ def test_a_worse_trial_is_pruned(begun, tmp_path):
     assert found[2].user_attrs["step"] == 1
 
 
-def test_hyperband_runs(begun, tmp_path):
-    assert studies.tune(tmp_path, pruner={"type": "hyperband", "max_steps": 4, "reduction": 2}, trials=12) == 0
-    states = {trial.state for trial in studies.trials(tmp_path)}
-    assert {TrialState.COMPLETE, TrialState.PRUNED} <= states
-
-
 def test_groups_run_their_grids_and_chain_the_best_values(begun, tmp_path):
     assert studies.tune(tmp_path, search=None, trials=None, groups=GROUPS) == 0
     found = studies.trials(tmp_path)

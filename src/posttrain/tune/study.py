@@ -5,7 +5,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,13 +50,12 @@ def open_study(study: Study, resume: bool) -> optuna.Study:
         "# The resolved study with every default and the searched recipe (`base`). Continue with\n"
         f"# posttrain tune THE_STUDY.yaml --resume\n{dump_values(resolved)}"
     )
-    pruners: dict[str, Callable[[Any], optuna.pruners.BasePruner]] = {
-        "none": lambda given: optuna.pruners.NopPruner(),
-        "median": lambda given: optuna.pruners.MedianPruner(given.startup_trials, given.warmup_steps),
-        "hyperband": lambda given: optuna.pruners.HyperbandPruner(
-            given.min_steps, given.max_steps or "auto", given.reduction
-        ),
-    }
+    given = study.recipe.pruner
+    pruner = (
+        optuna.pruners.NopPruner()
+        if given.type == "none"
+        else optuna.pruners.MedianPruner(given.startup_trials, given.warmup_steps)
+    )
     if not file.is_file():
         write_atomically(file, snapshot)
     try:
@@ -65,7 +64,7 @@ def open_study(study: Study, resume: bool) -> optuna.Study:
             study_name=name,
             direction=study.recipe.objective.direction,
             sampler=NumberedSampler(study.recipe.sampler),
-            pruner=pruners[study.recipe.pruner.type](study.recipe.pruner),
+            pruner=pruner,
             load_if_exists=True,
         )
     except Exception as error:
