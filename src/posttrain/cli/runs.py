@@ -37,7 +37,7 @@ def episodes(
     tokens: Annotated[bool, typer.Option("--tokens", help="Show sampled tokens, colored by advantage.")] = False,
     limit: Annotated[int, typer.Option(help="Maximum number of episodes to show.", min=1)] = 8,
 ) -> None:
-    """Show the episodes of a run, or its rows if it trains on rows: the conversation, and reward, stop reason and advantages of each turn.
+    """Show the episodes of a run: the conversation, and reward, stop reason and advantages of each turn.
 
     With `unit_credit`, answers are shown unit by unit, with the credit, tokens and text of each unit.
 
@@ -58,20 +58,10 @@ def episodes(
     directory, console = RunDirectory.open(run), new_console(highlight=False)
     if step is None:
         steps = list(stored_steps(directory.episodes))
-        recipe: Any = None if steps else directory.load_recipe()
-        if recipe is not None and recipe.stage in ("sft", "reward", "dpo") and recipe.data is not None:
-            from posttrain.data.inspect import inspect_rows
-            from posttrain.data.rendering import Renderer
-            from posttrain.models.load import load_end_tokens, load_tokenizer
-            from posttrain.verbs import original_folder
-
-            tokenizer = load_tokenizer(recipe.model)
-            renderer = Renderer(tokenizer, load_end_tokens(recipe.model.path, tokenizer))
-            kind: Literal["conversation"] | None = "conversation" if recipe.stage == "sft" else None
-            loss_on: Any = getattr(recipe, "loss_on", "assistant")
-            with original_folder(directory.path):
-                inspect_rows(recipe.data, kind, renderer, loss_on, limit, 1000, console)
-            return
+        if not steps and (stage := directory.load_recipe().stage) in ("sft", "reward", "dpo"):
+            raise InputError(
+                f"{run} is of stage {stage} and has no episodes; `posttrain data inspect FILE` shows its rows"
+            )
         if not steps:
             raise InputError(f"{directory.episodes} contains no episodes yet; wait for the first step")
         console.print(view_steps(steps))
