@@ -151,7 +151,7 @@ def test_the_room_that_checkpoints_need(tiny_model, tmp_path, monkeypatch):
     )
     for rules, needed in (
         ({"keep": 2}, 3 * 1100 + 2 * 100),
-        ({"keep": 1, "every": 5, "keep_every": 5}, 2 * 1100 + (2 + 4) * 100),
+        ({"keep": 1, "every": 5}, 2 * 1100 + 2 * 100),
         ({"keep": "all", "every": 2}, 3 * 1100 + (2 + 10) * 100),
     ):
         checkpoints = Checkpoints(tmp_path / "checkpoints", "run", CheckpointRecipe(**rules))
