@@ -229,7 +229,7 @@ KINDS: dict[str, Callable[[Path, Path], object]] = {
 NAMES = ("bad", "bad", b"bad\xff\xfe", FOREIGN[:-1].replace("/", ""), "a\nb", "<script>", "x" * 200)
 PAGES = (
     *("/", "/list?seeds=apart", "/run/{}", "/state/{}", "/charts/{}", "/episodes/{}", "/group/{}?step=1&group=0"),
-    *("/differs/{}?from=good", "/compare?run={}&run=good", "/compare-charts?run={}&run=good"),
+    *("/compare?run={}&run=good", "/compare-charts?run={}&run=good"),
     *("/compare-results?run={}&run=good", "/run/good", "/charts/good"),
 )
 COMMANDS = (
