@@ -358,7 +358,7 @@ def live_page(seed: int, folder: Path) -> None:
     keys = ["step", "split", "group", "text", "in", "page", "least", "most", "order", "tint", "score", "run", "from"]
     keys += ["sort"]
     name = draw.choice([run.name, run.name, run.name, "link", "../secret", "..", "", attack])
-    page = draw.choice(["run", "charts", "state", "episodes", "group", "differs", "list", "compare"])
+    page = draw.choice(["run", "charts", "state", "episodes", "group", "list", "compare"])
     query = {draw.choice(keys): draw.choice(words) for _ in range(draw.randrange(4))}
     if page in ("list", "compare"):
         path, query = ("/" if page == "list" else "/compare"), query | {"run": name}

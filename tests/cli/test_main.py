@@ -68,8 +68,7 @@ def test_words_are_files_or_overrides(tmp_path, monkeypatch):
     [
         (["train", "environment.type=bandit"], "`posttrain rl`"),
         (["sftt"], "`posttrain sft`"),
-        (["runs", "lst"], "`posttrain runs list`"),
-        (["runs", "prune"], "`posttrain runs clean`"),
+        (["data", "inspekt"], "`posttrain data inspect`"),
         (["nonsense"], "`posttrain --help`"),
         (["report"], "`posttrain report --help`"),
         (["report", "--ot", "x"], "--out"),

@@ -8,8 +8,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from posttrain.cli.data import convert
-from posttrain.data import convert as converting
-from posttrain.data.convert import CONVERTERS, SAMPLE, check_sign, convert_rows, gsm8k, helpsteer3
+from posttrain.data.convert import CONVERTERS, convert_rows, gsm8k, helpsteer3
 from posttrain.data.convert import ultrafeedback_binarized as ultrafeedback
 from posttrain.data.examples import read_examples
 from posttrain.data.files import read_rows, write_rows
@@ -22,16 +21,11 @@ from tests.data.malformed import changed, value
 CONTEXT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "r"}]
 
 
-def preference(overall, language="english", words=True, scores=None, **more):
-    """A row as HelpSteer3 has them; its annotators agree with `overall` unless `scores` are given."""
+def preference(overall, language="english", **more):
+    """A row as HelpSteer3 has them."""
     better = 1 if overall < 0 else 2
-    reasoning = (
-        f"@Response {better} is slightly better than @Response {3 - better}, for it is right." if words else "Hm."
-    )
-    opinions = [
-        {"score": score, "reasoning": reasoning, "feedback1": "f", "feedback2": "f"}
-        for score in scores or [overall] * 3
-    ]
+    reasoning = f"@Response {better} is slightly better than @Response {3 - better}, for it is right."
+    opinions = [{"score": overall, "reasoning": reasoning, "feedback1": "f", "feedback2": "f"}] * 3
     row = {
         "domain": "general",
         "language": language,
@@ -101,59 +95,6 @@ def test_ultrafeedback():
     assert ultrafeedback({**row, "score_rejected": float("nan")}) == "chosen has the lower score"
 
 
-# The sign.
-
-
-def test_rows_that_agree():
-    check = check_sign([preference(overall) for overall in (-3, -1, 0, 1, 2)] * 10)
-    assert (check.scored, check.scores_agree, check.worded, check.words_agree) == (40, 40, 40, 40)
-    assert not check.inverted
-    assert len(check.examples) == 2
-    assert check.examples[0].startswith("overall_preference -3, scores [-3, -3, -3]: response 1 is chosen")
-    assert check.examples[1].startswith("overall_preference +1, scores [1, 1, 1]: response 2 is chosen")
-    assert "@Response 1 is slightly better than @Response 2" in check.examples[0]
-
-
-def test_scores_of_the_opposite_sign_are_detected():
-    check = check_sign([preference(2, words=False, scores=[-1, -2, 1])] * 20 + [preference(1, words=False)] * 5)
-    assert (check.scored, check.scores_agree, check.worded) == (25, 5, 0)
-    assert check.inverted
-    assert not check_sign([preference(2, words=False, scores=[-1])] * 3).inverted
-
-
-def test_an_inverted_file_is_detected_from_its_comments():
-    rows = [preference(overall) for overall in (-2, 2) * 10]
-    for row in rows:
-        row["overall_preference"] *= -1
-        for opinion in row["individual_preference"]:
-            opinion["score"] *= -1
-    check = check_sign(rows)
-    assert (check.scores_agree, check.words_agree) == (check.scored, 0)
-    assert check.inverted
-
-
-def test_an_inverted_converter_is_detected(monkeypatch):
-    right = converting.helpsteer3
-
-    def inverted(row, language):
-        made = right(row, language)
-        return made if isinstance(made, str) else {**made, "chosen": made["rejected"], "rejected": made["chosen"]}
-
-    monkeypatch.setattr(converting, "helpsteer3", inverted)
-    assert check_sign([preference(-2)] * 20).inverted
-
-
-def test_comments_without_a_preference_do_not_count():
-    reasons = ["Response 1 is not better than Response 2.", "Both are fine.", "", None]
-    rows = [preference(1, individual_preference=[{"score": 1, "reasoning": reason}]) for reason in reasons]
-    assert check_sign(rows).worded == 0
-    rows = [
-        preference(1, individual_preference=odd)
-        for odd in (None, [], "x", [3], [{}], [{"score": "1"}], [{"score": 10**400}])
-    ]
-    assert check_sign(rows).scored == 0
-
-
 # Files.
 
 
@@ -177,7 +118,6 @@ def test_a_file_of_pairs(tmp_path, suffix):
     lines = done.lines()
     assert lines[0] == "16 rows read, 6 written"
     assert any("empty answer (train.jsonl row 15" in line for line in lines)
-    assert any("in 6 of 6 sampled rows" in line for line in lines)
 
 
 def test_language_and_limit(tmp_path):
@@ -187,23 +127,6 @@ def test_language_and_limit(tmp_path):
     assert convert_rows("helpsteer3", out, source, limit=5).written == len(pairs(out)) == 5
     assert convert_rows("helpsteer3", out, source, language="any").written == len(pairs(out)) == 60
     assert convert_rows("helpsteer3", out, source, language="Python").written == len(pairs(out)) == 30
-
-
-def test_the_sample_is_taken_from_the_whole_file(tmp_path):
-    rows = [preference(-1)] * 500 + [preference(1)] * 500
-    source = str(write(tmp_path / "train.jsonl", rows))
-    done = convert_rows("helpsteer3", tmp_path / "out.jsonl", source)
-    assert done.check.scored == SAMPLE
-    assert len(done.check.examples) == 2
-
-
-def test_an_inverted_file_is_not_written(tmp_path):
-    rows = [preference(2, scores=[-1]) for _ in range(20)]
-    out = tmp_path / "out.jsonl"
-    out.write_text("before")
-    with pytest.raises(InputError, match="the sign of the preferences is inverted; nothing was written"):
-        convert_rows("helpsteer3", out, str(write(tmp_path / "train.jsonl", rows)))
-    assert out.read_text() == "before"
 
 
 @pytest.mark.parametrize(
@@ -257,7 +180,6 @@ def test_malformed_rows_raise_nothing():
         for converter in CONVERTERS.values():
             assert isinstance(converter.row(row), dict | str)
         made += isinstance(helpsteer3(row, "any"), dict)
-        assert check_sign([row]).scored in (0, 1)
     assert 200 < made < 950
 
 

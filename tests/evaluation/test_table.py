@@ -60,13 +60,13 @@ def test_the_command_writes_every_format_and_all_agree(tmp_path, capsys):
         assert main(["evaluate", "text", str(file), "--out", str(tmp_path / "results" / name / "text.json")]) == 0
     results(tmp_path / "results" / "b" / "judge.json", {"efficiency": lambda i: 3.0}, prompts=False, judge="m")
     (tmp_path / "results" / "b" / "other.json").write_text("[1]")
-    outs = [str(tmp_path / "out" / f"table{suffix}") for suffix in (".md", ".csv", ".tex")]
+    outs = [str(tmp_path / "out" / f"table{suffix}") for suffix in (".md", ".csv")]
     capsys.readouterr()
     models = [str(tmp_path / "results" / "a_1"), f"new={tmp_path / 'results' / 'b'}"]
     assert main(["compare", *models, *(word for out in outs for word in ("--out", out))]) == 0
     said = capsys.readouterr().out
     assert "other.json: skipped, it is not a results file" in said
-    markdown, latex = ((tmp_path / "out" / f"table.{kind}").read_text() for kind in ("md", "tex"))
+    markdown = (tmp_path / "out" / "table.md").read_text()
     rows = list(csv.DictReader((tmp_path / "out" / "table.csv").open()))
     kept = json.loads((tmp_path / "results" / "a_1" / "text.json").read_text())["metrics"]
     assert {(row["model"], row["metric"]) for row in rows} == {
@@ -82,12 +82,9 @@ def test_the_command_writes_every_format_and_all_agree(tmp_path, capsys):
     assert float(bleu["p_corrected"]) >= float(bleu["p"])
     shown = f"{float(bleu['value']):.2f}"
     change = f"{float(bleu['difference']):+.2f}"
-    for text in (markdown, latex):
-        assert shown in text
-        assert change in text
+    assert shown in markdown
+    assert change in markdown
     assert markdown.splitlines()[0] == "| model | bleu ↑ | chrf ↑ | exact ↑ | efficiency ↑ |"
-    assert r"a\_1" in latex
-    assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}")
     assert re.search(r"\| a_1 \|.*\| – \|", markdown)
 
 
@@ -116,7 +113,7 @@ def test_files_with_different_metrics_are_one_run_and_others_are_seeds(tmp_path)
         (["a={}/a.json", "b={}/twice"], "{}/twice: x is in {}/twice/a.json and in {}/twice/b.json"),
         (["a={}/a.json", "b={}/judged.json"], "x has judge None in {}/a.json and m in {}/judged.json"),
         (["a={}/a.json", "{}/none"], "{}/none contains no results file"),
-        (["a={}/a.json", "b={}/b.json", "--out", "t.pdf"], "--out t.pdf must end in .json, .md, .csv or .tex"),
+        (["a={}/a.json", "b={}/b.json", "--out", "t.pdf"], "--out t.pdf must end in .json, .md or .csv"),
     ],
 )
 def test_invalid_arguments_are_refused(words, message, tmp_path, capsys):

@@ -14,7 +14,6 @@ from posttrain.errors import InputError
 from posttrain.figures.charts import MOST_CURVES, chart_of_runs
 from posttrain.figures.draw import draw_charts, encode
 from posttrain.figures.plots import compare, plot_files
-from posttrain.figures.results import draw_results
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.intervals import seed_mean
 from posttrain.runs.metrics import MetricsLog
@@ -133,8 +132,6 @@ def test_stages_do_not_share_the_axes_of_their_losses():
     assert [metric.key for metric in metrics] == ["policy/entropy"]
     assert "loss/total" in notes[0]
     assert "validation/loss" in notes[0]
-    assert draw_results(bundles_of([source("sft"), source("dpo")])[0]) is None
-    assert draw_results(bundles_of([source("sft"), source("sft")])[0]) is not None
     assert "not comparable" in result_table(bundles_of([source("sft"), source("dpo")])[0]).note
     same, _ = shared_metrics(bundles_of([source("sft"), source("sft")])[0])
     assert "validation/loss" in [metric.key for metric in same]
@@ -150,9 +147,6 @@ def test_returns_of_different_rewards_are_in_different_columns(tmp_path):
     table = result_table(bundles)
     assert table.headings == ("run", "checkpoint", "n", "return, reward model x", "return, reward model y")
     assert [row[3:] for row in table.rows] == [("0.500", "–"), ("–", "0.500"), ("0.500", "–")]
-    assert [axes.get_title("left") for axes in draw_results(bundles).axes if axes.get_visible()] == [
-        "return, reward model x"
-    ]
     shown, warnings = shared_metrics(bundles)
     assert not {"return", "rollout/return"} & {metric.key for metric in shown}
     assert any("different rewards" in line for line in warnings)
@@ -165,7 +159,7 @@ def test_the_command_writes_a_figure_for_each_metric_and_the_tables(tmp_path):
     paths = [*seeds(tmp_path), make_run(tmp_path, "other", optimizer={"learning_rate": 1e-3})]
     files, notes = plot_files(paths, tmp_path / "out", ("png", "svg"))
     names = {path.name for path in files}
-    expected = {"success", "score_update", "rollout_return", "optimizer_gradient_norm", "results"}
+    expected = {"success", "score_update", "rollout_return", "optimizer_gradient_norm"}
     assert names == {f"{name}.{form}" for name in expected for form in ("png", "svg")} | {"results.md"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     assert notes == []
@@ -238,13 +232,12 @@ def test_names_are_drawn_without_markup(tmp_path):
         for final in [{"step": 1, "kind": "final", "success": 0.5}]
     ]
     figures = dict(compare(sources).figures)
-    for figure in (figures["policy_kl"], figures["results"]):
-        svg = encode(figure, "svg").decode()
-        drawn = "".join(ElementTree.fromstring(svg).itertext())
-        assert "cost $\\frac$" in drawn
-        assert r"a\x1bb" in drawn
-        assert "x" * 39 in drawn
-        assert "x" * 120 not in drawn
+    svg = encode(figures["policy_kl"], "svg").decode()
+    drawn = "".join(ElementTree.fromstring(svg).itertext())
+    assert "cost $\\frac$" in drawn
+    assert r"a\x1bb" in drawn
+    assert "x" * 39 in drawn
+    assert "x" * 120 not in drawn
     figure, _ = draw_metric(metric_of("optimizer/gradient_norm"), bundles_of(open_sources(seeds(tmp_path)))[0])
     drawn = "".join(ElementTree.fromstring(encode(figure, "svg").decode()).itertext())
     assert "mathdefault" not in drawn, "numbers of a logarithmic axis are still set as powers"
@@ -282,13 +275,10 @@ def test_models_that_were_only_evaluated_are_compared_by_their_results(tmp_path)
         return Source(name, Path(name), [line | {"n": 7}], {"stage": "evaluate", "seed": 0, "model": name})
 
     compared = compare([source("step 13", 0.25), source("step 21", 0.5)])
-    assert [name for name, _ in compared.figures] == ["results"]
+    assert compared.figures == []
     (table,) = compared.tables
     assert table.headings == ("run", "checkpoint", "n", "success", "a")
     assert table.rows[1] == ("step 21", "–", "7", "50.0% [10.0, 90.0]", "0.500")
-    (figure,) = [figure for _, figure in compared.figures]
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["success", "a"]
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["step 13", "step 21"]
 
 
 def test_a_run_that_cannot_be_read_is_left_out_with_a_sentence(tmp_path, capsys, monkeypatch):

@@ -2,13 +2,11 @@
 
 import re
 from dataclasses import replace
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from posttrain.cli.main import main
 from posttrain.environments import frozen_lake, sokoban
 from posttrain.environments.game import drawing
 from posttrain.environments.make import make_env
@@ -107,14 +105,6 @@ def test_the_run_has_one_picture_with_a_row_for_each_step(run):
 
 
 @pytest.mark.figures
-def test_episodes_are_drawn_by_the_command_and_in_the_report(run, tmp_path, capsys):
-    for name in ("last.svg", "last.png"):
-        words = [str(run.path), "--step", "10", "--split", "evaluation", "--draw", str(tmp_path / name)]
-        assert main(["episodes", *words]) == 0
-        assert (tmp_path / name).stat().st_size > 1000
-    ElementTree.parse(tmp_path / "last.svg")
-    words[-1] = str(tmp_path / "last.pdf")
-    assert main(["episodes", *words]) == 2
-    assert "the name must end in .png or .svg" in capsys.readouterr().err
+def test_an_episode_has_its_picture_in_the_report(run):
     page = write_html([run.path])[0].read_text()
     assert len(re.findall(r'<img src="data:image/svg\+xml;base64,[^"]+" alt="States of the episode">', page)) == 1

@@ -11,7 +11,7 @@ from posttrain.cli.main import main
 from posttrain.errors import InputError, RunError
 from posttrain.publishing import gguf as writer
 from posttrain.publishing.card import model_card
-from posttrain.publishing.export import export_run, vllm_settings
+from posttrain.publishing.export import export_run
 from posttrain.publishing.gguf import load_gguf, pre_tokenizer, write_gguf
 from tests.conftest import save_tiny_model
 
@@ -77,9 +77,6 @@ def test_adapters_are_exported_for_peft(adapted, tmp_path):
     assert torch.equal(found, expected)
     with pytest.raises(InputError, match=r"GGUF needs whole weights; train with model\.lora\.export=merged"):
         export_run(adapted, "gguf", tmp_path / "gguf")
-    export_run(adapted, "vllm", tmp_path / "vllm")
-    settings = yaml.safe_load((tmp_path / "vllm/vllm.yaml").read_text())
-    assert (settings["enable-lora"], settings["max-lora-rank"]) == (True, 2)
 
 
 @pytest.mark.parametrize(
@@ -145,26 +142,9 @@ def test_an_ollama_export_has_a_model_file(played, tmp_path, capsys):
     assert f"use it with: ollama create played -f {tmp_path}/out/Modelfile" in said
 
 
-def test_a_vllm_export_has_its_arguments(played, tmp_path):
-    export_run(played, "vllm", tmp_path / "out")
-    settings = yaml.safe_load((tmp_path / "out/vllm.yaml").read_text())
-    assert settings == {
-        "model": str(tmp_path / "out"),
-        "served-model-name": "played",
-        "dtype": "auto",
-        "max-model-len": 2048,
-    }
-    # vLLM refuses a context above the limit of the model.
-    config = tmp_path / "out/config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 1024}))
-    settings = vllm_settings(tmp_path / "out", tmp_path / "out", "played", played.load_recipe(), False)
-    assert settings["max-model-len"] == 1024
-    assert "vllm serve --config vllm.yaml" in (tmp_path / "out/README.md").read_text()
-
-
 def test_a_folder_that_is_used_and_an_unknown_form_are_refused(played, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="exists and is not an empty folder; choose another --out"):
         export_run(played, "hf", tmp_path)
-    with pytest.raises(InputError, match="--to onnx is not supported; use hf, gguf, ollama, vllm"):
+    with pytest.raises(InputError, match="--to onnx is not supported; use hf, gguf, ollama"):
         export_run(played, "onnx", tmp_path / "out")

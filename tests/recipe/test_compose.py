@@ -240,8 +240,6 @@ def test_the_error_for_a_study_names_its_verb(capsys):
     study = str(Path(__file__).parents[2] / "recipes/rlhf/tune_sft.yaml")
     assert main(["sft", study]) == 2
     assert "run it with `posttrain tune`" in capsys.readouterr().err
-    assert main(["recipe", study]) == 0
-    assert "is a study" in capsys.readouterr().out
 
 
 def test_an_empty_stop_string_is_refused():

@@ -82,9 +82,8 @@ def quality(recipe: Any) -> float:
 def stand_in(
     monkeypatch: Any,
     measure: Callable[[Any, int], dict[str, Any]] | None = None,
-    warn: Callable[[Any], list[str]] = lambda recipe: [],
 ) -> list[str]:
-    """Replace processes by a formula: `measure(recipe, step)` gives an evaluation's values, `warn` what a run warns of.
+    """Replace processes by a formula: `measure(recipe, step)` gives an evaluation's values.
 
     Returns the runs begun.
 
@@ -104,7 +103,6 @@ def stand_in(
             RunDirectory.create(recipe)
         dies = recipe.optimizer.learning_rate > 3e-3
         lines = [{"step": 0, "kind": "evaluation", "time/run": 0.0, "return": 9.0}]
-        lines += [{"step": 0, "kind": "warning", "message": message} for message in warn(recipe)]
         for step in range(1, 3 if dies else 5):
             kl = {"policy/kl": 100 * recipe.optimizer.learning_rate * step}
             lines.append({"step": step, "kind": "train", "time/run": 60.0 * step, **kl})

@@ -20,8 +20,7 @@ def export(
         str,
         typer.Option(
             metavar="FORM",
-            help="hf: safetensors and tokenizer. gguf: one file for llama.cpp. ollama: that file and a Modelfile. vllm: hf and the "
-            "arguments of `vllm serve`.",
+            help="hf: safetensors and tokenizer. gguf: one file for llama.cpp. ollama: that file and a Modelfile.",
         ),
     ] = "hf",
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder to write. Default: RUN-FORM.")] = None,
@@ -50,7 +49,6 @@ def export(
         typer.echo(f"{file}  {file.stat().st_size / 1e6:.1f} MB")
     uses = {
         "ollama": f"ollama create {run.name} -f {folder}/Modelfile",
-        "vllm": f"vllm serve --config {folder}/vllm.yaml",
         "gguf": f"llama-cli -m {folder}/{run.name}.gguf",
     }
     if to in uses:

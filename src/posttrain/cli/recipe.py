@@ -9,8 +9,8 @@ def recipe(
     about: Annotated[
         str,
         typer.Argument(
-            metavar="[list | KEY | RECIPE]",
-            help="`list` for the recipes that can be named; or a key, a section, a recipe file or a recipe's name to explain.",
+            metavar="[list | KEY]",
+            help="`list` for the recipes that can be named; or a key or a section to explain.",
         ),
     ] = "",
     stage: Annotated[
@@ -31,18 +31,13 @@ def recipe(
     posttrain recipe rollout.sampling
 
     posttrain recipe credit --stage rl
-
-    posttrain recipe ragen/bandit
     """
-    from posttrain.recipe.catalogue import recipe_names
-    from posttrain.recipe.pages import list_recipes, markdown_reference, show_keys, show_recipe
+    from posttrain.recipe.pages import list_recipes, markdown_reference, show_keys
     from posttrain.terminal import new_console
 
     if markdown:
         typer.echo(markdown_reference(), nl=False)
     elif about == "list":
         list_recipes(new_console())
-    elif about.endswith((".yaml", ".yml")) or about in recipe_names():
-        show_recipe(about, new_console())
     else:
         show_keys(about, stage, new_console())

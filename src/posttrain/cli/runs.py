@@ -36,14 +36,8 @@ def episodes(
     episode: Annotated[int | None, typer.Option(help="Show only the episode with this index in its group.")] = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="Show sampled tokens, colored by advantage.")] = False,
     limit: Annotated[int, typer.Option(help="Maximum number of episodes to show.", min=1)] = 8,
-    draw: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Draw the states of grid games turn by turn into this .png or .svg file instead."
-        ),
-    ] = None,
 ) -> None:
-    """Show the episodes of a run, or its rows if it trains on rows: the conversation, and reward, stop reason and advantages of each turn.
+    """Show the episodes of a run: the conversation, and reward, stop reason and advantages of each turn.
 
     With `unit_credit`, answers are shown unit by unit, with the credit, tokens and text of each unit.
 
@@ -54,8 +48,6 @@ def episodes(
     posttrain episodes runs/run --step 20 --group 0
 
     posttrain episodes runs/run --step 20 --group 0 --episode 1 --tokens
-
-    posttrain episodes runs/run --step 20 --split evaluation --limit 4 --draw trajectories.png
     """
     from posttrain.errors import InputError
     from posttrain.rollout.store import episodes_file, read_episodes, stored_steps
@@ -66,20 +58,10 @@ def episodes(
     directory, console = RunDirectory.open(run), new_console(highlight=False)
     if step is None:
         steps = list(stored_steps(directory.episodes))
-        recipe: Any = None if steps else directory.load_recipe()
-        if recipe is not None and recipe.stage in ("sft", "reward", "dpo") and recipe.data is not None:
-            from posttrain.data.inspect import inspect_rows
-            from posttrain.data.rendering import Renderer
-            from posttrain.models.load import load_end_tokens, load_tokenizer
-            from posttrain.verbs import original_folder
-
-            tokenizer = load_tokenizer(recipe.model)
-            renderer = Renderer(tokenizer, load_end_tokens(recipe.model.path, tokenizer))
-            kind: Literal["conversation"] | None = "conversation" if recipe.stage == "sft" else None
-            loss_on: Any = getattr(recipe, "loss_on", "assistant")
-            with original_folder(directory.path):
-                inspect_rows(recipe.data, kind, renderer, loss_on, limit, 1000, console)
-            return
+        if not steps and (stage := directory.load_recipe().stage) in ("sft", "reward", "dpo"):
+            raise InputError(
+                f"{run} is of stage {stage} and has no episodes; `posttrain data inspect FILE` shows its rows"
+            )
         if not steps:
             raise InputError(f"{directory.episodes} contains no episodes yet; wait for the first step")
         console.print(view_steps(steps))
@@ -96,14 +78,6 @@ def episodes(
         raise InputError(
             f"step {step} has no such {split} episode; change --group or --episode (its groups are {groups})"
         )
-    if draw is not None:
-        from posttrain.plugins import require_module
-
-        require_module("matplotlib", "posttrain episodes --draw")
-        from posttrain.figures.trajectories import draw_episodes
-
-        typer.echo(f"trajectories: {draw_episodes(directory, [played[n] for n in chosen[:limit]], draw)}")
-        return
     if tokens and any(played[number].turns and not played[number].streams for number in chosen):
         raise InputError("--tokens: token ids of remote models are unknown; remove --tokens")
     in_units = any(units[number] is not None for number in chosen[:limit])
@@ -221,7 +195,7 @@ def compare(
     ] = None,
     out: Annotated[
         list[Path],
-        typer.Option(help="Write to this .json, .md, .csv or .tex file. May be given several times."),
+        typer.Option(help="Write to this .json, .md or .csv file. May be given several times."),
     ] = [],  # noqa: B006
 ) -> None:
     """Compare models on the items that they share: values, paired differences from one of them, and the conclusion.

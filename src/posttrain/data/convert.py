@@ -3,9 +3,8 @@
 Converted rows pass the same checks as in the stages, so a converted file contains only usable rows.
 """
 
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,12 +21,6 @@ from posttrain.seeds import random_stream
 
 ANY = "any"
 """The language value that keeps every row."""
-SAMPLE = 200
-"""Number of sampled rows whose sign is checked."""
-ENOUGH = 10
-"""Minimum number of rows for a majority of contradicting signs to stop the conversion."""
-_WORDS = re.compile(r"response\s*([12])\s+is\s+(?:the\s+|much\s+|far\s+|slightly\s+|somewhat\s+)?better", re.IGNORECASE)
-"""An annotator's statement of the better response."""
 
 
 def helpsteer3_prompts(row: dict[str, Any], language: str = "english") -> dict[str, Any] | str:
@@ -96,69 +89,6 @@ def own_rows(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class SignCheck:
-    """Agreement of the conversion with the annotators' scores and texts on a sample of rows."""
-
-    scored: int
-    """Sampled rows whose annotators' scores have a mean other than 0."""
-    scores_agree: int
-    """Rows of `scored` whose mean has the sign of the overall preference."""
-    worded: int
-    """Sampled rows where a majority of the annotators' texts names one response as better."""
-    words_agree: int
-    """Rows of `worded` where that response is the chosen one."""
-    examples: list[str]
-    """A row that chooses response 1 and one that chooses response 2, with an annotator's reasoning."""
-
-    @property
-    def inverted(self) -> bool:
-        """Whether a majority of at least `ENOUGH` rows contradicts the conversion."""
-        counts = ((self.scored, self.scores_agree), (self.worded, self.words_agree))
-        return any(count >= ENOUGH and 2 * agreeing < count for count, agreeing in counts)
-
-    def lines(self) -> list[str]:
-        """Return the result as lines of text."""
-        return [
-            f"sign check: the annotators' mean score has the sign of the overall preference in {self.scores_agree} of "
-            f"{self.scored} sampled rows; the response that their texts call better is the chosen one in "
-            f"{self.words_agree} of {self.worded}",
-            *self.examples,
-        ]
-
-
-def check_sign(rows: Iterable[dict[str, Any]]) -> SignCheck:
-    """Compare the conversion of the rows with the annotators' scores and with their texts.
-
-    Scores show whether rows are consistent. Only texts show whether a negative preference means response 1, because an
-    inverted sign would invert both scores and preferences.
-    """
-    scored = scores_agree = worded = words_agree = 0
-    examples: dict[int, str] = {}
-    for row in rows:
-        pair = helpsteer3(row, ANY)
-        if isinstance(pair, str):
-            continue
-        chosen = 1 if pair["chosen"][-1]["content"] == row.get("response1") else 2
-        opinions = row.get("individual_preference")
-        opinions = [one for one in opinions if isinstance(one, dict)] if isinstance(opinions, list) else []
-        scores = [s for one in opinions if isinstance(s := one.get("score"), int | float) and -3 <= s <= 3]
-        reasons = [one["reasoning"] for one in opinions if isinstance(one.get("reasoning"), str)]
-        if sum(scores):
-            scored += 1
-            scores_agree += (sum(scores) < 0) == (row["overall_preference"] < 0)
-        votes = [3 - 2 * int(match[1]) for reason in reasons if (match := _WORDS.search(reason))]
-        if sum(votes):
-            worded += 1
-            words_agree += (sum(votes) > 0) == (chosen == 1)
-        if reasons and chosen not in examples:
-            examples[chosen] = (
-                f"overall_preference {int(row['overall_preference']):+d}, scores {scores}: response {chosen} is chosen; an "
-                f'annotator: "{" ".join(reasons[0].split())[:300]}"'
-            )
-    return SignCheck(scored, scores_agree, worded, words_agree, list(examples.values()))
-
-
-@dataclass(frozen=True)
 class Converter:
     """The conversion of one data set."""
 
@@ -173,14 +103,10 @@ class Converter:
     subset: str | None = None
     language: str | None = None
     """The default language; None if the rows have no language."""
-    check: Callable[[Iterable[dict[str, Any]]], SignCheck] | None = None
-    """A check of a sample of the rows."""
 
 
 CONVERTERS = {
-    "helpsteer3": Converter(
-        helpsteer3, "pair", "nvidia/HelpSteer3", subset="preference", language="english", check=check_sign
-    ),
+    "helpsteer3": Converter(helpsteer3, "pair", "nvidia/HelpSteer3", subset="preference", language="english"),
     "helpsteer3_prompts": Converter(
         helpsteer3_prompts, "prompt", "nvidia/HelpSteer3", subset="preference", language="english"
     ),
@@ -204,13 +130,11 @@ class Conversion:
     """Reason -> valid rows that the converter skips."""
     problems: Problems = field(default_factory=Problems)
     """Unusable rows."""
-    check: SignCheck | None = None
 
     def lines(self, done: str = "written") -> list[str]:
-        """Return the counts and the check as lines of text. `done`: what happens to usable rows."""
+        """Return the counts as lines of text. `done`: what happens to usable rows."""
         skipped = [f"{count:,} skipped: {reason}" for reason, count in self.skipped.most_common()]
-        checked = self.check.lines() if self.check else []
-        return [f"{self.read:,} rows read, {self.written:,} {done}", *skipped, *self.problems.summary(), *checked]
+        return [f"{self.read:,} rows read, {self.written:,} {done}", *skipped, *self.problems.summary()]
 
 
 def find_converter(name: str) -> Converter:
@@ -240,8 +164,7 @@ def convert_rows(
         subset: subdirectory of a directory, or configuration of a hub data set; None: that of the published data set.
 
     Raises:
-        InputError: `out` has another suffix, `name` or `source` is unknown, there is no row to write, or most rows of a
-            sample contradict the sign of the preferences.
+        InputError: `out` has another suffix, `name` or `source` is unknown, or there is no row to write.
     """
     converter = find_converter(name)
     if out is not None:
@@ -255,8 +178,6 @@ def convert_rows(
     rows_source = SourceRecipe(path=path, split=split or converter.split, subset=subset or converter.subset)
     result = Conversion()
     written: list[dict[str, Any]] = []
-    sample: list[dict[str, Any]] = []
-    draws = random_stream("convert", "sign check")
     for origin, row in read_split(rows_source):
         if len(written) == limit and not shuffle:
             break
@@ -273,11 +194,6 @@ def convert_rows(
             result.problems.add_text(checked, origin)
             continue
         written.append(converted)
-        # Reservoir sampling: every written row is in the sample with the same probability.
-        if len(sample) < SAMPLE:
-            sample.append(row)
-        elif (slot := int(draws.integers(len(written)))) < SAMPLE:
-            sample[slot] = row
     if shuffle:
         order = random_stream("convert", "shuffle").permutation(len(written))[:limit]
         written = [written[index] for index in order]
@@ -286,13 +202,6 @@ def convert_rows(
         raise InputError(
             f"{rows_source.path}: no row to write; {'; '.join(result.lines()[1:]) or 'the source has no rows'}"
         )
-    if converter.check:
-        result.check = converter.check(sample)
-        if result.check.inverted:
-            raise InputError(
-                f"{rows_source.path}: the sign of the preferences is inverted; nothing was written. "
-                + "; ".join(result.check.lines())
-            )
     if out is not None:
         write_rows(out, written)
     return result

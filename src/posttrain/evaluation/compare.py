@@ -21,7 +21,7 @@ from posttrain.runs.directory import storage_errors, write_atomically
 from posttrain.runs.intervals import Estimate, seed_mean
 from posttrain.runs.tables import Table
 
-FORMATS = (".json", ".md", ".csv", ".tex")
+FORMATS = (".json", ".md", ".csv")
 """Suffixes of the files that a comparison can be written to."""
 _ARROWS: dict[Better, str] = {"higher": " ↑", "lower": " ↓", "neither": ""}
 _FEW_ITEMS = 20
@@ -185,7 +185,6 @@ class Comparison:
             ".json": self.json,
             ".csv": self.csv,
             ".md": lambda: "\n\n".join([table.markdown(), table.note, *messages, self.sentence()]) + "\n",
-            ".tex": lambda: table.latex() + "\n",
         }[path.suffix]
         with storage_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from posttrain.errors import InputError
 from posttrain.figures.charts import MOST_CURVES, SCORES_AGAINST, chart_of_runs, charts_of
 from posttrain.figures.draw import FORMATS, STYLE, Format, draw_charts, entitle, save
-from posttrain.figures.results import draw_results, draw_scores
+from posttrain.figures.results import draw_scores
 from posttrain.runs.directory import RunDirectory, write_atomically
 from posttrain.runs.evaluated import evaluated_checkpoints
 from posttrain.runs.log import Line, Log, read_log
@@ -131,8 +131,6 @@ def compare(sources: Sequence[Source], metrics: Sequence[str] = ()) -> Compared:
     chosen, warnings = ([metric_of(key) for key in dict.fromkeys(metrics)], []) if metrics else shared_metrics(bundles)
     compared.warnings += warnings
     if not metrics:
-        figure = draw_results(bundles)
-        compared.figures += [("results", figure)] if figure is not None else []
         named = {source.name: source.lines for source in measured}
         tables = (result_table(bundles), scores_of_runs(named) if len(measured) > 1 else None)
         compared.tables += [table for table in tables if table is not None]

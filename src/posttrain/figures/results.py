@@ -1,4 +1,4 @@
-"""Figures of results: the scores of every evaluation, and the final results of several runs.
+"""Figures of the scores of every evaluation.
 
 Scores are shown beside the return of the training episodes: a training return that rises while held-out scores fall is
 the first sign of reward hacking.
@@ -9,18 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator
 
-from posttrain.figures.draw import STYLE, entitle, new_figure, plain
+from posttrain.figures.draw import new_figure, plain
 from posttrain.recipe.metrics import GREY, ORANGE
-from posttrain.recipe.rollout import SCORES
 from posttrain.runs.log import Line
-from posttrain.runs.panels import DOMAINS, LARGEST_DRAWN, Sampling, labeled, metric_of
-from posttrain.runs.sources import RATES, Bundle, final_results, returns_differ, stage_count
+from posttrain.runs.panels import DOMAINS, LARGEST_DRAWN, Sampling, labeled
 from posttrain.runs.tables import Checkpoint, Interval, checkpoint_scores, is_share, overall_name, score_names
 
 _MAX_NAME = 40
@@ -166,44 +162,3 @@ def _plot_training(axes: Axes, trained: Sequence[Checkpoint], xs: Sequence[float
     right.set_ylabel("mean training return", color=ORANGE)
     right.spines["right"].set_visible(True)
     right.grid(visible=False)
-
-
-def draw_results(bundles: Sequence[Bundle]) -> Figure | None:
-    """A panel per metric with a point per run; None for fewer than two finished runs."""
-    rows: list[tuple[str, str, dict[str, Interval]]] = []
-    differ = returns_differ(bundles)
-    for number, bundle in enumerate(bundles):
-        color = DOMAINS[number % len(DOMAINS)]
-        rows += [(one.name, color, results) for one in bundle.sources if (results := final_results(one, differ))]
-    counts = [key for _, _, results in rows for key in results]
-    keys = [key for key in dict.fromkeys(counts) if counts.count(key) > 1]
-    if stage_count(bundles) > 1:
-        keys = [key for key in keys if not metric_of(key).differs_by_stage]
-    if len(rows) < 2 or not keys:
-        return None
-    with matplotlib.rc_context(STYLE):
-        height = 0.9 + 0.24 * len(rows)
-        columns = min(2, len(keys))
-        lines = math.ceil(len(keys) / columns)
-        figure = Figure(figsize=(8, 0.5 + height * lines), layout="constrained")
-        FigureCanvasAgg(figure)
-        panels = figure.subplots(lines, columns, squeeze=False, sharey=True)
-        for axes in panels.flat[len(keys) :]:
-            axes.set_visible(False)
-        for key, axes in zip(keys, panels.flat, strict=False):
-            for row, (_, color, results) in enumerate(rows):
-                if key in results:
-                    value, low, high = results[key]
-                    lengths = (
-                        None
-                        if math.isnan(low) or math.isnan(high)
-                        else [[max(0.0, value - low)], [max(0.0, high - value)]]
-                    )
-                    axes.errorbar([value], [row], xerr=lengths, fmt="o", color=color, capsize=3, markersize=6)
-            axes.set_title(key.removeprefix(SCORES))
-            if key in RATES:
-                axes.xaxis.set_major_formatter(PercentFormatter(1.0))
-            axes.set_yticks(range(len(rows)), [plain(name, _MAX_NAME).replace("$", r"\$") for name, *_ in rows])
-            axes.set_ylim(len(rows) - 0.5, -0.5)
-        entitle(figure, "Final results, 95% intervals")
-    return figure

@@ -7,7 +7,6 @@ state is shown too, and pictures do not depend on how states were shown to the p
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast, get_args
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -18,8 +17,7 @@ from matplotlib.patches import Circle, Rectangle
 from posttrain.environments.protocol import Cells, Environment, EnvironmentFactory
 from posttrain.environments.unknown import Unknown
 from posttrain.episode import Episode
-from posttrain.errors import InputError
-from posttrain.figures.draw import STYLE, Format, save
+from posttrain.figures.draw import STYLE, save
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.rollout.store import read_episodes, stored_steps
 from posttrain.runs.directory import RunDirectory
@@ -138,22 +136,6 @@ def maker_of(environment: EnvironmentRecipe | None) -> Callable[[], Environment]
     if environment_class(environment.type).cells is Environment.cells:
         return None
     return EnvironmentFactory(environment)
-
-
-def draw_episodes(run: RunDirectory, episodes: Sequence[Episode], file: Path) -> Path:
-    """Draw the episodes of a run into `file`, one per row. InputError if there is nothing to draw."""
-    form = file.suffix.removeprefix(".")
-    if form not in get_args(Format):
-        raise InputError(f"--draw {file}: the name must end in .png or .svg")
-    make = maker_of(getattr(run.load_recipe(), "environment", None))
-    if make is None:
-        raise InputError(f"--draw: the environment of {run.path} has no grid; only grid games can be drawn")
-    drawn = [row_of(one, make, f"group {one.group} episode {one.index}") for one in episodes if not one.failure]
-    rows = [row for row in drawn if row is not None]
-    if not rows:
-        raise InputError("--draw: none of these episodes can be replayed; choose others")
-    (path,) = save(draw(rows), file.parent, file.stem, (cast(Format, form),))
-    return path
 
 
 def draw_run(run: RunDirectory, environment: EnvironmentRecipe | None) -> list[Path]:

@@ -26,7 +26,6 @@ _TAGS = {"rl": "reinforcement-learning", "reward": "reward-model", "distill": "d
 _USES = {
     "gguf": "```\nllama-cli -m {name}.gguf\n```",
     "ollama": "```\nollama create {name} -f Modelfile\n```",
-    "vllm": "`vllm.yaml` has the paths of the machine that wrote it.\n\n```\nvllm serve --config vllm.yaml\n```",
 }
 """Kind of export -> its use, in the folder of the card."""
 

@@ -1,4 +1,4 @@
-"""Write the model of a run for another program: transformers, GGUF, Ollama or vLLM."""
+"""Write the model of a run for another program: transformers and vLLM, GGUF or Ollama."""
 
 import json
 import shutil
@@ -6,15 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from posttrain.errors import InputError
-from posttrain.models.load import resolve_path
 from posttrain.publishing.card import is_adapter, model_card
 from posttrain.runs.directory import RunDirectory, atomic_folder, exported_model, is_used, remove_partials
 from posttrain.runs.reader import is_file, read_text
 
-TARGETS = ("hf", "gguf", "ollama", "vllm")
+TARGETS = ("hf", "gguf", "ollama")
 GIGABYTE = 1_000_000_000
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
@@ -73,9 +70,6 @@ def export_run(
             copy_model(model, folder, int(shard_gigabytes * GIGABYTE))
         if target == "ollama":
             (folder / "Modelfile").write_text(modelfile(model, f"{run.path.name}.gguf"), encoding="utf-8")
-        if target == "vllm":
-            settings = vllm_settings(model, out, run.path.name, run.load_recipe(), adapter)
-            (folder / "vllm.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
         (folder / "README.md").write_text(card, encoding="utf-8")
         (folder / "recipe.yaml").write_text(read_text(run.recipe_file, run=run.path), encoding="utf-8")
     return sorted(file for file in out.rglob("*") if file.is_file())
@@ -114,22 +108,3 @@ def modelfile(model: Path, weights: str) -> str:
     ends = {tokenizer.eos_token, *map(tokenizer.convert_ids_to_tokens, ids)} - {None}
     lines = [f"FROM ./{weights}", *(f"PARAMETER stop {json.dumps(text)}" for text in sorted(ends))]
     return "\n".join([*lines, f"PARAMETER num_ctx {min(config.max_position_embeddings, 8192)}"]) + "\n"
-
-
-def vllm_settings(model: Path, out: Path, name: str, recipe: Any, adapter: bool) -> dict[str, Any]:
-    """Arguments of `vllm serve --config`, with the context length of the recipe, at most that of the model."""
-    from transformers import PretrainedConfig
-
-    rollout = getattr(recipe, "rollout", None)
-    settings: dict[str, Any] = {"model": str(out), "served-model-name": name, "dtype": "auto"}
-    if adapter:
-        settings |= {"model": resolve_path(recipe.model.path)}
-        settings |= {"enable-lora": True, "lora-modules": [f"{name}={out}"]}
-        settings |= {"max-lora-rank": recipe.model.lora.rank}
-        del settings["served-model-name"]
-    if rollout is not None:
-        limit = PretrainedConfig.get_config_dict(settings["model"] if adapter else model)[0].get(
-            "max_position_embeddings"
-        )
-        settings |= {"max-model-len": min(rollout.tokens_per_episode, limit or rollout.tokens_per_episode)}
-    return settings

@@ -11,12 +11,10 @@ from rich.text import Text
 from posttrain.errors import InputError
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.catalogue import recipe_names, summary
-from posttrain.recipe.compose import load_recipe
-from posttrain.recipe.pipeline import ConvertRecipe, load_pipeline
+from posttrain.recipe.pipeline import ConvertRecipe
 from posttrain.recipe.reference import Key, keys_of, load_plugins
 from posttrain.recipe.sources import read_file
 from posttrain.recipe.stages import STAGES
-from posttrain.recipe.study_file import load_study
 
 _INTRODUCTION = """# Recipes: every key
 
@@ -88,26 +86,6 @@ def list_recipes(console: Console) -> None:
             Text.assemble((name, "bold"), f"  {read_file(str(file)).values.get('stage', 'rl')}"), soft_wrap=True
         )
         console.print(Padding(Text(summary(file)), (0, 0, 0, 4)))
-
-
-def show_recipe(path: str, console: Console) -> None:
-    """Print the keys that the recipe file `path` sets, with their descriptions and defaults."""
-    given = read_file(path)
-    stage = given.values.get("stage", "rl")
-    if stage == "pipeline":
-        for part in load_pipeline(path, []).stages:
-            console.print(f"{part.name}: {part.recipe.stage}{f', from {part.upstream}' if part.upstream else ''}")
-        return
-    if stage == "tune":
-        load_study(path, [])
-        console.print(f"{path} is a study; `posttrain tune {path} --dry-run` lists its trials", highlight=False)
-        return
-    load_recipe([path], [], stage)
-    written = {".".join(key) for key in given.origins}
-    chosen = (given.values.get(section, {}) for section in ("environment", "credit", "loss"))
-    types = {section.get("type") for section in chosen if isinstance(section, dict)} - {None}
-    keys = [key for key in keys_of(STAGES[stage]) if key.path in written]
-    _show((key for key in keys if not (key.variant and types) or types & set(key.variant.split(", "))), console)
 
 
 def _show(keys: Iterable[Key], console: Console) -> None:

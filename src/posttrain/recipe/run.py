@@ -50,22 +50,11 @@ class CheckpointRecipe(BaseConfig):
     """Steps between checkpoints. One is always written at the end, and on Ctrl-C or SIGTERM."""
     keep: Annotated[int, Field(ge=1)] | Literal["all"] = 2
     """Number of latest checkpoints to keep whole, so that a run can resume from them. Of the best one, the policy is kept as well. `all`: keep the latest two whole, and the policies of all others."""
-    keep_every: Annotated[int | None, unless("keep", "all", refused=True)] = Field(None, ge=1)
-    """Keep the policies of checkpoints whose step is a multiple of this number. Null: none."""
     keep_state: Literal["while_running", "always"] = "while_running"
     """`while_running`: when the run has ended, all checkpoints are reduced to their policies, so it cannot be continued. `always`: the latest ones stay whole, so that `--resume RUN steps=N` can continue the run."""
 
     asynchronous: bool = False
     """Copy the state to CPU memory and write it in a thread while training goes on. Takes as much CPU memory as a checkpoint has bytes; the first of several processes gathers the policy. A run killed during the writing resumes from the checkpoint before."""
-
-    @model_validator(mode="after")
-    def _kept_by_one_rule(self):
-        if self.keep_every is not None and self.keep_every % self.every:
-            raise ValueError(
-                f"`keep_every` {self.keep_every} is not a multiple of `every` {self.every}, so some of these steps have "
-                "no checkpoint; change one of them"
-            )
-        return self
 
 
 ExportedStep = Literal["best", "last"]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from posttrain.errors import InputError
-from posttrain.recipe.base import EXECUTES, BaseConfig, Connects, Executes, Text, Writes
+from posttrain.recipe.base import EXECUTES, BaseConfig, Executes, Text, Writes
 from posttrain.recipe.metrics import Metric
 from posttrain.recipe.needs import unless
 from posttrain.recipe.reference import metrics_of
@@ -117,19 +117,6 @@ class MedianPruner(BaseConfig):
     """Steps of a trial before it may be stopped."""
 
 
-class HyperbandPruner(BaseConfig):
-    """Hyperband (Li et al. 2018): at each rung, the best of `reduction` trials continues."""
-
-    type: Literal["hyperband"]
-    """`hyperband`."""
-    min_steps: int = Field(1, ge=1)
-    """Steps before the first rung."""
-    max_steps: int | None = Field(None, ge=1)
-    """Steps of a complete trial. Null: those of the first trial that completes."""
-    reduction: int = Field(3, ge=2)
-    """Reduction factor: one of this many trials continues."""
-
-
 class SamplerRecipe(BaseConfig):
     """Multivariate tree-structured Parzen estimator (TPE; Bergstra et al. 2011, Falkner et al. 2018)."""
 
@@ -187,9 +174,7 @@ class StudyRecipe(BaseConfig):
     start: Annotated[Annotated[list[dict[str, Any]], EXECUTES], unless("groups", refused=True)] = []
     """Known good points, each recipe key -> value, to try first."""
     sampler: SamplerRecipe = SamplerRecipe()
-    pruner: Annotated[NoPruner | MedianPruner | HyperbandPruner, Field(discriminator="type")] = NoPruner(type="none")
-    storage: Connects | None = None
-    """URL of the Optuna storage. Null: `study.db` (SQLite) in the study directory."""
+    pruner: Annotated[NoPruner | MedianPruner, Field(discriminator="type")] = NoPruner(type="none")
     workers: int = Field(1, ge=1)
     """Trials that run at the same time, each in its own process."""
     devices: list[Text] = []

@@ -73,14 +73,6 @@ class Table:
     def _numbers(self) -> list[int]:
         return [column for column, heading in enumerate(self.headings) if heading not in self.words]
 
-    def latex(self) -> str:
-        """The table as a LaTeX `tabular` without packages; the note is a comment above it."""
-        columns = "".join("l" if heading in self.words else "r" for heading in self.headings)
-        rules = [" & ".join(map(_latex_cell, row)) + r" \\" for row in (self.headings, *self.rows)]
-        body = [r"\hline", rules[0], r"\hline", *rules[1:], r"\hline"]
-        note = [f"% {line}" for line in self.note.splitlines()]
-        return "\n".join([*note, rf"\begin{{tabular}}{{{columns}}}", *body, r"\end{tabular}"])
-
 
 _LEAST_WIDTH = 12
 """Minimum width of a column of words on a terminal, in characters."""
@@ -236,27 +228,6 @@ def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], right
     rules = ["---:" if column in right else "---" for column in range(len(headings))]
     body = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in rows]
     return "\n".join("| " + " | ".join(row) + " |" for row in [list(headings), rules, *body])
-
-
-_LATEX = {
-    **{char: f"\\{char}" for char in "&%$#_{}"},
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "–": "--",
-    "↑": r"$\uparrow$",
-    "↓": r"$\downarrow$",
-}
-"""Characters that LaTeX reads as commands, or that its default fonts lack."""
-
-
-def _latex_cell(cell: str) -> str:
-    lines = ["".join(_LATEX.get(char, char) for char in line) for line in cell.split("\n")]
-    # A bracket at the start of a line would be an argument of the line break before it.
-    lines = [f"{{}}{line}" if line.startswith("[") else line for line in lines]
-    if len(lines) == 1:
-        return lines[0]
-    return r"\begin{tabular}[t]{@{}r@{}}" + r" \\ ".join(lines) + r"\end{tabular}"
 
 
 @dataclass(frozen=True)

@@ -148,16 +148,16 @@ class Checkpoints:
 
         `policy` and `state`: bytes of the policy and of everything else in a checkpoint.
         """
-        keep, regular = self.recipe.keep, self.recipe.keep_every
+        keep = self.recipe.keep
         whole = 1 + (_WHOLE if keep == "all" else keep)  # a new checkpoint is written before the oldest is deleted
-        policies = 2 + (steps // self.recipe.every if keep == "all" else 0) + (steps // regular if regular else 0)
+        policies = 2 + (steps // self.recipe.every if keep == "all" else 0)
         files = [path.stat() for path in self.directory.rglob("*") if path.is_file()]
         needed = whole * (policy + state) + policies * policy - sum(stat.st_size for stat in files)
         free = shutil.disk_usage(self.directory).free
         if needed > free:
             raise InputError(
                 f"{self.directory} needs {size_text(needed)} for checkpoints and the model, and the disk has "
-                f"{size_text(free)} free; free some space (`posttrain runs clean`), lower checkpoint.keep, or choose other `runs`"
+                f"{size_text(free)} free; free some space, lower checkpoint.keep, or choose other `runs`"
             )
 
     def load(self, step: int) -> tuple[Path, Path, dict[str, Any]]:
@@ -244,9 +244,9 @@ class Checkpoints:
             sync_directory(directory)
 
     def _rotate(self, best: int | None) -> None:
-        keep, regular = self.recipe.keep, self.recipe.keep_every
+        keep = self.recipe.keep
         for step in self.steps()[: -_WHOLE if keep == "all" else -keep]:
-            if keep == "all" or step == best or (regular is not None and step % regular == 0):
+            if keep == "all" or step == best:
                 delete_state(self.path(step))
                 continue
             # Rename first, so that an interrupted deletion leaves no partial checkpoint under a valid name.

@@ -1,4 +1,4 @@
-"""The report of a study: tables of trials and retests, `best.yaml`, warnings and report.md."""
+"""The report of a study: tables of trials and retests, `best.yaml` and report.md."""
 
 import math
 from collections import Counter
@@ -9,12 +9,9 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from posttrain.errors import PosttrainError
 from posttrain.recipe.sources import Layer, dump_values, merge
 from posttrain.recipe.study_file import Study, nested, shown
-from posttrain.runs.directory import RunDirectory, write_atomically
-from posttrain.runs.metrics import read_metrics
-from posttrain.runs.reader import is_file
+from posttrain.runs.directory import write_atomically
 from posttrain.runs.report import Report
 from posttrain.runs.tables import Table
 from posttrain.tune.best import RetestResult, best_of, feasible, verdict
@@ -133,12 +130,10 @@ def summary_sentences(study: Study, trials: Sequence[FrozenTrial], results: Sequ
     return summary
 
 
-def write_report(
-    study: Study, tables: Sequence[Table], summary: Sequence[str], plots: Sequence[Path], warnings: Sequence[str]
-) -> Path:
-    """Write report.md of the study. `warnings` are the warnings of its runs."""
+def write_report(study: Study, tables: Sequence[Table], summary: Sequence[str], plots: Sequence[Path]) -> Path:
+    """Write report.md of the study."""
     tables = [replace(table, title=table.title.partition(": ")[2]) for table in tables]
-    report = Report(study.recipe.name, headline=" ".join(summary), tables=tables, warnings=warnings)
+    report = Report(study.recipe.name, headline=" ".join(summary), tables=tables)
     path = study.directory / "report.md"
     images = [(plot.stem, str(plot.relative_to(study.directory))) for plot in plots]
     write_atomically(path, report.markdown(images, titled=True))
@@ -159,44 +154,7 @@ def _note(study: Study) -> str:
     )
 
 
-_MAX_WARNINGS = 12
-"""Maximum number of warnings in a report. The most frequent ones are listed."""
-_MAX_NAMES = 6
-"""Maximum number of runs listed with a warning."""
-
-
 def warning_messages(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     """The distinct warnings in the metrics lines of a run, in order, one line each."""
     messages = [line.get("message") for line in lines if line["kind"] == "warning"]
     return list(dict.fromkeys(" ".join(message.split()) for message in messages if isinstance(message, str)))
-
-
-def warnings_of(study: Study) -> list[str]:
-    """The distinct warnings of the trials and retests of the study, with the runs that reported them.
-
-    Runs with damaged metrics are skipped; they are reported as failed trials.
-    """
-    by_message: dict[str, list[str]] = {}
-    counts = {"trials": 0, "retest": 0}
-    for folder in counts:
-        for path in sorted((study.directory / folder).glob("*")):
-            metrics = RunDirectory(path).metrics
-            if not is_file(metrics):
-                continue
-            counts[folder] += 1
-            try:
-                messages = warning_messages(read_metrics(metrics))
-            except PosttrainError:
-                continue
-            for message in messages:
-                by_message.setdefault(message, []).append(f"{folder}/{path.name}")
-    runs = sum(counts.values())
-    ordered = sorted(by_message.items(), key=lambda item: -len(item[1]))
-    warnings = []
-    for message, names in ordered[:_MAX_WARNINGS]:
-        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-        where = f"all {runs} runs" if len(names) == runs > 1 else ", ".join(names[:_MAX_NAMES]) + more
-        warnings.append(f"{message} ({where})")
-    if len(ordered) > _MAX_WARNINGS:
-        warnings.append(f"{len(ordered) - _MAX_WARNINGS} more warnings are in the report.md of the runs")
-    return warnings

@@ -20,7 +20,6 @@ from posttrain.tune.report import (
     summary_sentences,
     trial_table,
     warning_messages,
-    warnings_of,
     write_best,
     write_report,
 )
@@ -30,7 +29,6 @@ from posttrain.tune.study import (
     from_storage,
     interrupted_trials,
     open_study,
-    owner,
     study_lock,
     to_storage,
 )
@@ -68,11 +66,7 @@ def run_study(study: Study, resume: bool, console: Console, group: str | None = 
             trials = optuna_study.get_trials(deepcopy=False)
             results: list[RetestResult] = []
             points = ranked(study, trials)
-            elsewhere = sum(trial.state == TrialState.RUNNING for trial in trials)
-            if elsewhere:
-                message = f"{elsewhere} trials are running elsewhere and not included; run with `--resume` when they have ended"
-                show_line(console, message)
-            if study.recipe.retest is not None and points and not chain_error and not elsewhere:
+            if study.recipe.retest is not None and points and not chain_error:
                 results = retest(study, points[: study.recipe.retest.best], console)
         except KeyboardInterrupt:
             console.print(f"continue the study {study.directory} with `--resume`", highlight=False, soft_wrap=True)
@@ -92,15 +86,11 @@ def _conclude(
     if best is None:
         summary.append(no_best_reason(study, trials))
     plots = draw_study(study, optuna_study)
-    warnings = warnings_of(study)
-    report = write_report(study, [trial_table(study, trials), *retest_tables], summary, plots, warnings)
+    report = write_report(study, [trial_table(study, trials), *retest_tables], summary, plots)
     for table in [trial_table(study, trials, narrow=True), *retest_tables]:
         console.print(table)
     for text in summary if best is not None else summary[:-1]:
         show_line(console, text)
-    if warnings:
-        plural = "warnings" if len(warnings) > 1 else "warning"
-        console.print(f"{len(warnings)} {plural} of the runs: see {report}", highlight=False, soft_wrap=True)
     file = study.directory / "best.yaml"
     for group in study.recipe.groups:
         best_of_group = best_of(study, _of_group(optuna_study, group))
@@ -163,9 +153,7 @@ def show_study(study: Study, console: Console, group: str | None = None) -> None
         seeds = ", ".join(map(str, recipe.retest.seeds))
         say(f"retest: the best {recipe.retest.best} points with seeds {seeds}, {runs} more runs")
     plural = "trials at a time" if recipe.workers > 1 else "trial at a time"
-    say(
-        f"{recipe.workers} {plural}, pruner {recipe.pruner.type}, storage {recipe.storage or 'study.db in its directory'}"
-    )
+    say(f"{recipe.workers} {plural}, pruner {recipe.pruner.type}")
     say("a trial without the searched values:")
     for line in batch_arithmetic(study.at({})):
         show_line(console, line, 2)
@@ -206,7 +194,7 @@ class Search:
         self.optuna_study = optuna_study
         self.console = console
         self._distributions = distributions(study)
-        self._interrupted = interrupted_trials(study, optuna_study)
+        self._interrupted = interrupted_trials(optuna_study)
         self._jobs: list[_ReportedTrial] = []
         self._warned: set[str] = set()
 
@@ -224,7 +212,6 @@ class Search:
                 f"{unmeasured.unmeasured}; correct `objective` and choose another `name`"
             )
         while (trial := self._next()) is not None:
-            trial.set_user_attr("owner", owner(self.study))
             # With groups, the keys of its group and of the earlier groups that have run.
             names = trial.user_attrs.get("names", list(self.study.recipe.search))
             suggested = {name: trial._suggest(name, self._distributions[name]) for name in names}

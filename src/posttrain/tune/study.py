@@ -5,10 +5,8 @@ import itertools
 import json
 import math
 import os
-import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import datetime, timedelta
 from typing import Any
 
 import optuna
@@ -21,15 +19,16 @@ from optuna.distributions import (
 from optuna.samplers import BaseSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState
 
-from posttrain.errors import InputError, PosttrainError
+from posttrain.errors import InputError
 from posttrain.recipe.sources import dump_values
 from posttrain.recipe.study import Range, SamplerRecipe, choices_of
 from posttrain.recipe.study_file import Point, Study, shown
 from posttrain.runs.directory import storage_errors, write_atomically
 from posttrain.seeds import derive_seed, random_stream
 
-_MAY_CHANGE = ("trials", "workers", "devices", "weights", "retest", "runs", "name", "storage")
+_MAY_CHANGE = ("trials", "workers", "devices", "weights", "retest", "runs", "name")
 """Keys that may change when a study is resumed."""
+_LOCK = ".lock"
 
 
 def open_study(study: Study, resume: bool) -> optuna.Study:
@@ -41,43 +40,37 @@ def open_study(study: Study, resume: bool) -> optuna.Study:
     file, name = study.directory / "study.yaml", study.recipe.name
     if not resume and file.is_file():
         raise InputError(f"the study {study.directory} exists; continue it with `--resume`, or choose another `name`")
-    if not resume and any(not path.name.startswith(".lock-") for path in study.directory.iterdir()):
+    if not resume and any(path.name != _LOCK for path in study.directory.iterdir()):
         raise InputError(f"{study.directory} exists and is not a study; choose another `name`")
-    url = study.recipe.storage or f"sqlite:///{study.directory / 'study.db'}"
+    if resume and not file.is_file():
+        raise InputError(f"there is no study in {study.directory}; omit --resume to start one")
+    url = f"sqlite:///{study.directory / 'study.db'}"
     resolved = {**study.recipe.model_dump(mode="json"), "base": study.base.values}
     snapshot = (
         "# The resolved study with every default and the searched recipe (`base`). Continue with\n"
         f"# posttrain tune THE_STUDY.yaml --resume\n{dump_values(resolved)}"
     )
-    pruners: dict[str, Callable[[Any], optuna.pruners.BasePruner]] = {
-        "none": lambda given: optuna.pruners.NopPruner(),
-        "median": lambda given: optuna.pruners.MedianPruner(given.startup_trials, given.warmup_steps),
-        "hyperband": lambda given: optuna.pruners.HyperbandPruner(
-            given.min_steps, given.max_steps or "auto", given.reduction
-        ),
-    }
+    given = study.recipe.pruner
+    pruner = (
+        optuna.pruners.NopPruner()
+        if given.type == "none"
+        else optuna.pruners.MedianPruner(given.startup_trials, given.warmup_steps)
+    )
+    if not file.is_file():
+        write_atomically(file, snapshot)
     try:
-        joins = resume and study.recipe.storage is not None and name in optuna.get_all_study_names(url)
-        if resume and not file.is_file() and not joins:
-            raise InputError(f"there is no study in {study.directory}; omit --resume to start one")
-        if not resume and study.recipe.storage and name in optuna.get_all_study_names(url):
-            raise InputError(f"storage {url} has a study {name}; continue it with `--resume`, or choose another `name`")
-        if not file.is_file() and not joins:
-            write_atomically(file, snapshot)
         optuna_study = optuna.create_study(
             storage=url,
             study_name=name,
             direction=study.recipe.objective.direction,
             sampler=NumberedSampler(study.recipe.sampler),
-            pruner=pruners[study.recipe.pruner.type](study.recipe.pruner),
+            pruner=pruner,
             load_if_exists=True,
         )
-    except PosttrainError:
-        raise
     except Exception as error:
         reason = " ".join(str(error).split())
         raise InputError(
-            f"storage {url} cannot be opened ({type(error).__name__}: {reason}); correct its URL"
+            f"{study.directory / 'study.db'} cannot be opened ({type(error).__name__}: {reason}); choose another `name`"
         ) from error
     _require_same(study, optuna_study, json.loads(json.dumps(resolved)))
     write_atomically(file, snapshot)
@@ -88,13 +81,10 @@ def open_study(study: Study, resume: bool) -> optuna.Study:
 
 @contextmanager
 def study_lock(study: Study) -> Iterator[None]:
-    """Lock the study among the processes of this machine; raises `InputError` if another process holds the lock.
-
-    Other machines may use the same storage, and the same directory, at the same time.
-    """
+    """Lock the study; raises `InputError` if another process holds the lock."""
     with storage_errors(study.directory):
         study.directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(study.directory / f".lock-{socket.gethostname()}", os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(study.directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -105,24 +95,9 @@ def study_lock(study: Study) -> Iterator[None]:
         os.close(descriptor)
 
 
-def owner(study: Study) -> str:
-    """Identifies the process that runs a trial, by machine and directory."""
-    return f"{socket.gethostname()}:{study.directory.resolve()}"
-
-
-def interrupted_trials(study: Study, optuna_study: optuna.Study) -> list[FrozenTrial]:
-    """Trials that a killed process of this study left running, in order. The caller must hold `study_lock`."""
-    running = optuna_study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-    if study.recipe.storage is None:
-        return running
-    # Without an owner: killed before the owner was written, which takes another machine less than a minute.
-    old = datetime.now() - timedelta(minutes=1)
-    return [
-        trial
-        for trial in running
-        if trial.user_attrs.get("owner") == owner(study)
-        or ("owner" not in trial.user_attrs and trial.datetime_start is not None and trial.datetime_start < old)
-    ]
+def interrupted_trials(optuna_study: optuna.Study) -> list[FrozenTrial]:
+    """Trials that a killed process left running, in order. The caller must hold `study_lock`."""
+    return optuna_study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
 
 
 def _require_same(study: Study, optuna_study: optuna.Study, now: dict[str, Any]) -> None:

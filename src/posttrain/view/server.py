@@ -120,7 +120,6 @@ class Pages:
             "/compare": self.compare,
             "/compare-charts": self.compare_charts,
             "/compare-results": self.compare_results,
-            "/differs/{name:path}": self.differs,
             "/static/{file}": self.static,
         }
         routes = [Route(path, self._page(answer)) for path, answer in pages.items()]
@@ -188,8 +187,8 @@ class Pages:
         """The page of a run."""
         name = request.path_params["name"]
         path = self.scanner.path(name)
-        about, others = run_pages.facts(self.logs, path), sorted(one for one in self.scanner.find() if one != name)
-        return self.render("run.html.j2", run=self.scanner.summary(name, path), about=about, others=others)
+        about = run_pages.facts(self.logs, path)
+        return self.render("run.html.j2", run=self.scanner.summary(name, path), about=about)
 
     def state(self, request: Request) -> Response:
         """The status section of a run's page."""
@@ -255,13 +254,6 @@ class Pages:
             raise InputError("no runs are selected; select some in the list of runs")
         read = zip(names, open_sources([self.scanner.path(name) for name in names]), strict=True)
         return names, [replace(source, name=name) for name, source in read]
-
-    def differs(self, request: Request) -> Response:
-        """The recipe keys in which a run differs from another one."""
-        name, other = request.path_params["name"], request.query_params.get("from", "")
-        sources = open_sources([self.scanner.path(one) for one in (other, name)]) if other else []
-        named = [replace(source, name=one) for source, one in zip(sources, (other, name), strict=False)]
-        return self.render("differs.html.j2", table=differing_keys(named), other=other)
 
     async def events(self, request: Request) -> Response:
         """Server-sent events: one each time the files of the run change, or those of any run without a name."""
