@@ -17,7 +17,7 @@ from harness.table import show
 from posttrain.recipe.compose import load_recipe
 from posttrain.runs.directory import RunDirectory
 
-COMMANDS = ("plot a", "plot a b", "report a")
+COMMANDS = ("plot a", "plot a b", "report a", "runs list .")
 NAMED = ("rollout/return", "rollout/success", "policy/entropy", "loss/policy", "time/step")
 
 

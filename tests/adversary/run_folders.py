@@ -233,9 +233,13 @@ PAGES = (
     *("/compare-results?run={}&run=good", "/run/good", "/charts/good"),
 )
 COMMANDS = (
-    *(["episodes", "{}"], ["episodes", "{}", "--step", "1", "--tokens"]),
+    *(["runs", "list", "{runs}"], ["episodes", "{}"], ["episodes", "{}", "--step", "1", "--tokens"]),
     *(["compare", "{}", "{good}"], ["plot", "{}", "--out", "{out}", "--format", "svg"], ["report", "{}"]),
-    *(["report", "{}", "{good}", "--out", "{out}/report.html"], ["rl", "--resume", "{}"]),
+    *(
+        ["report", "{}", "{good}", "--out", "{out}/report.html"],
+        ["rl", "--resume", "{}"],
+        ["runs", "clean", "{}", "--yes"],
+    ),
     *(["export", "{}", "{out}/exported"], ["rl", "--resume", "{}", "--dry-run"]),
 )
 
@@ -296,9 +300,9 @@ def check_pages(folder: Path, pages: tuple[str, ...] = PAGES) -> None:
 
 def check_commands(folder: Path, bad: Path, commands: tuple[list[str], ...] = COMMANDS) -> None:
     """Every command ends with a result or a sentence, and writes no control character and no text from outside."""
-    out = folder / "out"
+    runs, out = folder / "runs", folder / "out"
     out.mkdir(exist_ok=True)
-    places = {"good": folder / "runs" / "good", "out": out}
+    places = {"runs": runs, "good": runs / "good", "out": out}
     for words in commands:
         with _in_time(" ".join(words)), mock.patch.dict(os.environ, COLUMNS="2000"):  # no folded paths
             code, stdout, stderr = quietly([word.format(bad, **places) for word in words])
@@ -306,6 +310,9 @@ def check_commands(folder: Path, bad: Path, commands: tuple[list[str], ...] = CO
         assert "--debug" not in stderr, (words, stderr[-300:])
         assert SECRET not in stdout + stderr, words
         assert (found := CONTROLS.search(stdout + stderr)) is None, (words, found)
+        if words[:2] == ["runs", "list"]:
+            assert code == 0, (words, stderr)
+            assert f"{runs}/good" in stdout, stdout
     for file in (bad / "report.html", out / "report.html", bad / "report.md"):
         if file.is_file() and not file.is_symlink():
             assert SECRET not in file.read_text(), file

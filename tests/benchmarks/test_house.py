@@ -18,7 +18,7 @@ def test_the_source_is_counted():
     assert "environment.entry_point" not in house.recipe_keys(), "a key of a plug-in"
     commands = house.options_of_commands()
     assert "--dry-run" in commands["rl"]
-    assert commands["env list"] == ["--seeds"]
+    assert commands["runs clean"] == ["--yes"]
     assert not [name for name in commands if name.startswith("memory")]
 
 

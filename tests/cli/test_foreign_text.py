@@ -97,7 +97,7 @@ def folder(tmp_path_factory):
 
 
 COMMANDS = (
-    *(["episodes", "{run}"], ["episodes", "{run}", "--step", "1"]),
+    *(["runs", "list"], ["episodes", "{run}"], ["episodes", "{run}", "--step", "1"]),
     *(["compare", "{run}", "{file}"], ["report", "{run}"], ["rl", "--resume", "{run}"]),
     *(["rl", "{recipe}"], ["recipe", NAME], ["data", "show", "{file}"], ["data", "check", "{file}"], ["plan", NAME]),
     *(["sft", "data.train={file}", f"model.path={NAME}"], ["rl", f"{NAME}={FOREIGN}"], ["rl", f"steps={FOREIGN}"]),

@@ -68,7 +68,8 @@ def test_words_are_files_or_overrides(tmp_path, monkeypatch):
     [
         (["train", "environment.type=bandit"], "`posttrain rl`"),
         (["sftt"], "`posttrain sft`"),
-        (["data", "inspekt"], "`posttrain data inspect`"),
+        (["runs", "lst"], "`posttrain runs list`"),
+        (["runs", "prune"], "`posttrain runs clean`"),
         (["nonsense"], "`posttrain --help`"),
         (["report"], "`posttrain report --help`"),
         (["report", "--ot", "x"], "--out"),

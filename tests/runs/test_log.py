@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from posttrain.errors import RunError
-from posttrain.runs.log import Log, read_log
+from posttrain.runs.log import Log, progress_of, read_log
 from posttrain.runs.metrics import read_metrics
 
 MANY = 3000
@@ -62,6 +62,7 @@ def test_long_logs_have_the_numbers_of_their_lines(tmp_path, line):
     assert_equal(log, plain)
     assert len(log.steps) == MANY
     assert len(log.trained("policy/kl")[0]) in (MANY // 7, MANY // 7 - 1)
+    assert progress_of(path) == (MANY, True)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from posttrain.errors import InputError, PosttrainError
 from posttrain.runs.directory import RunDirectory, process_runs
 from posttrain.runs.metrics import MetricsLog, parse_line, read_metrics
 from posttrain.runs.reader import is_file, open_file, parse_json, read_json, read_text
+from posttrain.runs.storage import runs_in, usage_of
 from tests.runs.comparing import make_run
 
 
@@ -101,6 +102,16 @@ def test_a_resumed_run_writes_nothing_outside(tmp_path):
     run.plots.symlink_to(tmp_path)
     with pytest.raises(InputError, match="plots is a link"):
         RunDirectory.open(run.path)
+
+
+def test_a_bad_run_is_a_row_and_the_others_are_listed(tmp_path):
+    for name in ("bad", "good"):
+        make_run(tmp_path, name)
+    with (tmp_path / "bad" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "kind": "train", "loss/nll": %s}\n' % ("9" * 400))
+    problems = {run.path.name: usage_of(run).problem for run in runs_in(tmp_path)}
+    assert "number of 400 digits" in problems["bad"]
+    assert problems["good"] == ""
 
 
 def test_files_that_vanish_or_change_meanwhile_are_an_error_or_a_result(tmp_path, monkeypatch):

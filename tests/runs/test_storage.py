@@ -1,11 +1,15 @@
 """Disk usage of runs, and the space that is freed when they end."""
 
 import io
+import json
+import subprocess
+import sys
 
 import pytest
 from pydantic import TypeAdapter
 from rich.console import Console
 
+from posttrain.cli.main import main
 from posttrain.distributed.tensors import read_all
 from posttrain.errors import InputError
 from posttrain.models.policy import Policy
@@ -13,7 +17,7 @@ from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.run import CheckpointRecipe
 from posttrain.recipe.stages import Recipe
 from posttrain.runs import storage
-from posttrain.runs.storage import has_state, share_equal_files
+from posttrain.runs.storage import has_state, share_equal_files, size_text, usage_of
 from posttrain.stages import run_stage
 from posttrain.training.checkpoint import Checkpoints
 from tests.training import small
@@ -48,14 +52,13 @@ def test_a_run_that_has_ended_has_no_training_state_and_its_weights_once(tiny_mo
     said = io.StringIO()
     recipe = typed(tiny_model, tmp_path, checkpoint={"every": 1}, export="last")
     run = run_stage(recipe, console=Console(file=said, width=200))
+    assert usage_of(run).ended
     assert not has_state(run)
     assert states(run) == [False, False]
     last = run.checkpoints / "step_000002" / "policy" / "model.safetensors"
     assert (run.path / "model" / "model.safetensors").samefile(last)
-    sizes = [
-        sum({path.stat().st_ino: path.stat().st_size for path in one.path.rglob("*")}.values()) for one in (run, whole)
-    ]
-    assert sizes[0] < sizes[1] / 2
+    assert usage_of(run).freed == 0
+    assert usage_of(run).total < usage_of(whole).total / 2
     # Resuming it has nothing to do, unless more steps are requested.
     again = io.StringIO()
     before = run.metrics.read_bytes()
@@ -132,6 +135,55 @@ def test_a_file_system_without_links_keeps_copies(whole, monkeypatch, tmp_path):
     assert not (whole.path / "model" / "copy.safetensors").samefile(whole.path / "model" / "model.safetensors")
     assert not list(whole.path.rglob("*.partial"))
     (whole.path / "model" / "copy.safetensors").unlink()
+
+
+def test_runs_are_listed_and_cleaned_after_a_question(tiny_model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    run = finished(tiny_model, tmp_path, checkpoint={"every": 1, "keep_state": "always"})
+    freed = usage_of(run).freed
+    assert main(["runs", "list", str(tmp_path)]) == 0
+    listed = capsys.readouterr().out
+    assert f"{run.path}  rl         2" in listed
+    assert f"1 run, {size_text(usage_of(run).total)}; {size_text(freed)} to free" in listed
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+    assert main(["runs", "clean", str(tmp_path)]) == 0
+    assert "nothing was deleted" in capsys.readouterr().out
+    assert usage_of(run).freed == freed
+    assert main(["runs", "clean", str(tmp_path), "--yes"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "done"
+    assert usage_of(run).freed == 0
+    assert (run.path / "model" / "model.safetensors").is_file()
+    assert main(["runs", "clean", str(tmp_path), "--yes"]) == 0
+    assert "nothing to free" in capsys.readouterr().out
+    assert main(["runs", "list", str(tmp_path / "none")]) == 2
+    assert "there is no run in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["closed", "", "n\n", "perhaps\n"])
+def test_runs_are_not_cleaned_without_an_answer(tiny_model, tmp_path, given):
+    run = finished(tiny_model, tmp_path, checkpoint={"every": 1, "keep_state": "always"})
+    before = sorted(run.path.rglob("*"))
+    shell = 'exec "$@" <&-' if given == "closed" else 'exec "$@"'
+    words = ["sh", "-c", shell, "sh", sys.executable, "-m", "posttrain.cli.main", "runs", "clean", str(run.path)]
+    done = subprocess.run(
+        words, input=None if given == "closed" else given, capture_output=True, text=True, check=False
+    )
+    assert sorted(run.path.rglob("*")) == before
+    if given == "n\n":
+        assert (done.returncode, done.stderr) == (0, "")
+        return
+    assert done.returncode == 2
+    assert "--yes" in done.stderr.splitlines()[-1]
+    assert "unexpected" not in done.stderr
+
+
+def test_a_run_that_has_not_ended_is_not_cleaned(tiny_model, tmp_path, capsys):
+    run = finished(tiny_model, tmp_path, checkpoint={"every": 1, "keep_state": "always"})
+    lines = [line for line in run.metrics.read_text().splitlines(keepends=True) if json.loads(line)["kind"] != "final"]
+    run.metrics.write_text("".join(lines))
+    assert main(["runs", "clean", str(run.path), "--yes"]) == 0
+    assert states(run) == [True, True]
+    assert "nothing to free" in capsys.readouterr().out
 
 
 def test_the_start_of_a_run_asks_for_room_on_the_disk(tiny_model, tmp_path, monkeypatch):

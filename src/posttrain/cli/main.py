@@ -21,6 +21,7 @@ from posttrain.cli.recipe import recipe
 from posttrain.cli.runs import compare, episodes, plot, report
 from posttrain.cli.serve import serve
 from posttrain.cli.stages import OPEN, distill, dpo, fit_normalizer, generate, pipeline, reward, rl, sft
+from posttrain.cli.storage import app as runs
 from posttrain.cli.tune import tune
 from posttrain.cli.view import view
 from posttrain.distributed.stopping import second_signal_ends
@@ -49,6 +50,7 @@ app.command("fit-normalizer")(fit_normalizer)
 app.add_typer(data, name="data", cls=PluginGroup)
 app.add_typer(env, name="env", cls=PluginGroup)
 app.add_typer(evaluate, name="evaluate")
+app.add_typer(runs, name="runs", cls=PluginGroup)
 
 
 @app.callback()

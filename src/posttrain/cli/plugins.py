@@ -26,6 +26,8 @@ _OF_OTHERS = {
     "infer": ("generate",),
     "predict": ("generate",),
     "convert": ("data convert",),
+    "list": ("runs list",),
+    "prune": ("runs clean",),
 }
 """Commands of other systems and their counterparts here."""
 

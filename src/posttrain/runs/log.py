@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.errors import RunError
 from posttrain.runs.metrics import parse_line, read_metrics
 from posttrain.runs.reader import complete_lines, open_file
 
@@ -123,6 +124,22 @@ def kind_of(raw: bytes) -> bytes | None:
     """The kind of a line as `MetricsLog` writes it, without parsing the line; None if it is written otherwise."""
     found = _KIND.search(raw, 0, _FIRST)
     return found and found[1]
+
+
+def progress_of(path: Path) -> tuple[int, bool]:
+    """The last training step of a log, and whether it has final results. Other lines are not parsed."""
+    newest, ended = b"", False
+    try:
+        with open_file(path) as file:
+            for raw in complete_lines(file, path):
+                if (kind := kind_of(raw)) == b"train":
+                    newest = raw
+                ended |= kind == b"final" or (kind is None and parse_line(raw)["kind"] == "final")
+        return (parse_line(newest)["step"] if newest else 0), ended
+    except FileNotFoundError:
+        return 0, False
+    except ValueError as error:
+        raise RunError(f"{path} has a damaged line ({error}); delete that line and retry") from error
 
 
 def read_log(path: Path) -> Log:

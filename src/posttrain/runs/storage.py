@@ -6,12 +6,16 @@ import math
 import os
 import re
 import shutil
+import stat
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.errors import InputError
+from posttrain.errors import InputError, PosttrainError
 from posttrain.runs.directory import RunDirectory, partial_path, write_atomically
+from posttrain.runs.log import progress_of
 from posttrain.runs.reader import is_file, open_file, read_json
 
 MANIFEST = "manifest.json"
@@ -92,6 +96,61 @@ def _weights(run: RunDirectory) -> Iterator[Path]:
         for path in sorted(folder.rglob("*")):
             if is_file(path) and path.stat().st_size >= _SHARED_FROM:
                 yield path
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Disk usage of a run, in bytes."""
+
+    run: RunDirectory
+    total: int
+    freed: int
+    """Bytes that `free_space` would free: training state and duplicate weights."""
+    ended: bool
+    """Whether the run has ended, so that its training state is no longer needed."""
+    step: int = 0
+    """The last training step."""
+    problem: str = ""
+    """Why its files cannot be read; empty if they can."""
+
+
+def usage_of(run: RunDirectory) -> Usage:
+    """Sizes of the files of a run. A file with several names counts once."""
+    files: dict[Path, os.stat_result] = {}
+    for path in run.path.rglob("*"):
+        with suppress(OSError):  # it was deleted meanwhile
+            if not stat.S_ISDIR((status := path.lstat()).st_mode):
+                files[path] = status
+    total = sum({status.st_ino: status.st_size for status in files.values()}.values())
+    state = 0
+    for path, status in files.items():
+        parts = path.relative_to(run.path).parts
+        in_checkpoint = parts[0] == "checkpoints" and len(parts) > 3 and parts[2] != "policy"
+        state += status.st_size if in_checkpoint or path.name == STATE else 0
+    weights: dict[int, dict[int, Path]] = defaultdict(dict)
+    for path in files.keys() & set(_weights(run)):
+        weights[files[path].st_size].setdefault(files[path].st_ino, path)
+    repeated = sum(
+        size * (len(same_size) - len({digest_of_file(path) for path in same_size.values()}))
+        for size, same_size in weights.items()
+        if len(same_size) > 1
+    )
+    try:
+        run.recipe_values()
+        # Resuming a run deletes its final line.
+        step, final = progress_of(run.metrics)
+        return Usage(run, total, state + repeated, final and is_file(run.report), step)
+    except PosttrainError as error:
+        return Usage(run, total, state + repeated, False, problem=str(error))
+
+
+def runs_in(folder: Path) -> list[RunDirectory]:
+    """The runs in `folder`, including those inside pipelines and studies, by name. Runs may be links."""
+    # `**` does not follow links.
+    patterns = ("**/environment.json", "*/environment.json", "*/*/environment.json")
+    markers = sorted({marker for pattern in patterns for marker in folder.glob(pattern)})
+    paths = [marker.parent for marker in markers if os.path.lexists(marker.parent / "recipe.yaml")]
+    return [RunDirectory(path) for path in paths]
 
 
 def size_text(size: float) -> str:

@@ -157,7 +157,7 @@ class Checkpoints:
         if needed > free:
             raise InputError(
                 f"{self.directory} needs {size_text(needed)} for checkpoints and the model, and the disk has "
-                f"{size_text(free)} free; free some space, lower checkpoint.keep, or choose other `runs`"
+                f"{size_text(free)} free; free some space (`posttrain runs clean`), lower checkpoint.keep, or choose other `runs`"
             )
 
     def load(self, step: int) -> tuple[Path, Path, dict[str, Any]]:
