@@ -161,7 +161,7 @@ def test_damaged_episodes_are_one_sentence(stored):
         found(stored, step=1)
 
 
-def test_a_group_shows_the_credit_of_each_token(tmp_path, tiny_model):
+def test_a_group_shows_what_made_the_difference(tmp_path, tiny_model):
     run = RunDirectory(make_run(tmp_path, "one"))
     shutil.copytree(tiny_model, run.path / "model")
     pair = [played(rewards=(reward,), tokens=4, index=index, group=5) for index, reward in enumerate((0.0, 1.0))]
@@ -169,7 +169,11 @@ def test_a_group_shows_the_credit_of_each_token(tmp_path, tiny_model):
     credit = [[np.array([0, 0, 0.5, 0.5, 0.5, 0.5], np.float32)], [np.array([0, 0, -1, -1, -1, -1], np.float32)]]
     write_episodes(run.episodes, 3, "train", pair, Advantages(credit))
     shown = group_page(run, {"step": "3", "group": "5"}, Store())
+    assert "Episode 1 (return +1.000) and episode 0 (return +0.000) differ first in turn 0, after 3 common tokens" in (
+        shown["parting"].sentence
+    )
     pieces = [page.messages[1].pieces for _, page in shown["pages"]]
+    assert [[piece.parted for piece in one] for one in pieces] == [[False, False, False, True]] * 2
     assert pieces[0][0].tooltip.startswith("token 0: advantage +0.5000 · log-probability -0.5000 (60.7%) · id 2")
     assert "background:rgba(86,180,233,0.250)" in pieces[0][0].style
     assert "background:rgba(230,140,0,0.500)" in pieces[1][0].style

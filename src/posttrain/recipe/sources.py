@@ -42,8 +42,9 @@ class RecipeLoader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         if yaml.__with_libyaml__:  # its parser is ten times faster; nodes are made here, within the limit of recursion
-            parser = yaml.cyaml.CParser(text)
-            self.check_event, self.peek_event, self.get_event = parser.check_event, parser.peek_event, parser.get_event
+            parser = yaml.cyaml.CParser(text)  # type: ignore[attr-defined]
+            for name in ("check_event", "peek_event", "get_event"):
+                setattr(self, name, getattr(parser, name))
 
     def construct_yaml_int(self, node: Any) -> int:
         # Numbers in base 60 (`1:30:00`) take quadratic time.

@@ -101,6 +101,8 @@ class Piece:
     """CSS, built from numbers only."""
     tooltip: str
     """The credit as text."""
+    parted: bool = False
+    """Whether the best and the worst answer of the group differ from here on."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,8 @@ class Look:
     tint: Tint = "advantage"
     each: bool = False
     """Whether each token is shown separately, with all of its values. Otherwise tokens with equal values are one piece."""
+    parted: tuple[int, int] | None = None
+    """Turn and token at which this answer parts from that of another episode of the group."""
 
 
 def episode_page(
@@ -228,7 +232,7 @@ def _answer(number: int, turn: Turn, sample: Sample, decode: Decode | None, look
         verdict=shortened(judge_verdict(turn)),
         turn=number,
     )
-    tokens = _tokens(turn, sample, look) if sample.episode.streams else None
+    tokens = _tokens(number, turn, sample, look) if sample.episode.streams else None
     if sample.units is not None and decode is not None:
         return replace(empty, units=tuple(_unit_rows(sample, turn, sample.units, decode, tokens)))
     if tokens is not None and decode is not None and len(tokens.values):
@@ -246,15 +250,17 @@ class _Tokens:
     look: Look
     notes: list[str] | None
     """All values of each token as text; None if tokens with equal values are one piece."""
+    parted: int | None
+    """The token at which the answer parts from another one."""
 
 
-def _tokens(turn: Turn, sample: Sample, look: Look) -> _Tokens | None:
+def _tokens(number: int, turn: Turn, sample: Sample, look: Look) -> _Tokens | None:
     """What the pieces of an answer show; None where no color is known and tokens are not shown separately."""
     stream, here = sample.episode.streams[turn.stream], slice(turn.start, turn.stop)
     advantages = None if sample.advantages is None else sample.advantages[turn.stream][here]
     logprobs = stream.rollout_logprobs[here]
     if not look.each:
-        return None if advantages is None else _Tokens(advantages, look, None)
+        return None if advantages is None else _Tokens(advantages, look, None, None)
     none, notes = np.zeros(len(logprobs), np.float32), []
     credits = none.copy()
     if sample.units is not None:
@@ -267,13 +273,14 @@ def _tokens(turn: Turn, sample: Sample, look: Look) -> _Tokens | None:
         notes.append(
             f"token {position}: {credit}{chance} · id {token} · version {stream.versions[turn.start + position]}"
         )
+    parted = look.parted[1] if look.parted is not None and look.parted[0] == number else None
     shown = {
         "advantage": none if advantages is None else advantages,
         "unit credit": credits,
         "log-probability": logprobs,
         "nothing": none,
     }
-    return _Tokens(shown[look.tint], look, notes)
+    return _Tokens(shown[look.tint], look, notes, parted)
 
 
 def _aligned(episode: Episode, turn: Turn, decode: Decode) -> AlignedText:
@@ -294,7 +301,7 @@ def _pieces(aligned: AlignedText, tokens: _Tokens, first: int, stop: int) -> Ite
         text = aligned.slice(start, end)
         left = LONGEST - int(aligned.offsets[start] - aligned.offsets[first])
         note = f"{value:+.4f}{many}" if tokens.notes is None else tokens.notes[start]
-        yield Piece(text[:left], color(value, scale), note)
+        yield Piece(text[:left], color(value, scale), note, start == tokens.parted)
         if len(text) > left:
             yield Piece(_more(len(aligned.slice(first, stop)) - LONGEST), "", "")
             return
@@ -337,3 +344,47 @@ def scale_of(samples: Sequence[Sample], tint: Tint) -> float:
     else:
         values = [sample.units.credits for sample in samples if sample.units] if tint == "unit credit" else []
     return max((float(np.abs(credit).max(initial=0.0)) for credit in values), default=0.0)
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where the best and the worst episode of a group differ first."""
+
+    best: int
+    """Positions of the two among the samples."""
+    worst: int
+    turn: int
+    token: int
+    sentence: str
+
+
+def parting_of(samples: Sequence[Sample], decode: Decode | None) -> Parting | None:
+    """What made the difference in a group: the first token at which its best and worst episode differ.
+
+    None if all returns are equal, if fewer than two episodes have tokens, or if the two sampled the same tokens.
+    """
+    played = [i for i, one in enumerate(samples) if one.episode.turns and one.episode.streams]
+    if len(played) < 2:
+        return None
+    best, worst = (choose(played, key=lambda i: samples[i].episode.total_reward) for choose in (max, min))
+    a, b = samples[best].episode, samples[worst].episode
+    if a.total_reward == b.total_reward:
+        return None
+    for number, (left, right) in enumerate(zip(a.turns, b.turns, strict=False)):
+        ids_a, ids_b = (
+            one.streams[turn.stream].ids[turn.start : turn.stop].tolist() for one, turn in ((a, left), (b, right))
+        )
+        if ids_a == ids_b:
+            continue
+        token = next(
+            (i for i, (x, y) in enumerate(zip(ids_a, ids_b, strict=False)) if x != y), min(len(ids_a), len(ids_b))
+        )
+        shown = [
+            repr(decode(ids[token : token + 8]))[:80] if decode and ids[token:] else "the end" for ids in (ids_a, ids_b)
+        ]
+        sentence = (
+            f"Episode {a.index} (return {a.total_reward:+.3f}) and episode {b.index} (return {b.total_reward:+.3f}) differ "
+            f"first in turn {number}, after {_counted(token, 'common token')}: {shown[0]} against {shown[1]}."
+        )
+        return Parting(best, worst, number, token, sentence)
+    return None

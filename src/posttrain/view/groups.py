@@ -1,4 +1,4 @@
-"""The page of a group: its episodes side by side, with the values of each token."""
+"""The page of a group: its episodes side by side, with the values of each token and what made the difference."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from posttrain.errors import InputError
 from posttrain.rollout.view import token_decoder, unit_credit_recipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.view.browse import Filter, Store, at_step, group_of, steps_of
-from posttrain.view.episodes import TINTS, Look, Tint, episode_page, prompt_text, scale_of
+from posttrain.view.episodes import TINTS, Look, Tint, episode_page, parting_of, prompt_text, scale_of
 
 
 def group_page(run: RunDirectory, given: Mapping[str, str], store: Store) -> dict[str, Any]:
@@ -26,9 +26,12 @@ def group_page(run: RunDirectory, given: Mapping[str, str], store: Store) -> dic
     tints = [one for one in TINTS if in_units or one != "unit credit"]
     tint: Tint = next((one for one in tints if one == given.get("tint")), usual)
     decode, credited = token_decoder(run), unit_credit_recipe(run)
+    parting = parting_of(samples, decode)
     scale = scale_of(samples, tint)
-    look = Look(scale, tint, True)
-    pages = [(sample.episode, episode_page(sample, look, decode, credited)) for sample in samples]
+    pages = []
+    for number, sample in enumerate(samples):
+        part = (parting.turn, parting.token) if parting and number in (parting.best, parting.worst) else None
+        pages.append((sample.episode, episode_page(sample, Look(scale, tint, True, part), decode, credited)))
     groups = [entry.group for entry in store.entries(step)]
     return {
         "step": step,
@@ -38,6 +41,7 @@ def group_page(run: RunDirectory, given: Mapping[str, str], store: Store) -> dic
         "after": min((one for one in groups if one > group), default=None),
         "pages": pages,
         "prompt": prompt_text(samples[0].episode, decode),
+        "parting": parting,
         "tint": tint,
         "tints": tints,
         "scale": scale,
