@@ -406,3 +406,21 @@ def test_a_misspelt_key_is_named_before_the_key_that_it_leaves_missing():
     with pytest.raises(InputError) as refused:
         load_recipe([], ["data.trian=a.jsonl"], "sft")
     assert str(refused.value).splitlines()[0].endswith("there is no key data.trian; the nearest is data.train")
+
+
+@pytest.mark.parametrize(
+    ("stage", "words", "rate"),
+    [
+        ("sft", [], 1e-5),
+        ("sft", ["model.lora=true"], 1e-4),
+        ("sft", ["model.lora.rank=8", "optimizer.warmup_updates=2"], 1e-4),
+        ("dpo", ["model.lora={}"], 1e-5),
+        ("rl", ["model.lora.rank=8", "optimizer.learning_rate=3e-5"], 3e-5),
+        ("rl", ["model.lora=null"], 1e-5),
+    ],
+)
+def test_adapters_have_ten_times_the_default_rate(stage, words, rate):
+    data = [] if stage == "rl" else ["data.train=a.jsonl"]
+    recipe = load_recipe([], [*data, *words], stage)
+    assert recipe.optimizer.learning_rate == pytest.approx(rate)
+    assert load_recipe([], [*data, f"optimizer.learning_rate={rate!r}", *words], stage).optimizer == recipe.optimizer

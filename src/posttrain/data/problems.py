@@ -101,6 +101,8 @@ class Problems:
         remedy = "correct the data, or set its column names in `columns`"
         if category == BROKEN_FILE:
             remedy = "replace the file, or remove it from the recipe"
+        if category.endswith("data.max_tokens"):
+            remedy = "raise data.max_tokens"
         raise InputError(
             f"{what}: no usable row; {_number(self.total, 'problem')}, most often {category} "
             f"({_places(count, places)}){detail}; {remedy}"

@@ -13,7 +13,7 @@ from posttrain.planning.memory import with_dtypes
 from posttrain.recipe.compose import dump_recipe
 from posttrain.recipe.plan import Device, ModelSizes, TaskSplit, named_tasks
 from posttrain.recipe.rollout import evaluated_environment
-from posttrain.recipe.run import StageRecipe
+from posttrain.recipe.run import StageRecipe, TrainedRecipe
 from posttrain.recipe.warnings import recipe_warnings
 from posttrain.runs.tables import show_line
 
@@ -91,7 +91,9 @@ def _subject(recipe: StageRecipe, tasks: TaskSplit | None, sizes: ModelSizes | N
         return subject | {"model": f"{server.model} at {server.url}"}
     size = "" if sizes is None else f", {sizes.parameters:,} parameters"
     dtype = recipe.model.dtype or "float32 on a CPU, bfloat16 on a GPU"
-    return subject | {"model": f"{recipe.model.path}{size}, {dtype}{', LoRA' if recipe.model.lora else ''}"}
+    subject["model"] = f"{recipe.model.path}{size}, {dtype}{', LoRA' if recipe.model.lora else ''}"
+    rate = {"learning rate": f"{recipe.optimizer.learning_rate:g}"} if isinstance(recipe, TrainedRecipe) else {}
+    return subject | rate
 
 
 def batch_arithmetic(recipe: StageRecipe, tasks: TaskSplit | None = None) -> list[str]:

@@ -19,6 +19,8 @@ from posttrain.recipe.sources import KeyPath, Layer, dump_values, merge, read_fi
 from posttrain.recipe.stages import STAGES, Recipe
 from posttrain.recipe.validation import nearest_type, validation_errors
 
+LORA_RATE = 10
+"""How many times larger the default learning rate is with `model.lora`."""
 P = TypeVar("P", bound=BaseConfig)
 
 
@@ -182,7 +184,7 @@ def typed_recipe(given: Layer, stage: str) -> Recipe:
         raise InputError(f"{given.origin(('stage',))}: {message}")
     if missing := required_keys(given.values):
         raise InputError("\n".join(_required(path, remedy, given) for path, remedy in missing.items()))
-    values = {"stage": stage, **_with_defaults(schema, None, _with_evaluated(given.values, schema))}
+    values = {"stage": stage, **_with_defaults(schema, None, _with_rate(_with_evaluated(given.values, schema), schema))}
     given = Layer(values, given.origins)
     sentences: list[str] = []
     rest = values
@@ -231,6 +233,19 @@ def _with_defaults(part: type[BaseConfig], default: BaseConfig | None, values: d
         if "type" not in value or value["type"] == own_type:
             filled[key] = ({} if own_type is None else {"type": own_type}) | _with_defaults(type(inner), inner, value)
     return filled
+
+
+def _with_rate(values: dict[str, Any], schema: type[BaseConfig]) -> dict[str, Any]:
+    """`values` with `LORA_RATE` times the default learning rate, if adapters are trained and no rate is set.
+
+    Adapters learn best at about ten times the rate of full training (Schulman et al. 2025, "LoRA without regret").
+    """
+    model, optimizer, info = values.get("model"), values.get("optimizer", {}), schema.model_fields.get("optimizer")
+    adapted = isinstance(model, dict) and (model.get("lora") is True or isinstance(model.get("lora"), dict))
+    if info is None or not adapted or not isinstance(optimizer, dict) or "learning_rate" in optimizer:
+        return values
+    rate = float(f"{LORA_RATE * info.get_default(call_default_factory=True).learning_rate:.6g}")
+    return {**values, "optimizer": {**optimizer, "learning_rate": rate}}
 
 
 def _with_evaluated(values: dict[str, Any], schema: type[BaseConfig]) -> dict[str, Any]:
