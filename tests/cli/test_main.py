@@ -219,3 +219,11 @@ def test_a_path_that_no_file_can_have_is_named(words, capsys):
     error = capsys.readouterr().err
     assert "a" * 60 in error
     assert "--debug" not in error
+
+
+@pytest.mark.parametrize("words", [[], ["sft"], ["evaluate"], ["env", "audit"], ["data"]])
+def test_flags_have_no_value_in_help_texts(words, capsys):
+    assert main([*words, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "--help" in text
+    assert "<bool>" not in text

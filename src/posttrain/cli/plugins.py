@@ -44,13 +44,23 @@ class PluginGroup(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command `cmd_name`. Built-in commands take precedence; None if there is no such command."""
+        command = self._command(ctx, cmd_name)
+        if command is not None:
+            _flags_without_value(command.get_params(ctx))
+        return command
+
+    def get_params(self, ctx: Any) -> Any:
+        """The options of the group itself."""
+        return _flags_without_value(super().get_params(ctx))
+
+    def _command(self, ctx: Any, cmd_name: str) -> Any:
         name = f"{_place(ctx)}{cmd_name}"
         known = cmd_name in self.commands or "." in cmd_name
         try:
             if not known and name in entry_points(_GROUP):
                 return _command(cmd_name, load(_GROUP, name))
             if known or name != cmd_name:
-                return super().get_command(ctx, cmd_name)
+                return TyperGroup.get_command(self, ctx, cmd_name)
             from posttrain.cli.stages import OPEN, stage_command
             from posttrain.recipe.stages import STAGES
 
@@ -71,6 +81,14 @@ class PluginGroup(TyperGroup):
             f"the nearest is {' or '.join(f'`{other}`' for other in near)}" if near else f"`{place} --help` lists them"
         )
         raise InputError(f"there is no command `{place} {name}`; {hint}{more()}")
+
+
+def _flags_without_value(params: Any) -> Any:
+    """The parameters, of which the help shows flags without `<bool>`."""
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
+    return params
 
 
 def usage_message(error: Any) -> str:

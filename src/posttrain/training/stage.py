@@ -92,7 +92,10 @@ def _finish_ended(recipe: StageRecipe, run: RunDirectory, console: Console) -> N
             "checkpoint.keep_state=always"
         )
     free_space(run)
-    console.print(f"{run.path} has ended; its report is {run.report}", highlight=False, markup=False, soft_wrap=True)
+    show_line(
+        console,
+        f"{run.path} has ended; its report is {run.report}; to train further, start a run with model.path={run.path / 'model'}",
+    )
 
 
 def with_threads(recipe: StageRecipe, resume: bool, console: Console) -> StageRecipe:
