@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from posttrain.cli.main import main
 from posttrain.engines.factory import open_inference_engine
 from posttrain.engines.protocol import Request
-from posttrain.engines.vllm.engine import VllmEngine, open_vllm
+from posttrain.engines.vllm.engine import VllmEngine, open_vllm, sends_adapters, settings_of
 from posttrain.engines.vllm.replicas import (
     EngineDied,
     EngineRefused,
@@ -34,7 +34,9 @@ from posttrain.engines.vllm.server import TOKEN, Server
 from posttrain.engines.vllm.settings import Settings, engine_arguments, process_environment
 from posttrain.engines.vllm.weights import WeightStore, buckets
 from posttrain.errors import InputError, RunError
+from posttrain.models.policy import Policy
 from posttrain.recipe.engines import VllmEngineRecipe
+from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.runs.metrics import take_events
 from tests.engines.made_host import MadeHost
@@ -178,6 +180,7 @@ def test_generate_sends_its_weights_once_for_all_windows(tiny_model, tmp_path, m
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)
     words = [f"model.path={tiny_model}", "data.test=rows.jsonl", "engine.type=vllm", "window=2"]
+    words.append(f"engine.python={sys.executable}")
     assert main(["generate", *words, "rollout.tokens_per_turn=2", "sampling.temperature=1"]) == 0
     assert len(replica.asked) == 7
     assert replica.sent == 1
@@ -281,6 +284,24 @@ def test_restarts_are_limited():
     engine.load_weights(0)
     with pytest.raises(RunError, match=r"engine\.max_restarts is 2"):
         ask_all(engine, [1])
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "sent"),
+    [
+        ({}, {}, False),
+        ({"lora": {"rank": 4}}, {}, True),
+        ({"lora": {"rank": 4}}, {"adapters": "merged"}, False),
+        ({"lora": {"rank": 4}}, {"weight_transfer": "nccl"}, False),
+        ({"lora": {"rank": 4}}, {"urls": ["http://10.0.0.2:8700"]}, False),
+        ({"lora": {"rank": 600}}, {}, False),
+    ],
+)
+def test_adapters_alone_are_sent_where_the_engine_has_the_rest(model, engine, sent, tiny_model):
+    policy = Policy(ModelRecipe(path=str(tiny_model), **model))
+    recipe = VllmEngineRecipe(**engine)
+    assert sends_adapters(policy, recipe) == sent
+    assert (settings_of(policy, recipe, 64).adapter_rank > 0) == sent
 
 
 def test_a_missing_weight_is_named():

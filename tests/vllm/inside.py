@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from posttrain.engines.factory import open_engine
+from posttrain.engines.vllm.engine import sends_adapters
 from posttrain.models.policy import Policy
 from posttrain.recipe.engines import VllmEngineRecipe
 from posttrain.recipe.model import LoraRecipe, ModelRecipe
@@ -14,7 +15,8 @@ from tests.vllm.asking import GREEDY, SMALL, answers, distance, local_answers, m
 
 def main(model: str, out: str) -> None:
     policy = Policy(ModelRecipe(path=model, lora=LoraRecipe(rank=4, alpha=8)))
-    recipe = VllmEngineRecipe.model_validate(SMALL | {"adapters": "adapter_only"})
+    recipe = VllmEngineRecipe.model_validate(SMALL)
+    assert sends_adapters(policy, recipe)
     sampling = SamplingRecipe(temperature=0.7)
     engine = open_engine(policy, recipe, 256, sampling)
     greedy = [request(number, GREEDY) for number in range(3)]

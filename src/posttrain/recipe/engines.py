@@ -211,10 +211,8 @@ class VllmEngineRecipe(_Engine):
     """Run without compilation and CUDA graphs. Null: false on a GPU, true on a CPU."""
     weight_transfer: WeightTransfer = "files"
     """How weights are sent. `files`: through shared memory of the CPU; works everywhere. `ipc`: one server opens the learner's memory on the same GPU. `nccl`: a broadcast to servers on GPUs of their own (gloo between CPUs). The last two need whole weights in the learner's process: one learner process, `adapters: merged`, and no Ray."""
-    adapters: Literal["merged", "adapter_only"] = "merged"
-    """With `model.lora`. `merged`: send full weights with the adapters merged. `adapter_only`: send only the adapters;
-    the engine keeps the frozen base weights.
-    """
+    adapters: Literal["auto", "merged", "adapter_only"] = "auto"
+    """With `model.lora`. `merged`: send full weights with the adapters merged. `adapter_only`: send only the adapters; the engine keeps the frozen base weights. `auto`: `adapter_only` where vLLM has the learner's base weights and can apply the adapters: with `weight_transfer: files`, servers that the run starts, a whole model that is not in 4 bits, and adapters of the layers' linear modules."""
     retries: int = Field(2, ge=0)
     """Retries of a request, with the same seed, after its engine died."""
     max_restarts: int = Field(3, ge=0)

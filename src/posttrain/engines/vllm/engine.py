@@ -32,7 +32,7 @@ from posttrain.engines.vllm.replicas import (
     LaunchedServerReplica,
     ServerReplica,
 )
-from posttrain.engines.vllm.settings import Settings
+from posttrain.engines.vllm.settings import MOST_RANK, Settings
 from posttrain.engines.vllm.transfer import address_for, broadcast, joined_group, packed, shared_memory
 from posttrain.engines.vllm.weights import Bucket, WeightStore, buckets
 from posttrain.episode import StopReason
@@ -191,7 +191,7 @@ class VllmEngine:
             self._store.clear()
             self._adapter = None
             self._sent += 1
-            if self.recipe.adapters == "adapter_only":
+            if sends_adapters(self.policy, self.recipe):
                 self._send_adapter(source, version)
             else:
                 self._send_weights(source, version)
@@ -480,6 +480,16 @@ def open_vllm(
     return VllmEngine(policy, recipe, _make_replicas(recipe, settings, logs) if current_world().is_rank0 else [])
 
 
+def sends_adapters(policy: Policy, recipe: VllmEngineRecipe) -> bool:
+    """Whether replicas keep the frozen weights and get the adapters alone, see `engine.adapters`."""
+    if recipe.adapters != "auto":
+        return recipe.adapters == "adapter_only"
+    model = policy.recipe
+    if model.lora is None or model.load_in_4bit or recipe.urls or recipe.weight_transfer != "files":
+        return False
+    return model.lora.rank <= MOST_RANK and not adapted_beside_layers(policy.model)
+
+
 def settings_of(
     policy: Policy, recipe: VllmEngineRecipe, max_context: int | None = None, sampling: SamplingRecipe | None = None
 ) -> Settings:
@@ -518,7 +528,7 @@ def settings_of(
         prefix_caching=recipe.prefix_caching,
         eager={None: "auto", True: "yes", False: "no"}[recipe.enforce_eager],
         logprobs="raw" if raw else "processed",
-        adapter_rank=policy.recipe.lora.rank if recipe.adapters == "adapter_only" and policy.recipe.lora else 0,
+        adapter_rank=policy.recipe.lora.rank if policy.recipe.lora and sends_adapters(policy, recipe) else 0,
         trust_remote_code=policy.recipe.trust_remote_code,
         deterministic=torch.are_deterministic_algorithms_enabled(),
         threads=recipe.threads or 0,

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Largest ranks of adapters that a vLLM engine can be started for."""
+MOST_RANK = _RANKS[-1]
 GIB = 2**30
 STREAM_INTERVAL = 8
 """Tokens per message of a streamed answer, if none is needed for each."""
@@ -93,10 +96,9 @@ def engine_arguments(settings: Settings, has_gpu: bool) -> dict[str, Any]:
     if settings.cache_gigabytes or not has_gpu:
         arguments["kv_cache_memory_bytes"] = int((settings.cache_gigabytes or 2.0) * GIB)
     if settings.adapter_rank:
-        ranks = (1, 8, 16, 32, 64, 128, 256, 320, 512)
         arguments |= {
             "enable_lora": True,
-            "max_lora_rank": next(rank for rank in ranks if rank >= settings.adapter_rank),
+            "max_lora_rank": next(rank for rank in _RANKS if rank >= settings.adapter_rank),
             "max_loras": 2,
             # A request in flight keeps its adapters until it ends, so adapters whose files are removed must stay in
             # memory.
