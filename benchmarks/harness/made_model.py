@@ -12,7 +12,7 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ EPISODES = 400
 PHASES = ((200, 12), (40, 8))
 """(updates, rows per update): first on excerpts of two turns, which are cheap, then on whole episodes."""
 LEARNING_RATE, WARMUP_UPDATES = 3.0e-3, 15
-HIDDEN, INTERMEDIATE, LAYERS, HEADS, VOCABULARY, CONTEXT = 160, 480, 3, 5, 640, 1024
+HIDDEN, LAYERS, WIDTH_OF_HEAD, VOCABULARY, CONTEXT = 160, 3, 32, 640, 1024
 MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *TAGS]
 """Tokens that are never split, among them the tags of an answer."""
 CHAT_TEMPLATE = (
@@ -70,16 +70,24 @@ def _episodes() -> list[list[list[Message]]]:
     kinds = [(environment_class(settings["type"]), settings) for settings in GAMES]
     environments = [kind(kind.Recipe.model_validate(settings)) for kind, settings in kinds]
     return [
-        [_random_episode(environment, derive_seed("made", number, seed)) for seed in range(EPISODES)]
+        [random_episode(environment, seed, random_stream("made", "moves", seed)) for seed in seeds]
         for number, environment in enumerate(environments)
+        for seeds in [[derive_seed("made", number, count) for count in range(EPISODES)]]
     ]
 
 
-def _random_episode(environment: Environment, seed: int) -> list[Message]:
-    draws = random_stream("made", "moves", seed)
+def random_episode(environment: Any, seed: int, draws: Any) -> list[Message]:
+    """The messages of a random player of a game. Where the format has thinking, a thought names the move that follows it:
+    it is the expert's, with another move in place of the best one.
+    """
     messages = list(environment.reset(seed).messages)
     while True:
         answer = environment.random_answer(draws.random())
+        if environment.format.thinking:
+            best = environment.expert()
+            played, right = (text.split("<answer>")[1].removesuffix("</answer>") for text in (answer, best))
+            state, mark, plan = best.split("</think>")[0].removeprefix("<think>").rpartition("; ")
+            answer = environment.format.render([played], state + mark + plan.replace(right, played))
         step = environment.step(answer)
         messages += [{"role": "assistant", "content": answer}, *step.messages]
         if step.terminated or step.truncated:
@@ -88,7 +96,6 @@ def _random_episode(environment: Environment, seed: int) -> list[Message]:
 
 def _make(directory: Path, seed: int) -> None:
     """Write the tokenizer and the trained model."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -99,14 +106,67 @@ def _make(directory: Path, seed: int) -> None:
         for rows in (_excerpts, lambda messages: [messages])
     ]
     torch_state = torch.random.get_rng_state()
+    model = _untrained(tokenizer, seed)
+    _fit(model, phases)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    torch.random.set_rng_state(torch_state)
+
+
+def write_untrained(
+    directory: Path, seed: int, messages: Iterable[Message], marks: Sequence[str] = (), **size: int
+) -> None:
+    """Write a tokenizer made from `messages`, in which the texts `marks` are single tokens, and a model with random
+    weights. `size`: `hidden` and `layers`.
+    """
+    tokenizer = _tokenizer(messages, marks)
+    torch_state = torch.random.get_rng_state()
+    _untrained(tokenizer, seed, **size).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    torch.random.set_rng_state(torch_state)
+
+
+def fine_tuned(
+    directory: Path,
+    seed: int,
+    messages: Iterable[Message],
+    keys: dict[str, Any],
+    start: Path | None = None,
+    **size: Any,
+) -> Path:
+    """Fine-tune with the keys of an SFT recipe, once, from `start` or from random weights and a tokenizer of `messages`.
+
+    Returns the model, in `directory`. `size`: the other arguments of `write_untrained`.
+    """
+    import posttrain
+
+    model = directory / "model"
+    if not (model / "config.json").exists():
+        if start is None:
+            start = directory.with_name(f"{directory.name}-start")
+            write_untrained(start, seed, messages, **size)
+        evaluation = {"every": 0, "start": False, **({"final_seeds": {"count": 1}} if "environment" in keys else {})}
+        common: dict[str, Any] = {
+            "model": {"path": str(start), "threads": 1},
+            "checkpoint": {"every": 100_000},
+            "evaluation": evaluation,
+        }
+        posttrain.sft(keys, **common, name=directory.name, runs=str(directory.parent), seed=seed, overwrite=True)
+    return model
+
+
+def _untrained(tokenizer: Any, seed: int, hidden: int = HIDDEN, layers: int = LAYERS) -> Any:
+    """A model with random weights. `hidden` is a multiple of `WIDTH_OF_HEAD`. Sets the seed of torch."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // WIDTH_OF_HEAD,
+        num_key_value_heads=hidden // WIDTH_OF_HEAD,
         max_position_embeddings=CONTEXT,
         # With one matrix for both and initial weights of 0.02, RL pauses for a number of steps that depends on the seed.
         tie_word_embeddings=False,
@@ -115,20 +175,16 @@ def _make(directory: Path, seed: int) -> None:
         eos_token_id=2,
         pad_token_id=0,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-    _fit(model, phases)
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    torch.random.set_rng_state(torch_state)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
 
 
-def _tokenizer(messages: Iterable[Message]) -> Any:
+def _tokenizer(messages: Iterable[Message], marks: Sequence[str] = ()) -> Any:
     from tokenizers import ByteLevelBPETokenizer, Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     bpe = ByteLevelBPETokenizer()
     texts = (text for message in messages for text in (message["role"], message["content"]))
-    bpe.train_from_iterator(texts, VOCABULARY, min_frequency=2, special_tokens=MARKS, show_progress=False)
+    bpe.train_from_iterator(texts, VOCABULARY, min_frequency=2, special_tokens=[*MARKS, *marks], show_progress=False)
     # Tokens that messages contain are no control tokens, which the renderer keeps out of messages.
     described = json.loads(bpe._tokenizer.to_str())
     for token in described["added_tokens"]:
