@@ -24,6 +24,8 @@ HERE = {
     ),
     # A run of its smallest entry takes four minutes of the 135M model; its recipes have tests of their own.
     "board": ("--table {docs}/results/board.jsonl", "| after RL"),
+    # A run takes half a minute of one core; the stored ones are on the page.
+    "claims": ("--table {docs}/results/claims.jsonl", "| credit |"),
     "credit_toy": ("--seeds 1 --steps 2 --rewards 5 --tasks additive", "additive"),
     "distillation": ("--seeds 1 --steps 1 --rows 64 --out {out}", "| method | held-out success"),
     "families": ("llama stablelm doge", "| llama | packed | paged |"),

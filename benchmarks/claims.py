@@ -1,0 +1,327 @@
+"""Claims of other authors, tested with five training seeds on small models: credit of units, and RAGEN's experiments.
+
+    python benchmarks/claims.py --claims units --out runs/claims
+    python benchmarks/claims.py --table docs/results/claims.jsonl
+
+See docs/results/claims.md. A run's outcome is one line of OUT/claims.jsonl; runs that are there are not made again.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from board import by_task as board_results
+from harness.crossed import crossed_mean
+from harness.made_model import fine_tuned, random_episode
+from harness.options import names, numbers
+from harness.paired import difference, overall, results, shown, verdict
+from harness.table import markdown, read_lines
+from harness.verified_units import CURVE, FINAL, MARKS, TRAINED, policies, random_score, write_rows
+from learning import COMMON as LEARNING
+from learning import ENVIRONMENTS, merged
+
+import posttrain
+from posttrain.runs.intervals import mean_difference
+from posttrain.runs.machine import describe_machine
+from posttrain.seeds import random_stream
+
+Keys = dict[str, Any]
+Line = dict[str, Any]
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+VERIFIER = "posttrain_environments.rationales.verifier:scores"
+COMMON: Keys = {"checkpoint": {"every": 100_000}, "evaluation": {"sampling": {"temperature": 1.0}}, "overwrite": True}
+UNITS: Keys = {
+    "environment": {"type": "text_task", "reward": VERIFIER},
+    "steps": 10,
+    "rollout": {"groups_per_step": 12, "episodes_per_group": 8, "tokens_per_turn": 64, "tokens_per_episode": 160},
+    "learner": {"updates_per_step": 2},
+    "loss": {"type": "ppo"},
+    "optimizer": {"learning_rate": 4e-4, "warmup_updates": 2},
+    "seeds": {"start": 0, "count": TRAINED},
+    "export": "last",
+    "evaluation": {"every": 2, "metric": "return"},
+}
+UNIT_VARIANTS: dict[str, Keys] = {
+    **{
+        f"ppo {name}": {
+            "credit": {
+                "type": "verified_units",
+                "estimator": name,
+                "gae_lambda": 1.0 if name == "drca_published" else 0.95,
+            },
+            "critic": {"optimizer": {"learning_rate": 1e-3}, "updates_before_policy": 4},
+        }
+        for name in ("outcome", "prefix", "loo", "drca_published", "unit_rewards", "reached_unit_rewards")
+    },
+    "grpo outcome": {"credit": {"type": "grpo"}},
+    "grpo prefix": {"credit": {"type": "verified_unit_groups"}},
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run of a claim."""
+
+    claim: str
+    variant: str
+    seed: int
+    out: Path
+    tuning: bool = False
+    """On the tasks on which settings are chosen."""
+    keys: str = ""
+    """Further keys as JSON."""
+
+    @property
+    def name(self) -> str:
+        """Name of its directory."""
+        return re.sub(r"\W+", "_", f"{self.claim}-{self.variant}-{self.seed}-{self.keys}")
+
+
+def short_writer(out: Path) -> Path:
+    """The model that all seeds start from: it writes procedures with `NOISE`, fine-tuned from random weights."""
+    if not (out / "data" / "prompts.jsonl").exists():
+        write_rows(out / "data")
+    rows = [json.loads(line)["messages"] for line in (out / "data" / "sft.jsonl").read_text().splitlines()]
+    return fine_tuned(
+        out / "models" / "writer",
+        10,
+        [message for messages in rows for message in messages],
+        {
+            "data": {"train": str(out / "data" / "sft.jsonl")},
+            "epochs": 4,
+            "rows_per_update": 48,
+            "optimizer": {"learning_rate": 3e-3, "warmup_updates": 20, "schedule": "cosine"},
+        },
+        marks=MARKS,
+        hidden=128,
+    )
+
+
+def run_units(run: Run) -> Line:
+    """A learning curve of the verifier's score, by task, after fine-tuning and RL."""
+    model, prompts = short_writer(run.out), str(run.out / "data" / "prompts.jsonl")
+    start = TRAINED + (CURVE + FINAL) * run.tuning
+    variant = UNIT_VARIANTS[run.variant]
+    here: Keys = {"environment": {"prompts": prompts}}
+    if variant["credit"]["type"] != "grpo":
+        here["credit"] = {"prompts": prompts, "tokenizer": str(model)}
+    here["evaluation"] = {
+        "seeds": {"start": start, "count": CURVE},
+        "final_seeds": {"start": start + CURVE, "count": 1 if run.tuning else FINAL},
+    }
+    keys = merged(COMMON, UNITS, variant, here, json.loads(run.keys or "{}"))
+    result = posttrain.rl(
+        **keys, model={"path": str(model), "threads": 1}, seed=run.seed, name=run.name, runs=str(run.out)
+    )
+    curve = [
+        [round(e.total_reward, 4) for e in result.episodes(row["step"], "evaluation")] for row in result.evaluations
+    ]
+    last = result.episodes(split="final")[-FINAL:]
+    final = [round(episode.total_reward, 4) for episode in last]
+    scores = {name: float(np.mean([episode.scores[name] for episode in last])) for name in last[0].scores}
+    scores["lines"] = float(np.mean([len(episode.turns[-1].answer.splitlines()) for episode in last]))
+    tasks = policies(prompts)[start + CURVE : start + CURVE + len(final)]
+    random = float(np.mean([random_score(policy, number) for number, policy in enumerate(tasks)]))
+    steps = [row["step"] for row in result.evaluations]
+    return {"steps": steps, "curve": curve, "final": final, "random": random, "scores": scores}
+
+
+# -- RAGEN: thinking, imitation and reinforcement learning -------------------------------------------------------------
+
+GAMES: dict[str, Keys] = {"bandit": {"steps": 10, "imitated": 16}, "firm lake": {"steps": 15, "imitated": 64}}
+"""RL steps, and the optimal traces of fine-tuning."""
+FORMATS = ("no thinking", "thinking")
+WAYS = ("SFT", "RL", "SFT then RL")
+RAGEN_VARIANTS: dict[str, Keys] = {
+    f"{game} | {thoughts} | {way}": {} for game in GAMES for thoughts in FORMATS for way in WAYS
+}
+
+
+def random_player(game: str, thinking: bool, seed: int, out: Path) -> Path:
+    """A model that plays one game at random in its format, trained from random weights; made once for each seed."""
+    name = f"{game}-{'thinking' if thinking else 'answers'}".replace(" ", "_")
+    settings = {**ENVIRONMENTS[game]["environment"], "format": {"thinking": thinking}}
+    environment = posttrain.make_env(settings.pop("type"), **settings)()
+    traces = [random_episode(environment, n, random_stream("claims", "moves", n)) for n in range(300_000, 300_400)]
+    file = out / "data" / f"{name}.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in traces))
+    keys = {
+        "data": {"train": str(file)},
+        "loss_on": "all",
+        "steps": 60 if game == "bandit" else 150,
+        "rows_per_update": 12,
+        "optimizer": {"learning_rate": 3e-3, "warmup_updates": 10, "schedule": "cosine"},
+    }
+    messages = [message for trace in traces for message in trace]
+    return fine_tuned(out / "models" / f"{name}-{seed}", seed, messages, keys, marks=MARKS)
+
+
+def run_ragen(run: Run) -> Line:
+    """Success by task after imitation, reinforcement learning or both, from a model that plays at random."""
+    game, thoughts, way = run.variant.split(" | ")
+    model = random_player(game, thoughts == "thinking", run.seed, run.out)
+    own = merged(ENVIRONMENTS[game], {"environment": {"format": {"thinking": thoughts == "thinking"}}})
+    common = {"seed": run.seed, "runs": str(run.out), "name": run.name, "overwrite": True}
+    if way != "RL":
+        sft = {
+            "environment": own["environment"],
+            "experts": {"seeds": {"start": 200_000, "count": GAMES[game]["imitated"]}},
+            "rows_per_update": 8,
+            "optimizer": {"learning_rate": 1e-3},
+        }
+        model = fine_tuned(model.parent.with_name(f"{model.parent.name}-imitated"), run.seed, [], sft, start=model)
+    evaluation = {"sampling": {"temperature": 1.0}, "seeds": {"start": 1_000_000, "count": 128}}
+    evaluation["final_seeds"] = {"start": 1_500_000 if run.tuning else 2_000_000, "count": FINAL}
+    keys = merged({"environment": own["environment"], "rollout": {"tokens_per_turn": 48, "tokens_per_episode": 700}})
+    keys |= {"model": {"path": str(model), "threads": 1}, "evaluation": evaluation, **common}
+    if way == "SFT":
+        result = posttrain.evaluate(**keys)
+        curves: list[Keys] = []
+    else:
+        keys = merged(
+            LEARNING,
+            own,
+            keys,
+            {"steps": GAMES[game]["steps"], "evaluation": {"every": 5}, "checkpoint": COMMON["checkpoint"]},
+        )
+        result = posttrain.rl(**merged(keys, json.loads(run.keys or "{}")))
+        curves = result.evaluations
+    rates = {row["policy"]: row["success"] for row in result.evaluation}
+    final = [int(bool(episode.success)) for episode in result.episodes(split="final")][-FINAL:]
+    curve = [[int(bool(e.success)) for e in result.episodes(row["step"], "evaluation")] for row in curves] or [final]
+    known = {key: rates.get(key) for key in ("random", "optimal")}
+    return {"steps": [row["step"] for row in curves] or [0], "curve": curve, "final": final, **known}
+
+
+RUNNERS: dict[str, tuple[Callable[[Run], Line], dict[str, Keys]]] = {
+    "units": (run_units, UNIT_VARIANTS),
+    "ragen": (run_ragen, RAGEN_VARIANTS),
+}
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def units_table(lines: Sequence[Line]) -> str:
+    """A row per credit, compared with the same baseline and the outcome alone."""
+    rows = []
+    for variant in UNIT_VARIANTS:
+        base = f"{variant.split()[0]} outcome" if variant != "grpo outcome" else "ppo outcome"
+        area, seeds = difference(lines, variant, base, "curve")
+        rows.append(
+            {
+                "credit": variant,
+                "training seeds": len(results(lines, variant, "final")),
+                "area under the curve": overall(lines, variant, "curve"),
+                "after RL": overall(lines, variant, "final"),
+                "compared with": base if variant != base else "–",
+                "difference in area": area,
+                "seeds that would decide": seeds,
+                "difference after RL": difference(lines, variant, base, "final")[0],
+            }
+        )
+    start = crossed_mean([line["curve"][0] for line in lines if line["variant"] == "ppo outcome"], rate=True)
+    random = np.mean([line["random"] for line in lines])
+    return f"Random steps {random:.1%}, before RL {shown(start)}, optimal 100.0%.\n\n{markdown(rows)}"
+
+
+def ragen_table(lines: Sequence[Line]) -> str:
+    """Success by game, format and way, and the paired differences that the claims are about."""
+    rows, compared = [], []
+    for game in GAMES:
+        for thoughts in FORMATS:
+            known = [line for line in lines if line["variant"].startswith(f"{game} | {thoughts} | RL")]
+            rows.append(
+                {
+                    "game": game,
+                    "format": thoughts,
+                    "training seeds": min(len(results(lines, f"{game} | {thoughts} | {way}", "final")) for way in WAYS),
+                    "random": f"{known[0]['random']:.1%}" if known else "–",
+                    **{way: overall(lines, f"{game} | {thoughts} | {way}", "final") for way in WAYS},
+                    "optimal": f"{known[0]['optimal']:.1%}" if known else "–",
+                }
+            )
+            for way, base in (("RL", "SFT"), ("SFT then RL", "SFT"), ("SFT then RL", "RL")):
+                values = difference(lines, f"{game} | {thoughts} | {way}", f"{game} | {thoughts} | {base}", "final")
+                compared.append((game, f"{way} - {base}, {thoughts}", "after training", *values))
+        for way in WAYS:
+            for key in ("final", "curve") if way != "SFT" else ("final",):
+                values = difference(lines, f"{game} | thinking | {way}", f"{game} | no thinking | {way}", key)
+                what = "after training" if key == "final" else "area under the curve"
+                compared.append((game, f"thinking - no thinking, {way}", what, *values))
+    stored = read_lines(Path(__file__).parents[1] / "docs" / "results" / "board.jsonl")
+    for entry in ("bandit", "firm_lake", "slippery_lake", "sokoban"):
+        gains = [float(np.mean(board_results(line))) - line["before"] for line in stored if line["entry"] == entry]
+        gain = mean_difference(gains)
+        values = (shown(gain), verdict(gain, gains))
+        compared.append((f"{entry}, SmolLM2-135M", "SFT then RL - SFT, no thinking", "after training", *values))
+    heads = ("game", "difference", "of", "points", "seeds that would decide")
+    return f"{markdown(rows)}\n{markdown([dict(zip(heads, row, strict=True)) for row in compared])}"
+
+
+def tables(lines: Sequence[Line]) -> str:
+    """The tables of all claims that have lines."""
+    by = {name: [line for line in lines if line["claim"] == name] for name in RUNNERS}
+    made = {"units": units_table, "ragen": ragen_table}
+    return "\n".join(f"## {name}\n\n{made[name](found)}" for name, found in by.items() if found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--claims", type=names(RUNNERS), default=",".join(RUNNERS), help="comma-separated")
+    parser.add_argument("--variants", help="comma-separated; all if left out")
+    parser.add_argument("--seeds", type=numbers(0), default="0,1,2,3,4", help="training seeds, comma-separated")
+    parser.add_argument("--tune", metavar="JSON", help="play the tuning tasks, with these keys of the recipe")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--out", type=Path, help="folder of the results")
+    where.add_argument("--table", type=Path, metavar="FILE", help="train nothing; print the tables of stored results")
+    chosen = parser.parse_args()
+    if chosen.table:
+        print(tables(read_lines(chosen.table)), end="")
+        return
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    file = chosen.out / ("tuning.jsonl" if chosen.tune else "claims.jsonl")
+    done = (
+        {(line["claim"], line["variant"], line["seed"], line["keys"]) for line in read_lines(file)}
+        if file.exists()
+        else set()
+    )
+    for seed in chosen.seeds:
+        for claim in chosen.claims:
+            runner, variants = RUNNERS[claim]
+            for variant in chosen.variants.split(",") if chosen.variants else variants:
+                run = Run(claim, variant, seed, chosen.out.resolve(), bool(chosen.tune), chosen.tune or "")
+                if variant not in variants or (claim, variant, seed, run.keys) in done:
+                    continue
+                begun = time.process_time()
+                line = {"claim": claim, "variant": variant, "seed": seed, "keys": run.keys, **runner(run)}
+                line["cpu_seconds"] = round(time.process_time() - begun, 1)
+                line["processor"] = describe_machine()["processor"]
+                with file.open("a") as lines:
+                    lines.write(json.dumps(line) + "\n")
+                shutil.rmtree(run.out / run.name, ignore_errors=True)
+                curve = [round(float(np.mean(values)), 3) for values in line["curve"]]
+                print(
+                    claim,
+                    variant,
+                    seed,
+                    run.keys,
+                    curve,
+                    round(float(np.mean(line["final"])), 3),
+                    line["cpu_seconds"],
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
