@@ -119,13 +119,13 @@ def test_a_note_is_no_defect(processes, tmp_path, note):
 
 def test_an_endless_call_is_a_defect_that_names_the_player_the_seed_and_the_line(processes, tmp_path, monkeypatch):
     audited(processes, tmp_path, SOUND)  # both processes have started
-    monkeypatch.setattr(processes, "_seconds", 3)
+    monkeypatch.setattr(processes, "_seconds", 5)
     source = SOUND.replace("self.over = False", "self.over, self.slow = False, seed == 1")
     source = source.replace("right = action", "import time; time.sleep(60 * self.slow); right = action")
     found = audited(processes, tmp_path, source)
     (defect,) = {finding.text: finding for finding in found.defects}.values()
     place = r"then nothing on seed 1 in environment_\d+\.py, line \d+ \(step\)"
-    assert re.fullmatch(f"no result within 3 s: 6 of 18 done, {place}", defect.text)
+    assert re.fullmatch(f"no result within 5 s: 6 of 18 done, {place}", defect.text)
     assert defect.command.endswith(" --first 1 --seeds 1 --player nothing")
 
 

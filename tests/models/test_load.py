@@ -41,7 +41,10 @@ def test_an_unreachable_hub_id_is_named_at_the_start(monkeypatch):
     monkeypatch.setattr(
         "huggingface_hub.HfApi.model_info", lambda *_, **__: (_ for _ in ()).throw(OSError("no network"))
     )
-    with pytest.raises(InputError, match=r"model.path: nobody/nothing is not in the local cache .*OSError: no network"):
+    with pytest.raises(
+        InputError,
+        match=r"model.path: there is no folder nobody/nothing, it is not in the local cache, .*OSError: no network",
+    ):
         load_model(ModelRecipe(path="nobody/nothing"))
 
 

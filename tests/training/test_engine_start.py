@@ -73,4 +73,4 @@ def test_every_process_frees_memory_before_the_engine_of_the_first_wakes(monkeyp
     manager.renderer = manager.environment = manager.rollout = manager.scorer = None
     with manager.worker(SamplingRecipe()):
         events.append("play")
-    assert events == ["free", "wait for all", "load", "play", "sleep"]
+    assert events == ["free", "wait for all", "load", "play", "sleep", "wait for all"]

@@ -410,9 +410,9 @@ class AuditProcesses:
 
     def _stop(self, hash_seed: str) -> tuple[int, list[str]]:
         """End the process. Returns its exit code and the last lines that it wrote besides its reports."""
-        code = self._processes.pop(hash_seed).stop(1.0)
+        code = self._processes.pop(hash_seed).stop(5.0)  # a busy machine is slow to write a stack
         reader, output = self._outputs[hash_seed]
-        reader.join(1.0)  # a process that the environment started may hold the pipe open
+        reader.join(5.0)  # a process that the environment started may hold the pipe open
         return code, b"".join(output).decode(errors="replace").strip().splitlines()
 
     def _start(self, hash_seed: str) -> ChildProcess:
