@@ -374,6 +374,8 @@ def test_rows_of_alpaca_and_sharegpt_are_read_and_noted(tmp_path):
         {"instruction": "Say hi.", "input": "", "output": "hi"},
         {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "Be brief."},
         {"instruction": "kept", "prompt": "p", "completion": "c"},
+        {"instruction": "Next.", "input": "", "output": "2", "system": "Count.", "history": [["First.", "1"]]},
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "system": "Be kind."},
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     problems = Problems()
@@ -383,5 +385,42 @@ def test_rows_of_alpaca_and_sharegpt_are_read_and_noted(tmp_path):
         ["Say hi.", "hi"],
         ["Be brief.", "a", "b"],
         ["p", "c"],
+        ["Count.", "First.", "1", "Next.", "2"],
+        ["Be kind.", "q", "a"],
     ]
-    assert [line.partition(" row")[0] for line in problems.summary()] == ["2", "1"]
+    assert [line.partition(" row")[0] for line in problems.summary()] == ["3", "1", "1"]
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ({"id": "1", "type": "function", "function": {"name": "f"}, "arguments": {"a": 1}}, {"a": 1}),
+        ({"function": {"name": "f", "strict": True}}, None),
+        ({"function": {"name": "f", "kwargs": '{"a": 1}'}}, "tool call without `arguments`"),
+        ({"function": {"name": "f", "params": [{"name": "a", "value": 1}]}}, "tool call without `arguments`"),
+        (
+            {"function": {"name": "f", "arguments": {"a": 1}, "parameters": {"a": 2}}},
+            "tool call with several arguments",
+        ),
+    ],
+)
+def test_arguments_of_a_call_are_found_or_refused(call, arguments):
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "r"},
+        {"role": "assistant", "content": "a"},
+    ]
+    read = ROW_FUNCTIONS["conversation"]({"messages": messages}, "row 1", ColumnsRecipe())
+    if isinstance(arguments, str):
+        assert read.startswith(arguments)
+    else:
+        assert read.messages[1]["tool_calls"][0]["function"].get("arguments") == arguments
+
+
+def test_a_row_with_a_key_twice_is_refused(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"messages": [{"role": "user", "content": "q", "content": "OTHER"}]}\n')
+    problems = Problems()
+    assert list(read_examples("conversation", [SourceRecipe(path=str(file))], ColumnsRecipe(), problems)) == []
+    assert "a key twice" in problems.summary()[0]

@@ -448,5 +448,14 @@ def test_a_verdict_belongs_to_all_weights(tiny_model):
     assert gate.verdict_key(model) == key
     weight = next(parameter for parameter in model.parameters() if parameter.numel() > 2_000)
     flat = weight.data.view(-1)
-    flat[[1_000, 1_001]] = flat[[1_001, 1_000]]
-    assert gate.verdict_key(model) != key
+    changes = [
+        lambda: flat.__setitem__([1_000, 1_001], flat[[1_001, 1_000]]),
+        lambda: weight.data.__setitem__([3, 5], weight.data[[5, 3]]),
+        lambda: weight.data.__setitem__((slice(None), [3, 5]), weight.data[:, [5, 3]]),
+        lambda: model.register_buffer("bias", torch.tensor([5.0, -5.0])),
+        lambda: model.bias.__setitem__([0, 1], model.bias[[1, 0]]),
+    ]
+    for change in changes:
+        change()
+        assert gate.verdict_key(model) != key
+        key = gate.verdict_key(model)

@@ -6,6 +6,7 @@ import pickle
 import shutil
 
 import pytest
+import torch
 
 from posttrain.errors import InputError
 from posttrain.models.load import _conversion_of, load_end_tokens, load_model, load_tokenizer
@@ -181,3 +182,35 @@ def test_a_changed_gguf_file_has_another_conversion(tmp_path):
     (tmp_path / "other").mkdir()
     moved = shutil.copy2(file, tmp_path / "other" / "model.gguf")
     assert _conversion_of(moved) == _conversion_of(file)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"target_modules": "(([a-z_]+|[a-z0-9_.]+)+)+X"},
+        {"target_modules": "(unclosed"},
+        {"rank_pattern": {"((a|[a-z])+)+X": 4}},
+        {"alpha_pattern": {".*.*.*.*.*.*.*.*X": 4}},
+    ],
+)
+def test_patterns_of_adapters_that_match_without_end_are_refused(adapters, values):
+    change(adapters / "adapter_config.json", values)
+    with pytest.raises(InputError, match=r"adapter_config\.json"):
+        load_model(ModelRecipe(path=str(adapters)))
+
+
+def test_patterns_of_adapters_name_the_modules_that_they_match(adapters):
+    plain = load_model(ModelRecipe(path=str(adapters))).state_dict()
+    change(adapters / "adapter_config.json", {"target_modules": r".*\.(self_attn|mlp)\.\w+_proj"})
+    again = load_model(ModelRecipe(path=str(adapters))).state_dict()
+    assert plain.keys() == again.keys()
+    assert all(torch.equal(plain[name], again[name]) for name in plain)
+
+
+@pytest.mark.timeout(60)
+def test_the_base_of_adapters_is_checked_as_a_model(adapters, model):
+    change(model / "config.json", {"num_hidden_layers": 2_000_000})
+    change(adapters / "adapter_config.json", {"base_model_name_or_path": str(model)})
+    with pytest.raises(InputError, match=r"num_hidden_layers|layers"):
+        load_model(ModelRecipe(path=str(adapters)))

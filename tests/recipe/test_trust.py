@@ -158,6 +158,13 @@ def test_what_an_earlier_command_used_in_this_folder_needs_no_trust_until_it_cha
     [
         (("environment.tools=[own.py:f]", "environment.max_turns=2", "environment.reward=exact"), "own.py"),
         (("environment.reward=exact", "agent.command='sh run.sh --x'", "agent.reward=report"), "run.sh"),
+        (
+            ("environment.reward=exact", "agent.command='python -m tools.agent'", "agent.reward=report"),
+            "tools/agent.py",
+        ),
+        (("environment.reward=exact", "agent.command='cd tools;./run.sh'", "agent.reward=report"), "tools/run.sh"),
+        (("environment.reward=exact", "agent.command='node --require=./c.js x'", "agent.reward=report"), "c.js"),
+        (("environment.reward=exact", "agent.command='sh -c \"./run.sh;true\"'", "agent.reward=report"), "run.sh"),
         (("environment.reward=exact", "engine.type=vllm", "engine.python=venv/bin/python"), "venv/bin/python"),
         (("environment.reward=exact", "model.chat_template=chat.jinja"), "chat.jinja"),
     ],
@@ -176,15 +183,19 @@ def test_a_changed_program_or_template_needs_trust(words, file, folder):
 
 def test_code_of_a_model_and_keys_of_servers_belong_to_their_model_and_server(folder):
     for name in ("one", "two"):
-        Path(name).mkdir()
-        Path(name, "modeling.py").write_text("before")
+        Path(name, "parts").mkdir(parents=True)
+        for file in ("modeling.py", "config.json", "parts/more.py"):
+            Path(name, file).write_text("before")
     words = ("environment.reward=exact", "model.trust_remote_code=true", "model.path=one")
     values = own(*words).model_dump(mode="json")
     remember(own(*words))
     assert refused(values) == ""
     assert "model.trust_remote_code" in refused({**values, "model": {**values["model"], "path": "two"}})
-    Path("one/modeling.py").write_text("after")
-    assert "changed since" in refused(values)
+    for file in ("modeling.py", "config.json", "parts/more.py"):
+        Path("one", file).write_text("after")
+        assert "changed since" in refused(values)
+        Path("one", file).write_text("before")
+        assert refused(values) == ""
 
     judge = {"url": "http://a", "model": "m", "rubric": "r", "api_key_variable": "KEY_OF_A"}
     other = judge | {"url": "http://b", "api_key_variable": "KEY_OF_B"}

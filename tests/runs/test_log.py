@@ -8,7 +8,7 @@ import pytest
 
 from posttrain.errors import RunError
 from posttrain.runs.log import Log, progress_of, read_log
-from posttrain.runs.metrics import read_metrics
+from posttrain.runs.metrics import MOST_KEYS, read_metrics
 
 MANY = 3000
 
@@ -100,3 +100,15 @@ def test_a_log_grows_and_is_cut_without_changing_the_one_before(tmp_path):
         longer.until(5), Log(read_metrics(path)).extended([b'{"step": 6, "kind": "train", "new": 1}']).until(5)
     )
     assert longer.until(3).total("loss/policy") == pytest.approx(sum(map(math.sin, (1, 2, 3))))
+
+
+def test_a_log_with_very_many_metrics_is_refused(tmp_path):
+    wide = {f"m{n}": 1.0 for n in range(MOST_KEYS)}
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(json.dumps({"step": 1, "kind": "evaluation", **wide}) + "\n")
+    with pytest.raises(RunError, match="keys, more than"):
+        read_log(file)
+    lines = [{"step": n, "kind": "train", **{f"m{n}_{k}": 1.0 for k in range(900)}} for n in range(12)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(RunError, match="at most 10,000"):
+        read_log(file)

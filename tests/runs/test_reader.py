@@ -98,6 +98,10 @@ def test_a_resumed_run_writes_nothing_outside(tmp_path):
         (run.path / name).unlink()
         (run.path / name).write_bytes(kept)
     assert target.read_text() == "mine\n"
+    (run.path / "normalizer").symlink_to(tmp_path)
+    with pytest.raises(InputError, match="normalizer is a link"):
+        RunDirectory.open(run.path)
+    (run.path / "normalizer").unlink()
     run.plots.rmdir()
     run.plots.symlink_to(tmp_path)
     with pytest.raises(InputError, match="plots is a link"):

@@ -257,9 +257,17 @@ ROW_FUNCTIONS: dict[Kind, RowFunction] = {
 
 
 def _usual_columns(row: Any, columns: ColumnsRecipe, origin: str, problems: Problems) -> Any:
-    """A row of Alpaca (`instruction`, `input`, `output`) or ShareGPT (`conversations`, `system`) with the columns of
-    `columns`, and a note in `problems`; any other row unchanged.
+    """A row of Alpaca (`instruction`, `input`, `output`, `system`, `history`) or ShareGPT (`conversations`, `system`) with
+    the columns of `columns`, and a note in `problems`; any other row unchanged, but for a `system` text before messages.
     """
+    if not isinstance(row, dict):
+        return row
+    system = row.get("system")
+    opened = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
+    chat = row.get(columns.messages)
+    if opened and isinstance(chat, list) and chat and _role(chat[0]) not in ("system", "developer", ""):
+        problems.note("system message from the column system", origin)
+        return {**row, columns.messages: [*opened, *chat]}
     names = (
         columns.messages,
         columns.prompt,
@@ -268,19 +276,36 @@ def _usual_columns(row: Any, columns: ColumnsRecipe, origin: str, problems: Prob
         columns.text,
         columns.chosen,
     )
-    if not isinstance(row, dict) or any(row.get(name) is not None for name in names):
+    if any(row.get(name) is not None for name in names):
         return row
     if isinstance(row.get("instruction"), str) and "output" in row:
-        given = row.get("input")
+        given, earlier = row.get("input"), row.get("history")
         question = f"{row['instruction']}\n{given}" if isinstance(given, str) and given.strip() else row["instruction"]
-        problems.note("read as Alpaca: prompt from instruction and input, completion from output", origin)
-        return {**row, columns.prompt: question, columns.completion: row["output"]}
+        turns = [text for pair in earlier or [] for text in pair] if _are_pairs(earlier) else []
+        asked = [
+            *opened,
+            *({"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(turns)),
+            {"role": "user", "content": question},
+        ]
+        problems.note(
+            "read as Alpaca: prompt from instruction, input, history and system, completion from output", origin
+        )
+        return {**row, columns.prompt: asked, columns.completion: row["output"]}
     if isinstance(row.get("conversations"), list):
-        system = row.get("system")
-        opened = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
         problems.note("read as ShareGPT: messages from conversations and system", origin)
         return {**row, columns.messages: [*opened, *row["conversations"]]}
     return row
+
+
+def _role(message: Any) -> str:
+    return str(message.get("role") or message.get("from") or "") if isinstance(message, dict) else ""
+
+
+def _are_pairs(value: Any) -> bool:
+    """Whether the value is a list of pairs of texts: questions with their answers."""
+    return isinstance(value, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in value
+    )
 
 
 def _cells(row: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, TextIO
 
+from posttrain.data.messages import unique
 from posttrain.data.problems import BROKEN_FILE
 from posttrain.data.unpacked import ROW_BYTES, unpacked_bytes
 from posttrain.errors import InputError, RunError
@@ -250,7 +251,7 @@ def _lines(lines: Any, name: str, limits: _Limits) -> Iterator[Row]:
 
 def _parsed_line(line: bytes) -> dict[str, Any] | str:
     try:
-        value = json.loads(line.decode())
+        value = json.loads(line.decode(), object_pairs_hook=unique)
         return _NOT_UNICODE if _ESCAPED.search(line) and not _is_unicode(value) else _object(value)
     except UnicodeDecodeError as error:
         return f"broken UTF-8: byte {line[error.start]:#04x} at position {error.start + 1} of the line"

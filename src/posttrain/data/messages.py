@@ -176,6 +176,12 @@ def _message(value: Any, where: str) -> Message:
     return {"role": role, "content": _content(content, bool(calls) or role == "tool", where), **kept}
 
 
+_ARGUMENTS = ("arguments", "parameters", "input", "args")
+"""Keys of the arguments of a call; the first that is there counts."""
+_BESIDE_ARGUMENTS = {"id", "type", "index", "strict", "description"}
+"""Keys of a call without arguments that say nothing about them."""
+
+
 def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a call in OpenAI's form, with its arguments as an object. Templates would quote arguments that are text.
 
@@ -190,8 +196,13 @@ def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(name, str) or not name.strip():
         raise UnusableRow("tool call without a name", f"in {where}")
     rest = {key: item for key, item in function.items() if item is not None and key != "name"}
-    key = next((key for key in ("arguments", "parameters", "input", "args") if key in rest), None)
-    if key is None and any(isinstance(item, dict) for item in rest.values()):
+    # Beside the function, where some writers put them.
+    rest |= {key: given.pop(key) for key in _ARGUMENTS if key in given and not rest.get(key)}
+    keys = [key for key in _ARGUMENTS if key in rest]
+    key = next(iter(keys), None)
+    if sum(bool(rest[one]) for one in keys) > 1:
+        raise UnusableRow("tool call with several arguments", f"{' and '.join(keys)} of {short(name)} in {where}")
+    if key is None and not _BESIDE_ARGUMENTS.issuperset(rest):
         raise UnusableRow("tool call without `arguments`", f"that of {short(name)} in {where}")
     if key is not None:
         category = "arguments of a tool call are not an object"
@@ -211,16 +222,18 @@ def objects(value: Any, category: str, where: str) -> Any:
     return value
 
 
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The `object_pairs_hook` of JSON that refuses an object with a key twice, of which one value would be lost."""
+    if len(made := dict(pairs)) < len(pairs):
+        raise ValueError("an object has a key twice")
+    return made
+
+
 def read_json(value: Any, category: str, where: str) -> Any:
     """Return a value of JSON types with finite numbers, decoded as often as it is JSON text. Blank text is None.
 
     Raises UnusableRow of `category` for anything else, and for an object with a key twice.
     """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(made := dict(pairs)) < len(pairs):
-            raise ValueError("an object has a key twice")
-        return made
 
     try:
         while isinstance(value, str):

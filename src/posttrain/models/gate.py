@@ -275,14 +275,16 @@ def verdict_key(model: torch.nn.Module, *settings: object) -> str:
     inner: Any = transformer(model)
     digest = hashlib.blake2b(_code().encode(), digest_size=12)
     digest.update(repr((type(inner).__name__, inner.config.to_json_string(use_diff=False), settings)).encode())
-    for name, parameter in model.named_parameters():
-        digest.update(repr((name, tuple(parameter.shape), parameter.dtype, parameter.device.type)).encode())
-        # Sums of the bits of all numbers and of every other one, in 16 parts: a hash of all bytes would take much longer.
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        digest.update(repr((name, tuple(tensor.shape), tensor.dtype, tensor.device.type)).encode())
+        # Sums of the bits of all rows and of all columns, in their order: a hash of all bytes would take much longer.
         integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        bits = parameter.detach().flatten().view(integers[parameter.element_size()])
-        sums = [part[::step].sum(dtype=torch.int64) for part in torch.tensor_split(bits, 16) for step in (1, 2)]
+        bits = tensor.detach().contiguous().view(integers[tensor.element_size()])
+        sums = [bits.flatten().long()]
+        if bits.dim() > 1:
+            sums = [bits.flatten(1).sum(side, dtype=torch.int64) for side in (0, 1)]
         # A copy: FSDP frees the storage of weights, and numpy would hold it.
-        digest.update(torch.stack(sums).to("cpu", copy=True).numpy().tobytes())
+        digest.update(torch.cat(sums).to("cpu", copy=True).numpy().tobytes())
     return digest.hexdigest()
 
 

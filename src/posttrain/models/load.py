@@ -6,7 +6,9 @@ import json
 import logging
 import math
 import os
+import re
 import struct
+import time
 import warnings
 from contextlib import suppress
 from functools import lru_cache
@@ -436,7 +438,7 @@ def _load(recipe: ModelRecipe, auto_class: Any, device_override: torch.device | 
         prepare_bfloat16()
     adapter = _adapter_config(path) if _is_adapter(path) else None
     keywords: dict[str, Any] = {"trust_remote_code": recipe.trust_remote_code}
-    base = adapter["base_model_name_or_path"] if adapter is not None else path
+    base = resolve_path(adapter["base_model_name_or_path"]) if adapter is not None else path
     try:
         if auto_class is AutoModelForSequenceClassification:
             # The same part of a composite model as the policy, with the statistics and units of a reward model.
@@ -512,7 +514,7 @@ def _adapter_config(path: str) -> dict[str, Any]:
 def _with_adapters(model: Any, path: str) -> Any:
     """`model` with the adapters at `path` merged. Files that need pickle are refused, because unpickling can run
     code."""
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel
 
     if not (Path(path) / "adapter_model.safetensors").is_file():
         raise InputError(
@@ -520,12 +522,48 @@ def _with_adapters(model: Any, path: str) -> Any:
             "them to safetensors with peft"
         )
     try:
-        return PeftModel.from_pretrained(model, path).merge_and_unload()
+        config = PeftConfig.from_pretrained(path)
+        _bound_patterns(config, model)
+        return PeftModel.from_pretrained(model, path, config=config).merge_and_unload()
+    except InputError:
+        raise
     except Exception as error:
         raise InputError(
             f"model.path: the adapters {path} could not be loaded ({first_line(error)}); check that they are complete "
             "and were trained on the base model that adapter_config.json names"
         ) from error
+
+
+def _bound_patterns(config: Any, model: Any) -> None:
+    """Replace regular expressions of an adapter's configuration by the names that they match, within two seconds.
+
+    peft would match them without a limit of time. Those that it needs as patterns may have two repetitions, and no
+    repeated group.
+    """
+    import regex  # type: ignore[import-untyped]
+
+    ends = time.monotonic() + 2
+    for key in ("target_modules", "exclude_modules"):
+        pattern = getattr(config, key, None)
+        if not isinstance(pattern, str) or pattern == "all-linear":
+            continue
+        try:
+            compiled = regex.compile(pattern)
+            names = [name for name, _ in model.named_modules()]
+            found = {n for n in names if compiled.fullmatch(n, timeout=max(0.001, ends - time.monotonic()))}
+        except (TimeoutError, regex.error) as error:
+            raise InputError(
+                f"model.path: {key} in adapter_config.json is a pattern that cannot be matched ({first_line(error)}); list the "
+                "names of modules there"
+            ) from None
+        setattr(config, key, found)
+    patterns = [getattr(config, "layers_pattern", None)]
+    patterns += [*(getattr(config, "rank_pattern", None) or ()), *(getattr(config, "alpha_pattern", None) or ())]
+    for pattern in (one for part in patterns for one in (part if isinstance(part, list) else [part])):
+        if isinstance(pattern, str) and re.search(r"\)[*+{]|([*+{].*){3}", pattern):
+            raise InputError(
+                f"model.path: adapter_config.json has the pattern {pattern[:80]!r}, which may match without end; write names there"
+            )
 
 
 def _is_adapter(path: str) -> bool:

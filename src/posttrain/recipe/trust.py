@@ -49,13 +49,20 @@ class Use:
         """SHA-256 of the value, and of the files and the code in the folders that it names."""
         total, names = hashlib.sha256(self.digest.encode()), set()
         for text in texts(self.value) if self.does in ("executes", "loads") else ():
-            # Folders may have `.py`, colons and spaces in their names: every end of a file's name counts.
-            for part in (text, *re.split(r"[\s'\"]+", text)):
+            # Folders may have `.py`, colons and spaces in their names: every end of a file's name counts. A shell has
+            # more signs between words.
+            for part in (text, *re.split(r"[\s'\"]+", text), *re.split(r"[\s'\"=;&|(),<>`]+", text)):
                 names |= {part, *(part[: match.end()] for match in re.finditer(r"\.py", part))}
-        for folder in filter(os.path.isdir, sorted(names)):
-            names |= {str(file) for end in ("*.py", "*.yaml") for file in Path(folder).glob(end)}
+            for module in re.findall(r"-m\s*([\w.]+)", text):
+                names |= {f"{module.replace('.', '/')}{end}" for end in (".py", "/__main__.py", "/__init__.py")}
+        # A command may go to a folder first, and name a file in it.
+        names |= {os.path.join(folder, name) for folder in filter(os.path.isdir, names) for name in names}
+        for folder in map(Path, filter(os.path.isdir, sorted(names))):
+            deep = "**/" if (folder / "config.json").is_file() else ""  # a model, whose files say which code is loaded
+            ends = (f"{deep}*.py", "*.yaml", *(["*.json"] if deep else []))
+            names |= {str(file) for end in ends for file in folder.glob(end)}
         for path in filter(os.path.isfile, sorted(names)):
-            if os.path.getsize(path) <= _LARGEST or os.access(path, os.X_OK):
+            if os.path.getsize(path) <= _LARGEST or os.access(path, os.X_OK) or path.endswith(".py"):
                 with open(path, "rb") as content:
                     total.update(hashlib.file_digest(content, "sha256").digest())
         return total.hexdigest()

@@ -115,7 +115,7 @@ class RunDirectory:
                 f"{path} is not a posttrain run (recipe.yaml or posttrain's environment.json is missing or not a regular "
                 "file); give the directory `<runs>/<name>` of a run"
             )
-        for folder in (run.episodes, run.checkpoints, run.plots, run.logs):
+        for folder in (run.episodes, run.checkpoints, run.plots, run.logs, run.path / "normalizer"):
             if folder.is_symlink():  # files would be read and written outside of the run
                 raise InputError(f"{folder} is a link; replace it with a directory")
         return run

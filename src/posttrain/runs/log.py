@@ -15,6 +15,8 @@ from posttrain.runs.reader import complete_lines, open_file
 
 Line = dict[str, Any]
 Columns = dict[str, np.ndarray]
+MOST_METRICS = 10_000
+"""Metrics of training steps in a log."""
 _CHUNK = 8192
 """Lines that are parsed at once."""
 _MANY = 1024
@@ -114,6 +116,10 @@ class Log(list[Line]):
     def _add(self, *parts: tuple[np.ndarray, Columns]) -> None:
         self.steps = np.concatenate([steps for steps, _ in parts])
         keys = dict.fromkeys(key for _, columns in parts for key in columns)
+        if len(keys) > MOST_METRICS:
+            raise RunError(
+                f"metrics.jsonl has {len(keys):,} metrics, and at most {MOST_METRICS:,} are read; replace the file"
+            )
         self.columns = {
             key: np.concatenate([columns.get(key, np.full(len(steps), math.nan)) for steps, columns in parts])
             for key in keys

@@ -211,6 +211,10 @@ def parse_metrics(path: Path, lines: Iterator[bytes]) -> list[dict[str, Any]]:
     return parsed
 
 
+MOST_KEYS = 5_000
+"""Keys of a line of a metrics log."""
+
+
 def parse_line(raw: bytes) -> dict[str, Any]:
     """One line of a metrics log. ValueError unless it has a step, a kind, and values of the types that `MetricsLog` writes."""
     return _checked(parse_json(raw, finite=True))
@@ -221,6 +225,8 @@ def _checked(line: Any) -> dict[str, Any]:
         raise ValueError("it is not a JSON object")
     if type(line.get("step")) is not int or not 0 <= line["step"] < 1 << 53 or not isinstance(line.get("kind"), str):
         raise ValueError("it has no step and kind")
+    if len(line) > MOST_KEYS:
+        raise ValueError(f"it has {len(line):,} keys, more than {MOST_KEYS:,}")
     kinds = {*map(type, line.values())}
     if list in kinds:
         kinds |= {type(member) for value in line.values() if type(value) is list for member in value}
