@@ -49,7 +49,7 @@ for plain in (chat, compare, plot, report, view, episodes, recipe, doctor, expor
 app.command("fit-normalizer")(fit_normalizer)
 app.add_typer(data, name="data", cls=PluginGroup)
 app.add_typer(env, name="env", cls=PluginGroup)
-app.add_typer(evaluate, name="evaluate", cls=PluginGroup)
+app.add_typer(evaluate, name="evaluate")
 app.add_typer(runs, name="runs", cls=PluginGroup)
 
 
