@@ -149,8 +149,8 @@ def run_facts(run: RunDirectory, lines: Sequence[Line]) -> list[tuple[str, str]]
     if (recipe.stage == "evaluate" or recipe.stage == "generate") and recipe.remote is not None:
         model = f"`{recipe.remote.model}` at {recipe.remote.url}"
     commit = ""
-    if (git := machine["git"]) is not None:
-        commit = f", commit {git['commit'][:12]}" + (" with local changes" if git["modified"] else "")
+    if isinstance(git := machine.get("git"), dict):
+        commit = f", commit {str(git.get('commit'))[:12]}" + (" with local changes" if git.get("modified") else "")
     return [
         ("stage", recipe.stage),
         ("model", model),
