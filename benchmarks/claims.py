@@ -23,7 +23,7 @@ from harness.made_model import fine_tuned, random_episode
 from harness.options import names, numbers
 from harness.paired import difference, overall, results, shown, verdict
 from harness.table import markdown, read_lines
-from harness.verified_units import CURVE, FINAL, MARKS, TRAINED, policies, random_score, write_rows
+from harness.verified_units import CURVE, FINAL, MARKS, TRAINED, policies, random_score, register, write_rows
 from learning import COMMON as LEARNING
 from learning import ENVIRONMENTS, merged
 
@@ -108,6 +108,7 @@ def short_writer(out: Path) -> Path:
 
 def run_units(run: Run) -> Line:
     """A learning curve of the verifier's score, by task, after fine-tuning and RL."""
+    register()
     model, prompts = short_writer(run.out), str(run.out / "data" / "prompts.jsonl")
     start = TRAINED + (CURVE + FINAL) * run.tuning
     variant = UNIT_VARIANTS[run.variant]

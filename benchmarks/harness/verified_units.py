@@ -131,7 +131,6 @@ def decoder(path: str) -> Callable[[Any], str]:
     return lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
-@posttrain.register_credit("verified_units")
 class VerifiedUnits(ValueCredit):
     """PPO with the credit of units, where the verifier takes the place of the reward model: credit without its errors."""
 
@@ -176,7 +175,6 @@ class VerifiedUnits(ValueCredit):
         return unit_credit(self.estimator, parts, spans, policies(self.prompts)[episode.seed], kind)
 
 
-@posttrain.register_credit("verified_unit_groups", compared_with="group")
 def verified_unit_groups(
     episodes: Sequence[Episode], returns: np.ndarray, groups: np.ndarray, *, prompts: str, tokenizer: str
 ) -> list[np.ndarray]:
@@ -232,3 +230,10 @@ def step_quality(part: str, whole: Verdict, reached: bool) -> float:
     """
     kinds = [fault.kind for fault in whole.faults if fault.step == part.lstrip()[:1]]
     return 0.0 if reached and "unreachable" in kinds else max(0.0, 1.0 - len(kinds) / 2)
+
+
+@lru_cache
+def register() -> None:
+    """Add `verified_units` and `verified_unit_groups` to the credits of this process."""
+    posttrain.register_credit("verified_units")(VerifiedUnits)
+    posttrain.register_credit("verified_unit_groups", compared_with="group")(verified_unit_groups)

@@ -166,7 +166,7 @@ def test_weights_for_vllm_come_from_the_device(device, thin_model, monkeypatch):
     policy = Policy(made.recipe(thin_model, lora={"rank": 4}))
     replica = Made("a")
     monkeypatch.setattr("posttrain.engines.vllm.engine.BUCKET_BYTES", 2**20)
-    engine = VllmEngine(policy, VllmEngineRecipe(), [replica])
+    engine = VllmEngine(policy, VllmEngineRecipe(adapters="merged"), [replica])
     monkeypatch.setattr(replica, "finish_weights", lambda: _nothing_missing())
     engine.load_weights(1)
     names = set(dict(policy.weights()))
