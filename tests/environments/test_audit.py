@@ -1,13 +1,15 @@
 """`posttrain env audit`: every fault of an environment is found, and a sound one has no defect."""
 
 import json
+import os
 import re
+import threading
 
 import pytest
 from typer.testing import CliRunner
 
 from posttrain.cli.env import app, environment_of
-from posttrain.environments.audit import AuditProcesses, audit
+from posttrain.environments.audit import AuditProcesses, _keep_newest, audit
 from posttrain.environments.players import PLAYERS
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.components import environment_classes
@@ -127,6 +129,20 @@ def test_an_endless_call_is_a_defect_that_names_the_player_the_seed_and_the_line
     place = r"then nothing on seed 1 in environment_\d+\.py, line \d+ \(step\)"
     assert re.fullmatch(f"no result within 5 s: 6 of 18 done, {place}", defect.text)
     assert defect.command.endswith(" --first 1 --seeds 1 --player nothing")
+
+
+def test_output_in_small_parts_is_kept_up_to_a_limit_of_bytes():
+    reader, writer = os.pipe2(os.O_DIRECT)  # each write stays a part of its own, as those of a stack may
+    output = bytearray()
+    thread = threading.Thread(target=_keep_newest, args=[reader, output])
+    thread.start()
+    lines = [b"line %d\n" % number for number in range(20_000)]
+    for line in lines:
+        os.write(writer, line)
+    os.close(writer)
+    thread.join()
+    os.close(reader)
+    assert output == b"".join(lines)[-65_536:]
 
 
 def test_a_sound_environment_has_no_findings(tmp_path):

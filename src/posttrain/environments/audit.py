@@ -13,10 +13,8 @@ import select
 import signal
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from threading import Thread
@@ -39,8 +37,8 @@ SHORTEST_LEAK = 4
 """Minimum length of answers to search for in prompts: shorter ones occur by chance."""
 _SHOWN = 160
 """Maximum number of characters of an exception that a finding quotes."""
-_PARTS = 16
-"""Number of parts of a process's output that are kept, of at most 4 KiB each."""
+_KEPT = 1 << 16
+"""Number of bytes of a process's output that are kept, the newest."""
 
 Check = Literal[
     "exceptions", "time", "protocol", "seeding", "rewards", "ceiling", "reward without work", "leak", "side effects"
@@ -336,8 +334,8 @@ class AuditProcesses:
         """`seconds`: time-out of one environment in one process."""
         self._seconds = seconds
         self._processes: dict[str, ChildProcess] = {}
-        self._outputs: dict[str, tuple[Thread, deque[bytes]]] = {}
-        """What each process writes besides its reports: the thread that reads it, and the newest parts."""
+        self._outputs: dict[str, tuple[Thread, bytearray]] = {}
+        """What each process writes besides its reports: the thread that reads it, and the newest bytes."""
 
     def __enter__(self) -> "AuditProcesses":
         return self
@@ -413,7 +411,7 @@ class AuditProcesses:
         code = self._processes.pop(hash_seed).stop(5.0)  # a busy machine is slow to write a stack
         reader, output = self._outputs[hash_seed]
         reader.join(5.0)  # a process that the environment started may hold the pipe open
-        return code, b"".join(output).decode(errors="replace").strip().splitlines()
+        return code, output.decode(errors="replace").strip().splitlines()
 
     def _start(self, hash_seed: str) -> ChildProcess:
         environment = {
@@ -425,14 +423,19 @@ class AuditProcesses:
         process = self._processes[hash_seed] = ChildProcess(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, environment=environment
         )
-        # An environment may print without end: the newest parts are kept, and the pipe never fills.
-        output = deque[bytes](maxlen=_PARTS)
-        reader = Thread(
-            target=output.extend, args=[iter(partial(os.read, process.stderr.fileno(), 1 << 12), b"")], daemon=True
-        )
+        output = bytearray()
+        reader = Thread(target=_keep_newest, args=[process.stderr.fileno(), output], daemon=True)
         reader.start()
         self._outputs[hash_seed] = reader, output
         return process
+
+
+def _keep_newest(pipe: int, output: bytearray) -> None:
+    """Read a pipe to its end. An environment may print without end: the pipe never fills, and `output` is bounded."""
+    # Not a number of parts: a stack arrives in parts of a few bytes.
+    while part := os.read(pipe, 1 << 12):
+        output += part
+        del output[:-_KEPT]
 
 
 def overrides_of(keys: Mapping[str, Any], prefix: str = "") -> list[str]:
