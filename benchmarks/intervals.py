@@ -224,7 +224,7 @@ def mean_rows(name: str, values: Values, known: bool, sizes: Sequence[int]) -> I
             values.truth,
             lambda draws, n=n: mean(values.draw(draws, n).tolist(), values.bounds if known else None),
             why=WIDE if known else SKEWED,
-            share=0.05 if known and n > 64 else 0.125 if known else 0.5,
+            share=0.5 if not known or n > 64 else 0.125,
         )
 
 
@@ -388,6 +388,7 @@ def seeds() -> list[Row]:
                 values.truth,
                 lambda draws, n=n, values=values: seed_mean(values.draw(draws, n).tolist(), rate=True),
                 why="skewed towards 0 or 1, or two modes",
+                share=10,
             )
             for n in ((4, 5, 8, 10, 20) if name == "normal, 70% ± 5" else (5, 10))
             if not name.endswith("fail")
@@ -400,6 +401,7 @@ def seeds() -> list[Row]:
                 VALUES[name].truth,
                 lambda draws, n=n, name=name: seed_mean(VALUES[name].draw(draws, n).tolist()),
                 why="short tails" if name == "uniform" else "long tails",
+                share=50,
             )
             for name in ("normal", "uniform", "Student's t of 3")
         ]
@@ -461,11 +463,10 @@ checkout).
 
 `coverage`: percent of the printed intervals that contain the truth. `printed`: percent of samples that have an interval.
 A claim of 95% is met between 93.5 and 96.5; outside, the note has the reason. Rates are computed exactly. The others are drawn:
-2,000 samples, 100 to 1,000 of slow rows, so a number varies by one point (2,000) to four (100: known range, n = 256).
+2,000 samples, 250 to 1,000 of slow rows and more of fast ones, so a number varies by one point (2,000) to three (250).
 
 Below 93.5 are the rows of the last table, whose samples may lack the value that matters: of unknown range and with a probability
-below 5%, or training runs that rarely fail. Five seeds that are uniform or of two modes are just below, at 93. Above 96.5 is
-caution. Where the range is known, an interval allows for values that the sample lacks, and with few results, tasks or seeds, it is
+below 5%, or training runs that rarely fail. Five uniform seeds are just below, as Student's t is there. Above 96.5 is caution. Where the range is known, an interval allows for values that the sample lacks, and with few results, tasks or seeds, it is
 either too wide or too narrow.
 """
 
