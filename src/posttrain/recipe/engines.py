@@ -210,7 +210,7 @@ class VllmEngineRecipe(_Engine):
     enforce_eager: Annotated[bool | None, AT_START] = None
     """Run without compilation and CUDA graphs. Null: false on a GPU, true on a CPU."""
     weight_transfer: WeightTransfer = "files"
-    """How weights are sent. `files`: through shared memory of the CPU; works everywhere. `ipc`: one server opens the learner's memory on the same GPU. `nccl`: a broadcast to servers on GPUs of their own (gloo between CPUs). The last two need whole weights in the learner's process: one learner process, `adapters: merged`, and no Ray."""
+    """How weights are sent. `files`: through shared memory of the CPU; works everywhere. `ipc`: each server opens the memory of the learner processes on its GPUs. `nccl`: a broadcast to servers on GPUs of their own (gloo between CPUs). The last two need `adapters: merged` and no Ray."""
     adapters: Literal["auto", "merged", "adapter_only"] = "auto"
     """With `model.lora`. `merged`: send full weights with the adapters merged. `adapter_only`: send only the adapters; the engine keeps the frozen base weights. `auto`: `adapter_only` where vLLM has the learner's base weights and can apply the adapters: with `weight_transfer: files`, servers that the run starts, a whole model that is not in 4 bits, and adapters of the layers' linear modules."""
     retries: int = Field(2, ge=0)
@@ -234,10 +234,8 @@ class VllmEngineRecipe(_Engine):
             raise ValueError(
                 "`adapters: adapter_only` sends files; remove `weight_transfer`, or set `adapters: merged`"
             )
-        if self.weight_transfer == "ipc" and (self.servers > 1 or self.tensor_parallel > 1 or self.urls):
-            raise ValueError(
-                "`weight_transfer: ipc` is for one server on the learner's GPU; set `weight_transfer: nccl` for other GPUs"
-            )
+        if self.weight_transfer == "ipc" and self.urls:
+            raise ValueError("`weight_transfer: ipc` is for servers that the run starts; set `weight_transfer: nccl`")
         if self.urls and self.servers != 1:
             raise ValueError("`urls` names running servers and `servers` starts new ones; set only one of them")
         for url in self.urls:

@@ -296,7 +296,9 @@ class VllmEngine:
         if self.recipe.weight_transfer == "nccl":
             self._join_group(source)
         for number, bucket in enumerate(buckets(source.weights(), BUCKET_BYTES)):
-            if self._replicas:
+            if self.recipe.weight_transfer == "ipc":
+                self._share_bucket(bucket)
+            elif self._replicas:
                 self._send_bucket(bucket, number)
         source.release_cached_memory()
         self._wait(self._on_replicas(lambda state: self._if_alive(state, self._finish(state))))
@@ -308,16 +310,19 @@ class VllmEngine:
             self._store.discard(path)
             return
         buffer, entries = packed(bucket)
-        if self.recipe.weight_transfer == "ipc":
-            # The buffer stays in the learner's memory until every replica has read it.
-            torch.cuda.current_stream(buffer.device).synchronize()
-            described = {"shared": shared_memory(buffer), "entries": entries}
-            self._wait(self._on_alive("receive_buffer", described=described))
-            del buffer
-            torch.cuda.ipc_collect()
-        else:
-            received = self._on_alive("receive_buffer", described={"size": buffer.numel(), "entries": entries})
-            self._beside(received, lambda wanted: broadcast(self._group[1], buffer, wanted))
+        received = self._on_alive("receive_buffer", described={"size": buffer.numel(), "entries": entries})
+        self._beside(received, lambda wanted: broadcast(self._group[1], buffer, wanted))
+
+    def _share_bucket(self, bucket: Bucket) -> None:
+        """Let each worker open the buffer of the learner process on its GPU. All ranks call it."""
+        buffer, entries = packed(bucket)
+        torch.cuda.current_stream(buffer.device).synchronize()
+        gpu = str(torch.cuda.get_device_properties(buffer.device).uuid)
+        described = {"shared": dict(current_world().gather([(gpu, shared_memory(buffer))])), "entries": entries}
+        # Returns on every rank, so the buffers exist until all replicas have read theirs.
+        current_world().on_rank0(lambda: self._wait(self._on_alive("receive_buffer", described=described)))
+        del buffer
+        torch.cuda.ipc_collect()
 
     def _join_group(self, source: Policy) -> None:
         """Make the process group with all workers, again after every restart of a replica."""
@@ -371,6 +376,11 @@ class VllmEngine:
             return
         await state.replica.call("begin_weights", version=self.version)
         if self.recipe.weight_transfer != "files" and not self._store.files:
+            if not current_world().is_single_process:
+                raise RunError(
+                    f"{state.replica.name} died, and one process cannot send it weights that are sharded over several; "
+                    "continue with --resume, or set engine.weight_transfer=files"
+                )
             # The restarted replica loads these files; the next weights are sent directly again.
             for number, bucket in enumerate(buckets(self._source.weights(), BUCKET_BYTES)):
                 self._store.put(bucket, f"{self._sent}-{number}.safetensors")
@@ -441,25 +451,25 @@ def refuse_transfer(recipe: VllmEngineRecipe, policy: Policy) -> None:
             "engine.weight_transfer: ipc needs the policy on a GPU, and here it is in CPU memory (as the engines of Ray keep it); "
             "use files"
         )
-    if recipe.weight_transfer != "files" and current_world().sharded:
-        raise InputError(
-            f"engine.weight_transfer: {recipe.weight_transfer} needs whole weights in one process; use files, or set "
-            "hardware.processes=1"
-        )
     if policy.device.type != "cuda" or recipe.urls:
         return
-    learner = policy.device.index or 0
-    beside = 0 <= learner - recipe.first_device < recipe.replicas * recipe.tensor_parallel
-    if recipe.weight_transfer == "ipc" and not beside:
+    size = current_world().size
+    learners = set(range(size)) if size > 1 else {policy.device.index or 0}
+    servers = set(range(recipe.first_device, recipe.first_device + recipe.replicas * recipe.tensor_parallel))
+    if recipe.weight_transfer == "ipc" and not servers <= learners:
         raise InputError(
-            f"engine.weight_transfer: ipc needs the server on the learner's GPU {learner}; set engine.first_device={learner}, or "
-            "use nccl"
+            f"engine.weight_transfer: ipc needs servers on GPUs of the learner ({_listed(learners)}), and GPU "
+            f"{min(servers - learners)} is none; set engine.first_device={min(learners)}, or use nccl"
         )
-    if recipe.weight_transfer == "nccl" and beside:
+    if recipe.weight_transfer == "nccl" and servers & learners:
         raise InputError(
-            f"engine.weight_transfer: nccl needs servers that do not use the learner's GPU {learner}; set "
-            f"engine.first_device={learner + 1}, or use files"
+            f"engine.weight_transfer: nccl needs servers that do not use the learner's GPU {min(servers & learners)}; set "
+            f"engine.first_device={max(learners) + 1}, or use files"
         )
+
+
+def _listed(numbers: set[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))
 
 
 def open_vllm(

@@ -1,5 +1,6 @@
 """vLLM's engine with weight updates, sleep and stop strings. Runs under the interpreter that has vLLM."""
 
+import contextlib
 import itertools
 import os
 from dataclasses import asdict
@@ -18,8 +19,8 @@ class Host:
         self.has_gpu = has_gpu
         self.version = -1
         """Version of the current weights; -1 before the first update."""
-        self._pending_version = -1
-        self._names: set[str] = set()
+        self._pending_version: Any = None
+        """Version of the weights that are being received."""
         self._asleep = False
         self._paused = False
         self._numbers = itertools.count()
@@ -131,29 +132,43 @@ class Host:
         await self._pause()
         if self._asleep and self.has_gpu:
             await self.engine.wake_up(["weights"])
-        self._pending_version, self._names = version, set()
-        await self.engine.collective_rpc("begin_weights")
+        if self._pending_version is not None:
+            # A trainer that died left an update open. One that fails ends it.
+            with contextlib.suppress(Exception):
+                await self._update(abandoned=True)
+        self._pending_version = version
+        await self.engine.start_weight_update()
 
     async def receive_weights(self, path: str) -> None:
         """Load the tensors of a safetensors file on this machine."""
-        await self.engine.collective_rpc("receive_weights", args=(path,))
+        await self._update(path=path)
 
     async def join_transfer(self, address: str, port: int, first: int, size: int) -> None:
         """Let the workers join the learner's process group, from rank `first` of `size`."""
-        await self.engine.collective_rpc("join_transfer", args=(address, port, first, size))
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        group = {"address": address, "port": port, "first": first, "size": size}
+        await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=group))
 
     async def receive_buffer(self, described: dict[str, Any]) -> None:
         """Load the tensors of a buffer that the learner shares or broadcasts."""
-        await self.engine.collective_rpc("receive_buffer", args=(described,))
+        await self._update(**described)
+
+    async def _update(self, **part: Any) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self.engine.update_weights(WeightTransferUpdateRequest(update_info=part))
 
     async def finish_weights(self) -> list[str]:
         """Sample with the new weights from now on. Returns the names of missing parameters; with any, nothing
         changes.
         """
-        missing = await self.engine.collective_rpc("finish_weights")
+        missing = await self.engine.collective_rpc("missing_weights")
         names = sorted({name for worker in missing for name in worker})
         if not names:
-            await self._resume(self._pending_version)
+            await self.engine.finish_weight_update()
+            version, self._pending_version = self._pending_version, None
+            await self._resume(version)
         return names
 
     async def load_adapter(self, path: str, version: int) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks of adapters that a vLLM engine can be started for."""
 MOST_RANK = _RANKS[-1]
+BACKEND = "posttrain"
+"""Name of the trainer's way of sending weights in vLLM's registry."""
 GIB = 2**30
 STREAM_INTERVAL = 8
 """Tokens per message of a streamed answer, if none is needed for each."""
@@ -65,7 +67,7 @@ def engine_arguments(settings: Settings, has_gpu: bool) -> dict[str, Any]:
         "enable_prefix_caching": settings.prefix_caching,
         "enforce_eager": settings.eager == "yes" or (settings.eager == "auto" and not has_gpu),
         "logprobs_mode": f"{settings.logprobs}_logprobs",
-        "worker_extension_cls": "posttrain.engines.vllm.worker.WeightReceiver",
+        "worker_extension_cls": "posttrain.engines.vllm.worker.WorkerExtension",
         # Requests and completions are token ids; no text is decoded.
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
@@ -106,7 +108,7 @@ def engine_arguments(settings: Settings, has_gpu: bool) -> dict[str, Any]:
         }
     else:
         # The trainer sends weights before the first request.
-        arguments["load_format"] = "dummy"
+        arguments |= {"load_format": "dummy", "weight_transfer_config": {"backend": BACKEND}}
     return arguments
 
 
