@@ -353,3 +353,71 @@ def test_updates_are_those_of_one_process(measured, processes, count, names):
             if difference > BOUND * max(1.0, size):
                 wrong[name, key] = difference, size
     assert not wrong
+
+
+# -- families ----------------------------------------------------------------------------------------------------------
+
+DIVIDED = [
+    "llama4_text",
+    "gemma3_text",
+    "gemma3n_text",
+    "phi3",
+    "cohere2",
+    "olmo2",
+    "glm4",
+    "gpt2",
+    "gpt_neox",
+    "opt",
+    "starcoder2",
+    "stablelm",
+    "granite",
+    "smollm3",
+    "qwen2_moe",
+    "mixtral",
+    "deepseek_v2",
+    "phimoe",
+    "minimax_m2",
+    "ernie4_5_moe",
+]
+REFUSED = ["mamba", "lfm2", "qwen3_next", "recurrent_gemma", "bloom"]
+
+
+def score_families(folder, names, out):
+    """The log-probabilities of each family, or the sentence that refuses it."""
+    from posttrain.distributed.world import current_world
+    from posttrain.models.policy import Policy
+
+    streams = [sample.stream for sample in given_samples()]
+    for name in names:
+        try:
+            policy = Policy(str(folder / name), threads=1)
+            with torch.no_grad():
+                found = policy.score([s.ids for s in streams], [s.sampled for s in streams], 1.0, 512).logprobs
+        except InputError as error:
+            found = str(error)
+        if current_world().is_rank0:
+            torch.save(found, out / f"{name}.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_families_are_divided_exactly_or_refused_by_name(tmp_path):
+    names = [*DIVIDED, *REFUSED]
+    for name in names:
+        save_model(tmp_path / name, name)
+    found = []
+    for processes in (1, 2):
+        out = tmp_path / str(processes)
+        out.mkdir()
+        job = {"call": score_families, "arguments": (tmp_path, names, out)}
+        job["hardware"] = {"processes": processes, "sequence_parallel": processes}
+        codes = together.run(processes, [job], out)
+        assert codes == [[0] * processes], (out / "log-0.txt").read_text()[-3000:]
+        found.append({name: torch.load(out / f"{name}.pt") for name in names})
+    alone, divided = found
+    for name in REFUSED:
+        assert "hardware.sequence_parallel" in divided[name], name
+        assert name.replace("_text", "") in divided[name]
+    wrong = {name: divided[name] for name in DIVIDED if isinstance(divided[name], str)}
+    assert not wrong
+    assert max(float((divided[name] - alone[name]).abs().max()) for name in DIVIDED) < BOUND
