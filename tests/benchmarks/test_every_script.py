@@ -33,6 +33,7 @@ HERE = {
     "house": ("--stages sft --files", "training/updater.py"),
     "intervals": ("--samples 5 --groups Differences", "mean of paired differences"),
     "learning_trl": ("--tasks bandit --seeds 1 --learning-rates 1e-3 --out {out}", "posttrain"),
+    "long_context": ("--only 4096-False", "peak, GiB"),
     "long_logs": ("--steps 200 --metrics 6", "report a "),
     "prefixes": ("{run} --model {model} --rounds 1 --threads 1 --dtype float32", "times as fast"),
     "tiny_families": ("llama mamba gemma3n", "| llama | "),

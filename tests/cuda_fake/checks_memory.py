@@ -9,7 +9,8 @@ from transformers import AutoConfig
 from posttrain.distributed import world
 from posttrain.models.policy import Policy
 from posttrain.recipe.hardware import HardwareRecipe
-from posttrain.recipe.plan import ModelSizes
+from posttrain.recipe.plan import ACTIVATIONS, ModelSizes, Plan
+from posttrain.recipe.supervised import SftRecipe
 from posttrain.training.objectives import SupervisedObjective, logprobs
 from posttrain.training.reference import move_towards
 from tests.cuda_fake import made
@@ -22,11 +23,11 @@ SHAPES = {
 }
 
 
-def policy_of(shape, layers, path, **settings):
+def policy_of(shape, layers, path, vocabulary=1000, **settings):
     family, hidden, intermediate, heads, key_heads, size = SHAPES[shape]
     config = AutoConfig.for_model(
         family,
-        vocab_size=1000,
+        vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_hidden_layers=layers,
@@ -49,6 +50,7 @@ def held_by_a_pass(device, policy):
     with policy.training_mode("memory"):
         scores = policy.score([stream.ids], [stream.sampled], 1.0, 512)
         held = device.live - before
+        policy.set_last_backward(True)
         scores.logprobs.sum().backward()
     return held
 
@@ -112,3 +114,17 @@ def test_a_reference_in_cpu_memory_follows_weights_on_the_device(device, mix):
     averages = [torch.zeros(3)]
     move_towards(averages, [torch.ones(3, device="cuda")], mix)
     assert averages[0].device.type == "cpu"
+
+
+def test_activations_of_a_layer_of_a_divided_row(device, thin_model):
+    """As `test_activations_of_a_layer`, for the share of one of four processes."""
+    held = []
+    with made.processes(device, 4, 4):
+        for layers in (1, 2):
+            held.append(held_by_a_pass(device, policy_of("Qwen3-4B", layers, thin_model)))
+    counted = (held[1] - held[0]) / (TOKENS / 4)
+    sizes = ModelSizes(1, 2, 2560, 9728, 32, 8, 128, 1000, head_norms=True)
+    settings = {"data": {"train": "x.jsonl"}, "model": {"dtype": "bfloat16"}, "learner": {"tokens_per_batch": TOKENS}}
+    hardware = {"processes": 4, "sequence_parallel": 4}
+    items = SftRecipe.model_validate(settings | {"hardware": hardware}).pass_items(Plan(sizes))
+    assert counted * TOKENS / 4 == pytest.approx(items[ACTIVATIONS][0] / 2, rel=0.01)

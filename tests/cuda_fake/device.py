@@ -155,14 +155,19 @@ class FakeDevice(TorchDispatchMode):
         key = storage._cdata
         if key in self._storages:
             return
-        size = storage.nbytes()
 
         def freed(_: Any) -> None:
-            if self._storages.pop(key, None) is not None:
-                self.live -= size
+            if (kept := self._storages.pop(key, None)) is not None:
+                self.live -= kept[1]
 
-        self._storages[key] = weakref.ref(storage, freed)
-        self.live += size
+        self._storages[key] = weakref.ref(storage, freed), 0
+        self.resized(storage)
+
+    def resized(self, storage: Any) -> None:
+        """Count the bytes of a storage anew. FSDP frees the storage of gathered weights without an operation."""
+        reference, size = self._storages[storage._cdata]
+        self._storages[storage._cdata] = reference, storage.nbytes()
+        self.live += storage.nbytes() - size
         self.peak = max(self.peak, self.live)
 
     def expect(self, what: str, *, syncs: float | None = None, kernels: float | None = None) -> None:

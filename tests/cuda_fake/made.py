@@ -1,6 +1,8 @@
 """Small samples, policies and learners for the checks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,11 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from posttrain.distributed import world
 from posttrain.episode import Stream
 from posttrain.models.layers import use_fused_layers, use_packed_attention
 from posttrain.models.policy import Policy
+from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.model import LearnerRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.training.objectives import token_forward
 from posttrain.training.optimizer import Optimizer
@@ -98,3 +102,39 @@ class ShapedPolicy(Policy):
         use_packed_attention(model)
         use_fused_layers(model)
         return model.eval()
+
+
+def _resized(device: Any, change: Any, tensor: torch.Tensor) -> None:
+    change(tensor)
+    device.resized(tensor.untyped_storage())
+
+
+@contextmanager
+def processes(device: Any, count: int, together: int) -> Iterator[None]:
+    """Make this process the first of `count` learner processes inside the block, of which `together` compute a row together.
+    Collective calls allocate their results and move nothing; FSDP has the streams of a CPU, which do not wait.
+    """
+    import pytest
+    from torch.distributed.fsdp._fully_shard import (
+        _fsdp_collectives,
+        _fsdp_param,
+        _fsdp_param_group,
+        _fsdp_state,
+        _fully_shard,
+    )
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (_fsdp_collectives, _fsdp_param_group, _fsdp_state):
+            patch.setattr(module, "_get_device_handle", lambda kind: torch.cpu)
+        for name in ("alloc_storage", "free_storage"):
+            patch.setattr(_fsdp_param, name, partial(_resized, device, getattr(_fsdp_param, name)))
+        patch.setattr(_fully_shard, "_get_device_from_mesh", lambda mesh: torch.device("cuda", 0))
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+        hardware = HardwareRecipe(processes=count, sequence_parallel=together, gradient_sync="per_forward")
+        patch.setitem(world._state, "world", world.World(hardware, 0, count))
+        patch.setitem(world._state, "sequence", torch.distributed.new_group(list(range(together))))
+        try:
+            yield
+        finally:
+            torch.distributed.destroy_process_group()

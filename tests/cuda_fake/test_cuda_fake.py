@@ -4,21 +4,18 @@ The checks are the functions `test_*` in the files `checks_*.py`. Each appears h
 """
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from posttrain.engines.local.cpu.kernel import build, compiler
+from posttrain.engines.local.cpu.kernel import compiler
+from tests.cuda_fake import started
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all checks, which take 40 s on an idle core
 
 HERE = Path(__file__).parent
-TORCH = Path(torch.__file__).parent
 NAMES = sorted(
     f"{file.name}::{name}"
     for file in HERE.glob("checks_*.py")
@@ -33,22 +30,8 @@ def reports(tmp_path_factory):
         pytest.skip("needs a C++ compiler for the fake CUDA device: install g++ or clang++, or set CXX")
     if torch.version.cuda is not None:
         pytest.skip("torch is built for CUDA, which the fake device would replace")
-    include = [f"-I{TORCH / 'include'}", f"-I{TORCH / 'include/torch/csrc/api/include'}"]
-    library = build(
-        "fake-cuda", HERE / "fake_cuda.cpp", [compiler(), "-std=c++20", "-shared", "-fPIC", *include], torch.__version__
-    )
     results = tmp_path_factory.mktemp("fake") / "results.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.cuda_fake.child", str(library), str(TORCH / "lib"), str(results)],
-        cwd=HERE.parents[1],
-        env=os.environ
-        | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-        | {"PYTHONPATH": os.pathsep.join([str(HERE.parents[1] / "src"), os.environ.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-        timeout=880,
-        check=False,
-    )
+    done = started.run(results)
     assert results.is_file(), done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(results.read_text(encoding="utf-8"))
 

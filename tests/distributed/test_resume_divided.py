@@ -37,7 +37,7 @@ def runs(models, tmp_path_factory):  # noqa: F811
     log = folder / "log-0.txt"
     jobs = [{"values": values(models, folder / name, **steps)} for name, steps in (("2", {}), ("2_2", {"steps": 3}))]
     assert together.run(2, jobs, folder) == [[0, 0]] * 2, log.read_text()[-3000:]
-    for name in ("2_1", "2_4"):
+    for name in ("2_1", "2_4", "2_4_together"):
         shutil.copytree(folder / "2_2", folder / name)
     dies = (1, "posttrain.training.updater:Optimizer.step", 4)
     killed = start(models, folder, 2, "2_killed_2", die=dies)
@@ -55,6 +55,11 @@ def regrouped(runs, models):  # noqa: F811
     assert go_on(models, folder, 1, "2_1") == [[0]], log.read_text()[-3000:]
     assert go_on(models, folder, 2, "1_2") == [[0, 0]], log.read_text()[-3000:]
     assert go_on(models, folder, 4, "2_4") == [[0] * 4], log.read_text()[-3000:]
+    # Two processes computed the rows of the first steps together, then none did.
+    paired = {"processes": 2, "sequence_parallel": 2}
+    assert start(models, folder, 2, "together_1", steps=3, hardware=paired) == [[0, 0]], log.read_text()[-3000:]
+    assert go_on(models, folder, 1, "together_1") == [[0]], log.read_text()[-3000:]
+    assert go_on(models, folder, 4, "2_4_together", count=4) == [[0] * 4], log.read_text()[-3000:]
     return folder
 
 
@@ -62,8 +67,10 @@ def start(tiny, folder, processes, name, die=None, **changes):
     return together.run(processes, [{"values": values(tiny, folder / name, **changes), "die": die}], folder)
 
 
-def go_on(tiny, folder, processes, *names):
-    return together.run(processes, [{"values": values(tiny, folder / name), "resume": True} for name in names], folder)
+def go_on(tiny, folder, processes, *names, count=1):
+    hardware = {"processes": processes, "sequence_parallel": count}
+    again = [{"values": values(tiny, folder / name, hardware=hardware), "resume": True} for name in names]
+    return together.run(processes, again, folder)
 
 
 def test_resuming_with_as_many_processes_gives_the_same_bits(runs):
@@ -71,7 +78,7 @@ def test_resuming_with_as_many_processes_gives_the_same_bits(runs):
     assert small.weights(folder / "2_2" / "small") == small.weights(folder / "2" / "small")
 
 
-@pytest.mark.parametrize("name", ["2_1", "2_4", "1_2"])
+@pytest.mark.parametrize("name", ["2_1", "2_4", "1_2", "together_1", "2_4_together"])
 def test_resuming_with_another_number_of_processes_gives_the_same_numbers(regrouped, name):
     assert 0 <= difference(regrouped / name, regrouped / "1") < WEIGHTS
     steps = [line["step"] for line in small.metrics(regrouped / name / "small") if line["kind"] == "train"]

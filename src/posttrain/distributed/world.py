@@ -72,6 +72,21 @@ class World:
         """Whether models are sharded with FSDP: over several processes, or in one process for its CPU offload."""
         return self.size > 1 or self.hardware.offload == "all"
 
+    @property
+    def sequence_rank(self) -> int:
+        """Which part of each row this process computes, of `hardware.sequence_parallel`."""
+        return self.rank % self.hardware.sequence_parallel
+
+    @property
+    def data_rank(self) -> int:
+        """The number of the group of processes, of `data_size`, with which this one computes its micro-batches."""
+        return self.rank // self.hardware.sequence_parallel
+
+    @property
+    def data_size(self) -> int:
+        """Groups of `hardware.sequence_parallel` processes. Each computes other micro-batches."""
+        return self.size // self.hardware.sequence_parallel
+
     def gather(self, items: Sequence[T]) -> list[T]:
         """The items of all ranks, in rank order, on every rank. Items must be picklable."""
         if self.size == 1:
@@ -145,7 +160,8 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, PosttrainError | None]:
 
 
 _SINGLE_PROCESS = World(HardwareRecipe())
-_state: dict[str, Any] = {"world": _SINGLE_PROCESS, "control": None, "background": None}
+_NO_GROUPS = {"control": None, "background": None, "sequence": None}
+_state: dict[str, Any] = {"world": _SINGLE_PROCESS, **_NO_GROUPS}
 
 
 def current_world() -> World:
@@ -215,7 +231,7 @@ def _joined(hardware: HardwareRecipe, device: str) -> Iterator[World]:
         raise error
     import torch.distributed as dist
 
-    _state["world"], _state["control"], _state["background"] = _SINGLE_PROCESS, None, None
+    _state.update(world=_SINGLE_PROCESS, **_NO_GROUPS)
     dist.destroy_process_group()
 
 
@@ -308,6 +324,13 @@ def _connect(world: World, on_gpu: bool) -> Any:
     dist.init_process_group(backend, store=group_store, rank=world.rank, world_size=world.size, timeout=timeout)
     _state["control"] = dist.new_group(backend="gloo", timeout=timeout)
     _state["background"] = dist.new_group(backend="gloo", timeout=timeout)
+    together = world.hardware.sequence_parallel
+    for first in (
+        range(0, world.size, together) if together > 1 else ()
+    ):  # every process takes part in making every group
+        group = dist.new_group(list(range(first, first + together)), backend=backend, timeout=timeout)
+        if first <= world.rank < first + together:
+            _state["sequence"] = group
     return store
 
 
@@ -317,6 +340,12 @@ def control_group(background: bool = False) -> Any:
     `background`: the one of the thread that writes checkpoints, whose calls must not mix with others.
     """
     return _state["background" if background else "control"]
+
+
+def sequence_group() -> Any:
+    """The group of the processes that compute rows together with this one, for tensors on the model's device and in CPU
+    memory; None without `hardware.sequence_parallel`."""
+    return _state["sequence"]
 
 
 def _claim_report(store: Any, world: World) -> bool:

@@ -11,6 +11,7 @@ from posttrain.models.forward import path_of, transformer
 from posttrain.models.load import load_reward_model
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
+from posttrain.models.sequence import RowPart
 
 
 class Critic(RewardModel):
@@ -87,6 +88,8 @@ class SharedCritic:
 
     def values(self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> torch.Tensor:
         """Values [N] float32, as `Critic.values` returns; differentiable in the head alone."""
+        row = self.policy.pack(streams, sampled)
+        part = RowPart(row.ids, row.layout, row.predictors, self.device)
         with torch.no_grad():
-            states = self.policy.states(streams, sampled)
-        return self.head(states)
+            states = self.policy.compute(part.states, self.policy.model)
+        return part.gather(self.head(states))

@@ -84,8 +84,8 @@ def states_at(
     Where positions depend on the length, a row has its streams once for each length. These are passes one after the other,
     computed again in the backward pass, so memory is that of the largest.
     """
-    parts = layout.parts()
-    if len(parts) < 2 or current_world().sharded:  # processes that share a model need as many passes
+    # Processes that share a model need as many passes.
+    if current_world().sharded or len(parts := layout.parts()) < 2:
         return hidden_states(model, ids, positions, layout)[at]
     outputs, places = [], []
     for start, stop, part in parts:
@@ -134,16 +134,16 @@ class TokenScores:
     measured: torch.Tensor | None = None
     """[N] float32: the result of the `TokenMetric` for the distribution of each token; None without a `TokenMetric`."""
 
-    def at(self, indices: torch.Tensor) -> "TokenScores":
-        """The scores of the tokens at `indices` [n] int64."""
-        values = None if self.values is None else self.values[indices]
-        measured = None if self.measured is None else self.measured[indices]
-        return TokenScores(self.logprobs[indices], self.entropies[indices], values, measured)
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "TokenScores":
+        """`function` of each tensor."""
+        values = None if self.values is None else function(self.values)
+        measured = None if self.measured is None else function(self.measured)
+        return TokenScores(function(self.logprobs), function(self.entropies), values, measured)
 
 
-TokenMetric = Callable[[torch.Tensor, slice], torch.Tensor]
-"""Takes log-probabilities [n, vocabulary] float32 of some of the N tokens, and their positions as a slice; returns
-[n]."""
+TokenMetric = Callable[[torch.Tensor, Any], torch.Tensor]
+"""Takes log-probabilities [n, vocabulary] float32 of some of the N tokens, and their positions as a slice or [n] int64;
+returns [n]."""
 
 
 def token_scores(
@@ -162,7 +162,7 @@ def token_scores(
     """
     divisor = temperature if temperature > 0 else 1.0
     if not len(targets):
-        nothing = hidden.new_zeros(0, dtype=torch.float32)
+        nothing = logits_of(model, hidden).sum(1)  # part of the graph: processes add up their gradients
         return TokenScores(nothing, nothing, measured=None if measure is None else nothing)
     plain = _plain_projection(model)
     if plain is not None and measure is None:

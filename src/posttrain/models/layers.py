@@ -209,6 +209,11 @@ class _ByStream(torch.nn.Module):
         return by_stream(layout, compute)[None]
 
 
+def is_by_stream(module: torch.nn.Module) -> bool:
+    """Whether `module` is one of `use_layers_by_stream`."""
+    return isinstance(module, _ByStream)
+
+
 def use_layers_by_stream(model: torch.nn.Module) -> None:
     """Make the convolutions and recurrences of `model` compute each stream of a packed row for itself, in place."""
     for name, module in model.named_modules():

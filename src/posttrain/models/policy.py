@@ -26,7 +26,6 @@ from posttrain.models.forward import (
     TokenScores,
     base_decoder,
     logits_of,
-    states_at,
     token_scores,
     transformer,
     upload,
@@ -34,6 +33,7 @@ from posttrain.models.forward import (
 from posttrain.models.layers import lengths_of
 from posttrain.models.load import load_end_tokens, load_model, load_tokenizer, resolve_device
 from posttrain.models.packing import PackedRow, pack_row
+from posttrain.models.sequence import RowPart
 from posttrain.recipe.compose import section
 from posttrain.recipe.model import ModelRecipe
 from posttrain.seeds import derive_seed
@@ -396,11 +396,13 @@ class Policy(TrainedModel):
         # Logits cost as much as several layers, so shared tokens are scored once. `measure` needs every token
         # separately.
         chosen, back = row.distinct() if measure is None else (np.arange(len(row.targets)), None)
-        targets = upload(row.targets[chosen], self.device)
+        part = RowPart(row.ids, row.layout, row.predictors[chosen], self.device)
+        targets = upload(row.targets[chosen][part.mine], self.device)
+        whole = measure if measure is None or not part.divided else lambda logs, at: measure(logs, part.mine[at])
 
         def score() -> tuple[torch.Tensor, ...]:
-            states = self._states(row, chosen)
-            scores = token_scores(self.model, states, targets, temperature, positions_per_chunk, measure)
+            states = part.states(self.model)
+            scores = token_scores(self.model, states, targets, temperature, positions_per_chunk, whole)
             measured = () if scores.measured is None else (scores.measured,)
             return scores.logprobs, scores.entropies, states, *measured
 
@@ -410,8 +412,11 @@ class Policy(TrainedModel):
             entropies,
             values=None if head is None else head(states),
             measured=measured[0] if measured else None,
-        )
-        return scores if back is None else scores.at(upload(back, self.device))
+        ).map(part.gather)
+        if back is None:
+            return scores
+        places = upload(back, self.device)
+        return scores.map(lambda numbers: numbers[places])
 
     def distributions(
         self,
@@ -430,32 +435,25 @@ class Policy(TrainedModel):
         tokens.
         """
         row = self.pack(streams, sampled)
+        part = RowPart(row.ids, row.layout, row.predictors, self.device)
         divisor = temperature if temperature > 0 else 1.0
 
-        def computed() -> tuple[np.ndarray, np.ndarray | None]:
-            states, logprobs, ids = self._states(row), [], []
+        def computed() -> tuple[torch.Tensor, torch.Tensor | None]:
+            states, logprobs, ids = part.states(self.model), [], []
             for chunk in states.split(positions_per_chunk):
                 whole = torch.log_softmax(logits_of(self.model, chunk)[:, :vocabulary] / divisor, dim=-1)
                 if top_k is None or top_k >= vocabulary:
-                    logprobs.append(whole.cpu().numpy())
+                    logprobs.append(whole.cpu())
                     continue
                 best, chosen = whole.topk(top_k, dim=1)
                 others = whole.scatter(1, chosen, -torch.inf).logsumexp(1, keepdim=True)
-                logprobs.append(torch.cat([best, others], 1).cpu().numpy())
-                ids.append(chosen.int().cpu().numpy())
-            return np.concatenate(logprobs), np.concatenate(ids) if ids else None
+                logprobs.append(torch.cat([best, others], 1).cpu())
+                ids.append(chosen.int().cpu())
+            return torch.cat(logprobs), torch.cat(ids) if ids else None
 
         with torch.no_grad():
-            return self.compute(computed)
-
-    def states(self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> torch.Tensor:
-        """The last hidden states [N, hidden] from which `score` predicts the sampled tokens."""
-        return self.compute(self._states, self.pack(streams, sampled))
-
-    def _states(self, row: PackedRow, chosen: np.ndarray | slice = slice(None)) -> torch.Tensor:
-        """Hidden states that predict the sampled tokens of the row, or the `chosen` ones of them."""
-        ids, positions = upload(row.ids, self.device), upload(row.layout.positions(), self.device)
-        return states_at(self.model, ids, positions, row.layout, upload(row.predictors[chosen], self.device))
+            logprobs, ids = self.compute(computed)
+            return part.gather(logprobs).numpy(), None if ids is None else part.gather(ids).numpy()
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:

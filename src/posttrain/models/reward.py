@@ -12,11 +12,12 @@ from pydantic import ValidationError
 
 from posttrain.data.rendering import end_token_of
 from posttrain.errors import InputError
-from posttrain.models.forward import base_decoder, states_at, transformer, upload
+from posttrain.models.forward import base_decoder, transformer, upload
 from posttrain.models.layers import lengths_of
 from posttrain.models.load import load_reward_model
 from posttrain.models.packing import PackedLayout, probed_layout
 from posttrain.models.policy import TrainedModel
+from posttrain.models.sequence import RowPart
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.units import StoredUnits
 from posttrain.seeds import derive_seed
@@ -149,15 +150,14 @@ class RewardModel(TrainedModel):
 
     def _read(self, row_ids: np.ndarray, layout: PackedLayout, indices: np.ndarray) -> torch.Tensor:
         """The head's values [n] float32 at `indices` [n] of a row of token ids [T]."""
-        ids, positions = upload(row_ids, self.device), upload(layout.positions(), self.device)
-        at = upload(indices, self.device)
+        part = RowPart(row_ids, layout, indices, self.device)
 
         def read() -> torch.Tensor:
-            hidden = states_at(self.model, ids, positions, layout, at)
+            hidden = part.states(self.model)
             # Computed in float32 for any dtype of the weights, so that close rewards do not become equal.
             return torch.nn.functional.linear(hidden.float(), self._head().weight.float()).squeeze(1)
 
-        return self.compute(read)
+        return part.gather(self.compute(read))
 
     def _head(self) -> torch.nn.Linear:
         head = transformer(self.model).score

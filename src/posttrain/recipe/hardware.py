@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from posttrain.recipe.base import BaseConfig, Connects
 from posttrain.recipe.metrics import Metric
@@ -56,6 +56,8 @@ class HardwareRecipe(BaseConfig):
 
     processes: int = Field(1, ge=1)
     """Learner processes, each with one GPU or an equal share of the CPU threads. They split the micro-batches of each update, the groups of each step, and the model state (FSDP2). Under `torchrun` this must be the number of processes it started."""
+    sequence_parallel: int = Field(1, ge=1)
+    """Processes that compute each row together; it divides `processes` and the model's attention heads. A process computes an equal share of the tokens of the row, and of the heads in attention (Ulysses), so `learner.tokens_per_batch` can be this many times as large in the same memory of activations. It does not change the gradient. For decoders whose only layers that mix tokens are attention."""
     gradient_sync: Literal["auto", "per_update", "per_forward"] = "auto"
     """When processes reduce their gradients. `auto`: per update, unless the memory plan fits into a GPU only per forward pass. `per_update`: once per update; least communication, but every process holds a full float32 gradient. `per_forward`: after every micro-batch; each process holds only its shard. With `offload: all`, always after every micro-batch: gradients are accumulated in CPU memory."""
     reshard_after_forward: bool = True
@@ -73,6 +75,16 @@ class HardwareRecipe(BaseConfig):
     rewards: Annotated[RewardPlacement, ON_RAY] = RewardPlacement()
     environments: Annotated[EnvironmentPlacement, ON_RAY] = EnvironmentPlacement()
     dedicated: Annotated[DedicatedPlacement, ON_RAY] = DedicatedPlacement()
+
+    @model_validator(mode="after")
+    def _processes_form_groups(self):
+        for key, count in (("processes", self.processes), ("dedicated.critic", self.dedicated.critic)):
+            if count % self.sequence_parallel:
+                raise ValueError(
+                    f"`hardware.{key}` = {count} processes do not form groups of `hardware.sequence_parallel` = "
+                    f"{self.sequence_parallel}; make the former a multiple of the latter"
+                )
+        return self
 
     @property
     def reduces_per_forward(self) -> bool:

@@ -310,9 +310,10 @@ class TrainedRecipe(StageRecipe):
         if (count := self.hardware.processes) == 1:
             return []
         play = f" and the {self.rollout.groups_per_step} groups" if self.on_policy else ""  # type: ignore[attr-defined]
-        return [
-            f"{count} processes divide the forward passes of each update{play}; each holds 1/{count} of the model's state"
-        ]
+        who = f"{count} processes"
+        if (together := self.hardware.sequence_parallel) > 1:
+            who += f", of which each {together} compute a row together,"
+        return [f"{who} divide the forward passes of each update{play}; each holds 1/{count} of the model's state"]
 
     def memory_items(self, plan: Plan) -> Items:
         """What is in the memory of one learner device: `state_items`, which sharding divides, and `pass_items`."""
@@ -341,12 +342,17 @@ class TrainedRecipe(StageRecipe):
 
     def pass_items(self, plan: Plan) -> Items:
         """What a forward and backward pass keeps. Activations are a rough estimate."""
-        sizes, tokens, width = plan.sizes, self.learner.tokens_per_batch, self.activation_bytes
-        per_token, how = width * sizes.layers * sizes.kept_activations, "every layer"
+        sizes, width, count = plan.sizes, self.activation_bytes, self.hardware.sequence_parallel
+        limit = f"learner.tokens_per_batch {self.learner.tokens_per_batch}" + (f" / {count}" if count > 1 else "")
+        tokens = -(-self.learner.tokens_per_batch // count)
+        kept = sizes.kept_activations
+        if count > 1:  # outputs of attention, before and after heads and tokens change places
+            kept += sizes.heads * sizes.head_size
+        per_token, how = width * sizes.layers * kept, "every layer"
         if self.model.gradient_checkpointing:
-            per_token = width * (sizes.layers * sizes.hidden + sizes.kept_activations)
+            per_token = width * (sizes.layers * sizes.hidden + kept)
             how = "all of one layer, inputs of the others"
-        items = {ACTIVATIONS: (tokens * per_token, f"learner.tokens_per_batch {tokens}, {how}")}
+        items = {ACTIVATIONS: (tokens * per_token, f"{limit}, {how}")}
         if self.scores:
             return items
         chunk, each = self.learner.logits_per_chunk, self.logit_bytes

@@ -16,6 +16,7 @@ from posttrain.losses.value import value_loss
 from posttrain.models.forward import TokenScores, logits_of, upload
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
+from posttrain.models.sequence import RowPart
 from posttrain.recipe.loss import (
     EntropyRecipe,
     KlRecipe,
@@ -246,9 +247,10 @@ def energy_forward(
 
     def forward(samples: Sequence[Sample]) -> torch.Tensor:
         ids, sampled = [s.stream.ids for s in samples], [s.stream.sampled for s in samples]
-        targets = np.concatenate([stream_ids[mask] for stream_ids, mask in zip(ids, sampled, strict=True)])
-        states = policy.states(ids, sampled)
-        return policy.compute(energies, states, upload(targets, states.device))
+        row = policy.pack(ids, sampled)
+        part = RowPart(row.ids, row.layout, row.predictors, policy.device)
+        states = policy.compute(part.states, policy.model)
+        return part.gather(policy.compute(energies, states, upload(row.targets[part.mine], states.device)))
 
     return forward
 

@@ -13,11 +13,12 @@ from posttrain.credit.units.segment import unit_ends
 from posttrain.errors import InputError
 from posttrain.losses.policy import number
 from posttrain.losses.reward import unit_entropies, unit_entropy_penalty, unit_means, unit_stds
-from posttrain.models.forward import base_decoder, states_at, token_scores
+from posttrain.models.forward import base_decoder, token_scores, upload
 from posttrain.models.layers import lengths_of
 from posttrain.models.load import load_model, resolve_path
 from posttrain.models.packing import pack_row
 from posttrain.models.reward import RewardModel, UnitValues
+from posttrain.models.sequence import RowPart
 from posttrain.recipe.loss import RewardLossRecipe
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.units import StoredUnits, UnitRewardsRecipe
@@ -40,20 +41,13 @@ def entropies_under(model: torch.nn.Module, samples: Sequence[Sample], tokens_pe
     for group in pack(unpaired, tokens_per_batch):
         streams = [samples[i].stream for i in group]
         row = pack_row([s.ids for s in streams], [s.sampled for s in streams], lengths_of(base_decoder(model)))
-        ids, positions, predictors, targets = (
-            part.to(device)
-            for part in (
-                torch.from_numpy(row.ids),
-                row.layout.positions(),
-                torch.from_numpy(row.predictors),
-                torch.from_numpy(row.targets),
-            )
-        )
+        part = RowPart(row.ids, row.layout, row.predictors, device)
         with torch.no_grad():
-            hidden = states_at(model, ids, positions, row.layout, predictors)
-            scores = token_scores(model, hidden, targets, 1.0, _POSITIONS_PER_CHUNK)
+            targets = upload(row.targets[part.mine], device)
+            scores = token_scores(model, part.states(model), targets, 1.0, _POSITIONS_PER_CHUNK)
+            numbers = part.gather(scores.entropies).float().cpu().numpy()
         cuts = np.cumsum([samples[i].sampled_tokens for i in group])[:-1]
-        entropies |= dict(zip(group, np.split(scores.entropies.float().cpu().numpy(), cuts), strict=True))
+        entropies |= dict(zip(group, np.split(numbers, cuts), strict=True))
     return [entropies[i] for i in range(len(samples))]
 
 

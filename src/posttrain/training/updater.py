@@ -293,6 +293,8 @@ class Updater(Generic[Output]):
                 (loss / divisor if counts else loss * 0).backward()
             for optimizer in self._optimizers:
                 optimizer.collect()
+            # Processes that share a micro-batch have the same metrics.
+            counts = counts and self._world.sequence_rank == 0
             parts.append(metrics | {"loss/total": (loss.detach(), 0.0)} if counts else {})
             done += len(group)
             self.computed(done, total)
@@ -328,18 +330,20 @@ class Updater(Generic[Output]):
         for group, counts in self._shares(samples):
             with torch.no_grad():
                 output = self.forward([samples[i] for i in group])
-            if self._world.size == 1:
+            if self._world.data_size == 1:
                 yield group, output
             else:
+                counts = counts and self._world.sequence_rank == 0
                 for indices, computed in self._world.gather([(group, _moved(output, "cpu"))] if counts else []):
                     yield indices, _moved(computed, self.model.device)
 
     def _shares(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], bool]]:
         """This process's micro-batches of `samples`, the same number on each process, and whether each counts or is a
-        placeholder."""
-        groups = divided(samples, self.settings.tokens_per_batch, self._world.size)
+        placeholder. Processes of one `sequence_group` have the same ones."""
+        groups = divided(samples, self.settings.tokens_per_batch, self._world.data_size)
         self.trained_tokens += sum(sample.tokens for sample in samples)
-        for place in range(self._world.rank, len(groups) + self._world.rank, self._world.size):
+        first = self._world.data_rank
+        for place in range(first, len(groups) + first, self._world.data_size):
             counts = place < len(groups)
             # The last micro-batch is a small one.
             yield groups[place if counts else -1], counts
@@ -377,8 +381,10 @@ class Updater(Generic[Output]):
 
     def _draw(self, number: int) -> tuple[int | str, ...]:
         """Names the dropout masks of this process's micro-batch `number` of the next update by its position among the
-        micro-batches of all processes, so that the masks do not depend on which process computes it."""
-        return self._keys[0], self.optimizer.updates, number * self._world.size + self._world.rank
+        micro-batches of all processes, so that the masks do not depend on which process computes it. Processes that share
+        a micro-batch have different tokens, and different masks."""
+        part = [self._world.sequence_rank] if self._world.sequence_rank else []
+        return self._keys[0], self.optimizer.updates, number * self._world.data_size + self._world.data_rank, *part
 
     def _clear(self) -> None:
         self.model.reshard()
