@@ -14,7 +14,7 @@ SOURCE = ROOT / "src" / "posttrain"
 FILES = sorted(SOURCE.rglob("*.py"))
 MODULES = {".".join(file.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__") for file in FILES}
 LAYERS = [
-    {"episode", "errors", "seeds", "plugins", "loopback", "redaction", "terminal"},
+    {"episode", "errors", "locks", "seeds", "plugins", "loopback", "redaction", "terminal"},
     {"recipe", "runs"},
     {"data", "models", "environments", "engines", "credit", "losses", "distributed", "planning"},
     {"serving"},

@@ -18,6 +18,12 @@ PACKAGES = (
 )
 
 
+def usable_processors() -> list[int]:
+    """The logical processors that this process may use: fewer than the machine has in some containers."""
+    known = hasattr(os, "sched_getaffinity")  # on Linux alone
+    return sorted(os.sched_getaffinity(0)) if known else list(range(os.cpu_count() or 1))
+
+
 def describe_machine() -> dict[str, Any]:
     """Package versions (None if not installed), Python, platform, processors, git commit, command line, folder and start time."""
     return {
@@ -28,7 +34,7 @@ def describe_machine() -> dict[str, Any]:
         "platform": platform.platform(),
         "processor": _processor(),
         "cpu_count": os.cpu_count(),
-        "cpus_allowed": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus_allowed": len(usable_processors()),
         "git": _commit(Path(__file__)),
         "packages": {name: _version(name) for name in PACKAGES},
     }
