@@ -71,12 +71,16 @@ def run(
     device = planned_device(dry_run, on, full)
     sources, overrides = split_words(words)
     if dry_run:
+        from posttrain.planning.inputs import require_inputs
+
+        recipe = read_recipe(stage, *sources, *read_overrides(overrides), resume=resume)
+        require_inputs(recipe, engine_too=device is None)
+
         from posttrain.planning.dry_run import show_plan
         from posttrain.planning.model_sizes import model_sizes
         from posttrain.runs.tables import show_line
         from posttrain.terminal import new_console
 
-        recipe = read_recipe(stage, *sources, *read_overrides(overrides), resume=resume)
         if os.environ.get("RANK", "0") != "0":  # torchrun starts the command once per process
             return
         sizes = None if recipe.remote is not None else model_sizes(recipe.model.path)
