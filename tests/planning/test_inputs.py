@@ -24,7 +24,6 @@ sys.exit(code)
         (["sft", "data.train=nosuch.jsonl"], "nosuch.jsonl"),
         (["rl", "environment.type=text_task", "environment.prompts=nosuch.csv"], "nosuch.csv"),
         (["rl", "environment.type=bandit", "model.path=./nosuch"], "model.path: there is no folder ./nosuch"),
-        (["sft", "data.train=nosuch.jsonl", "--dry-run"], "nosuch.jsonl"),
         (["dpo", "data.train=.", "data.validation=nosuch/rows.parquet"], "nosuch/rows.parquet"),
         (["rl", "environment.type=bandit", "engine.type=vllm"], "engine.type: vllm is not installed"),
     ],

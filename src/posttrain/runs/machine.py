@@ -24,6 +24,14 @@ def usable_processors() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if known else list(range(os.cpu_count() or 1))
 
 
+def memory_of_processors() -> int | None:
+    """Bytes of memory of this machine; None if the system does not say, as Windows."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
 def describe_machine() -> dict[str, Any]:
     """Package versions (None if not installed), Python, platform, processors, git commit, command line, folder and start time."""
     return {
