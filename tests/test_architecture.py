@@ -14,7 +14,7 @@ SOURCE = ROOT / "src" / "posttrain"
 FILES = sorted(SOURCE.rglob("*.py"))
 MODULES = {".".join(file.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__") for file in FILES}
 LAYERS = [
-    {"episode", "errors", "seeds", "plugins", "loopback", "redaction", "terminal"},
+    {"episode", "errors", "locks", "seeds", "plugins", "loopback", "redaction", "terminal"},
     {"recipe", "runs"},
     {"data", "models", "environments", "engines", "credit", "losses", "distributed", "planning"},
     {"serving"},
@@ -191,3 +191,8 @@ def heavy_modules(code: str) -> list[str]:
 )
 def test_importing_is_light(module):
     assert heavy_modules(f"import {module}") == []
+
+
+def test_one_process_imports_no_sharding():
+    code = "import sys, posttrain; posttrain.Policy; print(*[name for name in sys.modules if 'fsdp' in name])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"

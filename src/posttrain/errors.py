@@ -29,6 +29,12 @@ class InputError(PosttrainError):
     exit_code = 2
 
 
+class DoesNotFit(InputError):
+    """The plan of a run needs more memory than there is."""
+
+    exit_code = 3
+
+
 class RunError(PosttrainError):
     """A run started and could not continue. Its checkpoints are kept."""
 

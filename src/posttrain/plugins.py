@@ -201,7 +201,7 @@ def _extras(distribution: str) -> Iterator[tuple[str, str]]:
             yield extra[1], _normalized(required[0])
 
 
-_COLLECTIONS = ("dev", "all")
+_COLLECTIONS = ("dev", "all", "demo")
 """Extras that combine other extras; too large to recommend for a single module."""
 
 

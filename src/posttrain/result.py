@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 from posttrain.episode import Episode
 from posttrain.errors import InputError
 from posttrain.plugins import pip_command
-from posttrain.rollout.store import Split, read_episodes, stored_steps
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import read_metrics
 
 if TYPE_CHECKING:
     import pandas
+
+    from posttrain.rollout.store import Split
 
 _OF_THE_LOG = ("step", "kind", "time/run", "nonfinite")
 
@@ -68,11 +69,11 @@ class Result:
         """`metrics` as a pandas table with `step` as its index. InputError if pandas is not installed."""
         return _pandas().DataFrame(self.metrics, columns=None if self.metrics else ["step"]).set_index("step")
 
-    def episodes(self, step: int | None = None, split: Split = "train") -> list[Episode]:
+    def episodes(self, step: int | None = None, split: "Split" = "train") -> list[Episode]:
         """The stored episodes of a step, or of all steps: `train`, `evaluation` (learning curve) or `final`."""
         return [episode for _, episode in self._episodes(step, split)]
 
-    def episodes_table(self, step: int | None = None, split: Split = "train") -> "pandas.DataFrame":
+    def episodes_table(self, step: int | None = None, split: "Split" = "train") -> "pandas.DataFrame":
         """The stored episodes as a pandas table, one row per episode. InputError if pandas is not installed.
 
         Columns: `step`, `seed`, `group`, `index`, `turns`, `tokens` (sampled), `return`, `success`, `outcome`, `prompt`
@@ -98,7 +99,9 @@ class Result:
             rows.append(row | (last.info.get("scores", {}) if last else {}))
         return _pandas().DataFrame(rows)
 
-    def _episodes(self, step: int | None, split: Split) -> Iterator[tuple[int, Episode]]:
+    def _episodes(self, step: int | None, split: "Split") -> Iterator[tuple[int, Episode]]:
+        from posttrain.rollout.store import read_episodes, stored_steps
+
         for stored in stored_steps(self.run / "episodes"):
             if stored.split == split and step in (None, stored.step):
                 for episode in read_episodes(stored.path).episodes:

@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.environments.rewards import register_reward
 from posttrain.errors import InputError, require_type
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.compose import merge_typed, plain_values, typed_recipe
@@ -315,6 +314,8 @@ def _run(
     if isinstance(reward, Mapping | BaseConfig):
         overrides = {**overrides, "reward": reward}
     elif reward is not None:
+        from posttrain.environments.rewards import register_reward
+
         name: Any
         if isinstance(reward, list):
             weighted = [one if isinstance(one, tuple) else (one, 1.0) for one in reward]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from posttrain.cli.main import main
 from posttrain.errors import InputError
 from posttrain.models import load
 from posttrain.planning import fit
@@ -75,3 +76,22 @@ def test_a_run_is_refused_before_it_has_a_folder(tiny_model, tmp_path, monkeypat
     with pytest.raises(InputError, match="and a thin GPU has"):
         run_stage(recipe)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("memory", "words", "code"),
+    [
+        (8 << 30, [], 3),
+        (8 << 30, ["model.lora=true"], 0),
+        (1 << 30, ["model.lora=true"], 3),
+        (None, [], 0),
+        (1 << 30, ["--on", "h100"], 0),
+    ],
+)
+def test_a_dry_run_refuses_what_is_larger_than_this_machine(memory, words, code, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("posttrain.runs.machine.memory_of_processors", lambda: memory)
+    monkeypatch.setattr("posttrain.planning.model_sizes.model_sizes", published_sizes)
+    monkeypatch.chdir(tmp_path)
+    asked = ["rl", "environment.type=bandit", "model.path=Qwen/Qwen3-0.6B", "rollout.tokens_per_turn=8", *words]
+    assert main([*asked, "--dry-run"]) == code
+    assert ("does not fit" in capsys.readouterr().err) == (code == 3)

@@ -91,6 +91,7 @@ def run(
         show_checks(recipe, console)
         if not full:
             console.print("\nadd --full for the whole recipe and the parts of the estimate", highlight=False)
+        check_memory(recipe, sizes, device)
         return
     run_stage(stage, *sources, *read_overrides(overrides), resume=resume, overwrite=overwrite, **more)
 
@@ -132,6 +133,19 @@ def show_checks(recipe: "Recipe", console: "Console", made: Sequence[Path] = ())
     console.print("\n[bold]checks[/bold]")
     for line in check_recipe(recipe, made) or ["nothing to load but the model"]:
         show_line(console, line, 2)
+
+
+def check_memory(recipe: "Recipe", sizes: "ModelSizes | None", device: "Device | None") -> None:
+    """DoesNotFit if the run would be on the processors of this machine and needs more memory than it has."""
+    import torch
+
+    from posttrain.planning.fit import require_memory
+    from posttrain.runs.machine import memory_of_processors
+
+    on_gpu = device is not None or (torch.cuda.is_available() and recipe.model.device != "cpu")
+    memory = memory_of_processors()
+    if sizes is not None and memory is not None and recipe.remote is None and not on_gpu:
+        require_memory(recipe, sizes, memory)
 
 
 def planned_device(dry_run: bool, on: str | None, full: bool = False) -> "Device | None":
@@ -415,6 +429,7 @@ def _plan_pipeline(
                     checked = TypeAdapter(AnyRecipe).validate_json(text)
                 try:
                     show_checks(checked, console, made)
+                    check_memory(planned_recipe, start[stage.name], device)
                 except InputError as error:
                     message = str(error)
                     for there, here in converted.items():

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.distributed.stopping import deleted_with_this_process
 from posttrain.errors import InputError, RunError
+from posttrain.runs.machine import usable_processors
 
 if TYPE_CHECKING:
     from posttrain.recipe.stages import Recipe
@@ -66,7 +67,7 @@ def launch(recipe: "Recipe", resume: bool, overwrite: bool) -> None:
                 with suppress(ProcessLookupError, ValueError):
                     os.kill(int(file.read_text()), number)
 
-        variables = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // count))}
+        variables = {"OMP_NUM_THREADS": str(max(1, len(usable_processors()) // count))}
         if sys.platform == "linux":
             variables["GLOO_SOCKET_IFNAME"] = "lo"
         unset = {name: value for name, value in variables.items() if name not in os.environ}

@@ -6,12 +6,12 @@ dtype. Gradients are summed in float32 and not averaged, because the divisor of 
 processes.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from posttrain.distributed.world import current_world
 
@@ -41,6 +41,8 @@ class ShardedModel:
         Each of `layers` is one FSDP group; the rest of the model is one more. With `trained`, shards of parameters that
         require a gradient become float32.
         """
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
         hardware = current_world().hardware
         dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
         lower = dtype != torch.float32
@@ -130,9 +132,8 @@ class ShardedModel:
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether this process holds only a shard of the tensor."""
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
+    loaded = sys.modules.get("torch.distributed.tensor")  # an import of half a second, which a shard has caused already
+    return loaded is not None and isinstance(tensor, loaded.DTensor)
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:

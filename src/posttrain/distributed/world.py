@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from posttrain.errors import InputError, PosttrainError, RunError
 from posttrain.recipe.hardware import HardwareRecipe
+from posttrain.runs.machine import usable_processors
 
 if TYPE_CHECKING:
     import torch
@@ -218,7 +219,7 @@ def _joined(hardware: HardwareRecipe, device: str) -> Iterator[World]:
     if world.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         import torch
 
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
+        torch.set_num_threads(max(1, len(usable_processors()) // world.local_size))
     _state["world"] = world
     try:
         yield world

@@ -1,6 +1,5 @@
 """Copies of one model in several processes, each on its own device, for metrics that score texts independently."""
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from multiprocessing import get_context
 from typing import Any, Generic, Literal, TypeVar
 
 from posttrain.distributed.launch import without_current_folder
+from posttrain.runs.machine import usable_processors
 
 M = TypeVar("M")
 T = TypeVar("T")
@@ -72,8 +72,7 @@ def _start(rank: int, processes: int) -> None:
     """Assign a share of the cores and a GPU to this process."""
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // processes))
+    torch.set_num_threads(max(1, len(usable_processors()) // processes))
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
 

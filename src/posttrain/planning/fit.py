@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from posttrain.errors import InputError
+from posttrain.errors import DoesNotFit, InputError
 from posttrain.planning.memory import (
     R,
     at_a_time,
@@ -16,7 +16,7 @@ from posttrain.planning.memory import (
 )
 from posttrain.planning.workers import placed_recipe, placement_of
 from posttrain.recipe.model import LoraRecipe
-from posttrain.recipe.plan import ACTIVATIONS, Device, Items, ModelSizes
+from posttrain.recipe.plan import ACTIVATIONS, CACHE, Device, Items, ModelSizes
 from posttrain.recipe.run import StageRecipe, TrainedRecipe
 
 
@@ -88,6 +88,23 @@ def at_peak(recipe: StageRecipe, sizes: ModelSizes, device: Device | None) -> tu
         return learning, ""
     both = ((learning, "while learning"), (sampling, "while sampling"))
     return max(both, key=lambda moment: sum(moment[0].values()))
+
+
+def require_memory(recipe: StageRecipe, sizes: ModelSizes, memory: int) -> None:
+    """DoesNotFit if the run needs more than `memory` bytes on the processors of this machine.
+
+    All its processes count, and the key/value cache and the memory of activations, whose estimates are upper limits there,
+    do not.
+    """
+    hardware = getattr(recipe, "hardware", None)
+    count = 1 if hardware is None or hardware.ray is not None else hardware.processes
+    items = at_peak(recipe, sizes, None)[0].items()
+    needed = count * sum(number for what, number in items if what not in (ACTIVATIONS, CACHE))
+    if needed > memory:
+        raise DoesNotFit(
+            f"the run does not fit: it needs {shown_bytes(needed)} besides activations and the key/value cache, and this "
+            f"machine has {shown_bytes(memory)}; `--full` lists the parts"
+        )
 
 
 def too_large(

@@ -45,9 +45,8 @@ Text = Annotated[str, NOTHING]
 class BaseConfig(BaseModel):
     """A section of a recipe: typed and immutable. Unknown keys are errors; the docstring of a field describes its key."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
-    )
+    # Validators are built on first use, and `recipe.reference` reads the docstrings: both would be most of a short command.
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, defer_build=True)
 
     metrics: ClassVar[tuple[Metric, ...]] = ()
     """The metrics of runs whose recipe has this section."""

@@ -3,10 +3,16 @@
 All of it is derived from the schema, so the reference and the error messages always match it.
 """
 
+import ast
+import functools
+import inspect
+import itertools
 import json
+import textwrap
 import types
 import typing
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Union
 
@@ -48,11 +54,12 @@ def keys_of(
     for name, info in part.model_fields.items():
         path = f"{prefix}{name}"
         default = info.get_default(call_default_factory=True)
+        about = info.description or docstrings(part).get(name, "")
         if defaults is not None:
             default = getattr(defaults, name, PydanticUndefined)
         sections = sections_of(info.annotation)
         if EnvironmentRecipe in sections:
-            yield Key(path, "a section", _text(default), info.description or "", variant)
+            yield Key(path, "a section", _text(default), about, variant)
             if prefix:  # those of `evaluation.environment` are the same
                 continue
             yield next(key for key in keys_of(EnvironmentRecipe, f"{path}.") if key.path == f"{path}.type")
@@ -63,21 +70,36 @@ def keys_of(
                         owners.setdefault(key, []).append(owner)
             yield from (replace(key, variant=", ".join(names)) for key, names in owners.items())
         elif typing.get_origin(info.annotation) is dict and (named := sections_of(typing.get_args(info.annotation)[1])):
-            yield Key(path, "a section", _text(default), info.description or "", variant)
+            yield Key(path, "a section", _text(default), about, variant)
             for section in named:
                 yield from keys_of(section, f"{path}.*.", None, variant)
         elif not sections:
             marks = (mark for part in (info.annotation, *info.metadata) for mark in _marks(part))
             mark = next((f" Needs trust: {mark.does}." for mark in marks if mark.needs_trust), "")
-            yield Key(path, allowed(info), _text(default), f"{info.description or ''}{mark}", variant)
+            yield Key(path, allowed(info), _text(default), f"{about}{mark}", variant)
         else:
             if len(sections) > 1 or default is None:
-                about = info.description or (sections[0].__doc__ or "").strip()
+                about = about or (sections[0].__doc__ or "").strip()
                 yield Key(path, allowed(info), _text(default), about, variant)
             for section in sections:
                 instance = default if isinstance(default, section) else None
                 tag = ", ".join(tags_of(section)) if len(sections) > 1 else ""
                 yield from keys_of(section, f"{path}.", instance, tag or variant)
+
+
+@functools.cache
+def docstrings(section: type[BaseConfig]) -> dict[str, str]:
+    """The docstring below each key of a section, from its source; keys without one are missing."""
+    found: dict[str, str] = {}
+    for part in (part for part in reversed(section.__mro__) if issubclass(part, BaseConfig)):
+        with suppress(OSError, TypeError):  # made by a program
+            (body,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
+            assert isinstance(body, ast.ClassDef)
+            for field, doc in itertools.pairwise(body.body):
+                match field, doc:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                        found[name] = inspect.cleandoc(text)
+    return found
 
 
 def metrics_of(part: type[BaseConfig]) -> list[Metric]:

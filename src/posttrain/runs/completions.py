@@ -1,6 +1,5 @@
 """The log of generated completions: JSON lines, appended in order of completion and sorted when published."""
 
-import fcntl
 import hashlib
 import json
 import os
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import InputError, RunError
+from posttrain.locks import lock
 from posttrain.runs.directory import LineLog, remove_partials, storage_errors, write_atomically
 
 Key = tuple[int | str, int]
@@ -86,16 +86,16 @@ class CompletionLog:
         folder = path.parent
         with storage_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(folder, os.O_RDONLY)
+            descriptor = os.open(folder, os.O_RDONLY)
         try:
             # Some file systems cannot lock directories. In this case, the check just before writing must suffice.
             with suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                lock(descriptor, wait=True)
             if not overwrite:
                 self.check_overwritable(path)
             write_lines(path, (self._line(key) for key in available))
         finally:
-            os.close(lock)
+            os.close(descriptor)
         return len(available)
 
     def check_overwritable(self, path: Path) -> None:

@@ -5,7 +5,6 @@ fails is a `RunError` with a remedy (`storage_errors`).
 """
 
 import errno
-import fcntl
 import glob
 import hashlib
 import json
@@ -25,6 +24,7 @@ import yaml
 
 from posttrain import __version__
 from posttrain.errors import InputError, PosttrainError, RunError
+from posttrain.locks import lock, unlock
 from posttrain.runs.machine import describe_machine
 from posttrain.runs.reader import is_file, open_file, read_json, read_text
 
@@ -182,7 +182,7 @@ class RunDirectory:
             if not is_file(file):
                 raise InputError(f"{file} is not a regular file; delete it")
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(descriptor)
             except BlockingIOError as error:
                 holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
                 raise InputError(
@@ -536,12 +536,12 @@ class LineLog:
     def locked(self) -> Iterator[None]:
         """Hold an exclusive lock of the file; other processes wait. A file system without locks has none."""
         with suppress(OSError):
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            lock(self._descriptor, wait=True)
         try:
             yield
         finally:
             with suppress(OSError):
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+                unlock(self._descriptor)
 
     def close(self) -> None:
         """Sync and close the file; a second call does nothing."""

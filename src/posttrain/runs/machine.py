@@ -18,6 +18,20 @@ PACKAGES = (
 )
 
 
+def usable_processors() -> list[int]:
+    """The logical processors that this process may use: fewer than the machine has in some containers."""
+    known = hasattr(os, "sched_getaffinity")  # on Linux alone
+    return sorted(os.sched_getaffinity(0)) if known else list(range(os.cpu_count() or 1))
+
+
+def memory_of_processors() -> int | None:
+    """Bytes of memory of this machine; None if the system does not say, as Windows."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
 def describe_machine() -> dict[str, Any]:
     """Package versions (None if not installed), Python, platform, processors, git commit, command line, folder and start time."""
     return {
@@ -28,7 +42,7 @@ def describe_machine() -> dict[str, Any]:
         "platform": platform.platform(),
         "processor": _processor(),
         "cpu_count": os.cpu_count(),
-        "cpus_allowed": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus_allowed": len(usable_processors()),
         "git": _commit(Path(__file__)),
         "packages": {name: _version(name) for name in PACKAGES},
     }

@@ -1,13 +1,12 @@
 """Shared state of a training loop: evaluation, checkpoints, logging, interruption, end of the run, collapse guards."""
 
 import math
-import resource
 import shutil
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -345,8 +344,11 @@ class Trainer(Generic[Output]):
         metrics |= {f"time/{name}": seconds for name, seconds in self.seconds.items()}
         metrics["time/step"] = sum(self.seconds.values())
         # Peaks so far, in bytes: resident memory of this process, and torch's allocations on its GPU.
-        unit = 1 if sys.platform == "darwin" else 1024
-        metrics["memory/process"] = float(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        with suppress(ModuleNotFoundError):  # Windows has no such module
+            import resource
+
+            unit = 1 if sys.platform == "darwin" else 1024
+            metrics["memory/process"] = float(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
         if torch.cuda.is_initialized():
             metrics["memory/gpu"] = float(torch.cuda.max_memory_allocated())
         self.seconds.clear()

@@ -1,6 +1,5 @@
 """A study on disk: directory, lock, Optuna storage, sampler and search space."""
 
-import fcntl
 import itertools
 import json
 import math
@@ -20,6 +19,7 @@ from optuna.samplers import BaseSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState
 
 from posttrain.errors import InputError
+from posttrain.locks import lock
 from posttrain.recipe.sources import dump_values
 from posttrain.recipe.study import Range, SamplerRecipe, choices_of
 from posttrain.recipe.study_file import Point, Study, shown
@@ -87,7 +87,7 @@ def study_lock(study: Study) -> Iterator[None]:
         descriptor = os.open(study.directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(descriptor)
         except BlockingIOError:
             raise InputError(f"another process runs the study {study.directory}; wait for it, or stop it") from None
         yield

@@ -7,6 +7,7 @@ import numpy as np
 
 from posttrain.credit.units.offsets import align
 from posttrain.credit.units.segment import Answer, segment
+from posttrain.recipe.reference import docstrings
 from posttrain.recipe.units import EntropyUnits, StepUnits, TextUnits
 from posttrain_environments.rationales.dataset import samples
 from posttrain_environments.rationales.procedures import write
@@ -27,7 +28,7 @@ def test_the_page_names_every_key():
     for part in (StepUnits, EntropyUnits, TextUnits):
         for key in set(part.model_fields) - {"type"}:
             assert f"`{key}" in GUIDE, key
-            assert part.model_fields[key].description, key
+            assert docstrings(part)[key], key
 
 
 def test_the_steps_of_any_procedure_are_its_lines(smollm):

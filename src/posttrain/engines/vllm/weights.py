@@ -1,7 +1,6 @@
 """Weight buckets of bounded size, each a safetensors file that the engines on this machine read."""
 
 import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from posttrain.locks import lock
 from posttrain.models.cuda.copies import copied_to_cpu
 
 Bucket = dict[str, torch.Tensor]
@@ -46,13 +46,13 @@ class WeightStore:
         parent = memory if roomy else Path(tempfile.gettempdir())
         # Folders of processes that were killed: their locks are free.
         for folder in parent.glob(f"{_PREFIX}*"):
-            with contextlib.suppress(OSError), (folder / _LOCK).open("rb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(OSError), (folder / _LOCK).open("rb") as file:
+                lock(file.fileno())
                 shutil.rmtree(folder, ignore_errors=True)
         self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         part = self.folder / "lock.part"
         self._lock = part.open("wb")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)  # held until this process exits
+        lock(self._lock.fileno())  # held until this process exits
         part.rename(self.folder / _LOCK)
         self.files: list[Path] = []
 

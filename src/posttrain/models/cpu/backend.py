@@ -39,11 +39,14 @@ LARGEST_FROM_HEAP = 32 << 20
 @cache
 def prefers_onednn() -> bool:
     """Whether this machine has an AMD processor with AVX-512, and PyTorch has both libraries."""
-    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available() and PROCESSORS.exists()):
+    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
-    return "AuthenticAMD" in PROCESSORS.read_text() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    try:
+        return "AuthenticAMD" in PROCESSORS.read_text()
+    except OSError:
+        return False
 
 
 @cache

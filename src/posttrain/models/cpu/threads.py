@@ -12,6 +12,8 @@ from statistics import median
 import torch
 from torch.nn.functional import silu
 
+from posttrain.runs.machine import usable_processors
+
 RUNNING = Path("/proc/loadavg")
 SAMPLES, INTERVAL = 30, 0.01
 """How often running processes are counted, and the seconds between counts."""
@@ -37,11 +39,6 @@ def busy_processors() -> float:
     return float(median(counts))
 
 
-def usable_processors() -> int:
-    """The number of logical processors that this process may use: fewer than the machine has in some containers."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def threads_beside(busy: float) -> int | None:
     """The number of threads to use while `busy` other threads run; None keeps torch's number.
 
@@ -52,7 +49,7 @@ def threads_beside(busy: float) -> int | None:
     these or on others, so all are subtracted, and the comparison decides.
     """
     every = torch.get_num_threads()
-    free = max(1, int(usable_processors() - busy))
+    free = max(1, int(len(usable_processors()) - busy))
     if free >= every or "OMP_NUM_THREADS" in os.environ:
         return None
     try:

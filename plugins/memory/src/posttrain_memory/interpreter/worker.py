@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import resource
 import signal
 import socket
 import sys
@@ -138,7 +137,12 @@ class JsonConverter:
 
 
 def confine(settings: dict[str, Any]) -> None:
-    """Limit memory and files of this process and its children, and disable core dumps."""
+    """Limit memory and files of this process and its children, and disable core dumps.
+
+    A system without such limits, as Windows, runs no code of a policy: ModuleNotFoundError.
+    """
+    import resource
+
     files = ((resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, 128))
     for limit, most in ((resource.RLIMIT_AS, settings["process_bytes"]), *files):
         hard = resource.getrlimit(limit)[1]

@@ -1,7 +1,6 @@
 """Storage of notes: in memory, one copy per episode, or in a folder on disk."""
 
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from posttrain.errors import InputError
+from posttrain.locks import lock
 from posttrain_memory.vault.limits import VaultError, VaultLimits, quoted
 from posttrain_memory.vault.paths import note_path
 
@@ -209,7 +209,7 @@ class DiskStorage:
         except OSError as error:
             raise InputError(f"{root} cannot be written: {error.strerror}; open it read-only") from None
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(file)
         except OSError:
             owner = os.pread(file, 20, 0).decode(errors="replace").strip()
             os.close(file)

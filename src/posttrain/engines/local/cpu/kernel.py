@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,10 +32,13 @@ HEADER = Path(__file__).with_name("vectors.h")
 # Vectorizing a dot product requires reordering of sums. The rest of -ffast-math is left out, because it would change how
 # the whole process treats denormal numbers.
 FLAGS = [
-    *("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC"),
+    *("-O3", "-std=c++17", "-shared", "-fPIC"),
     *("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
-    "-mprefer-vector-width=512",
 ]
+X86_FLAGS = ["-march=native", "-mprefer-vector-width=512"]
+"""Every 64-bit ARM processor has the vectors that its compilers use without flags, and not all of them know these two."""
+OPENMP = [] if sys.platform == "darwin" else ["-fopenmp"]
+"""Apple's compiler has no OpenMP; without it, one thread computes everything."""
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -159,8 +163,9 @@ def compiled(name: str, source: Path, macros: Sequence[str]) -> Path | None:
                 stacklevel=3,
             )
         return None
+    flags = [*FLAGS, *OPENMP, *(X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else [])]
     try:
-        return build(name, source, [command, *FLAGS, *macros], HEADER.read_text() + _processor())
+        return build(name, source, [command, *flags, *macros], HEADER.read_text() + _processor())
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
         warnings.warn(
