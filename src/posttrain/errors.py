@@ -41,6 +41,12 @@ class RunError(PosttrainError):
     exit_code = 1
 
 
+class NothingLearned(RunError):
+    """A training run has ended, and its held-out measure did not improve beyond chance."""
+
+    exit_code = 4
+
+
 class WorkersLost(RunError):
     """Workers of a cluster died too often or did not restart, so every further request would fail as well."""
 

@@ -6,7 +6,7 @@ recipe or one of its inputs has changed.
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from glob import glob
 from importlib.util import find_spec
@@ -21,7 +21,7 @@ from posttrain.planning.dry_run import tasks_of
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.pipeline import STAGE, ConvertRecipe, PipelineRecipe, PipelineStage
 from posttrain.recipe.rollout import evaluated_environment
-from posttrain.recipe.run import LOGGED_IN
+from posttrain.recipe.run import LOGGED_IN, TrainedRecipe
 from posttrain.recipe.sources import texts
 from posttrain.recipe.stages import EvaluateRecipe
 from posttrain.recipe.warnings import thinking_differs
@@ -30,7 +30,17 @@ from posttrain.runs.directory import write_atomically
 from posttrain.runs.evaluated import evaluated_checkpoints, evaluated_run
 from posttrain.runs.reader import is_file, read_json
 from posttrain.runs.report import Report
-from posttrain.runs.tables import START, PolicyRow, evaluated_table, policy_tables, read_policies, read_tables
+from posttrain.runs.tables import (
+    IMPROVED,
+    START,
+    PolicyRow,
+    evaluated_table,
+    policy_tables,
+    read_policies,
+    read_tables,
+    read_verdict,
+    show_line,
+)
 from posttrain.stages import run_stage
 from posttrain.terminal import new_console
 
@@ -48,6 +58,7 @@ def run_pipeline(
     start_from: str | None = None,
     overwrite: bool = False,
     console: Console | None = None,
+    check_trained: Callable[[Path], None] | None = None,
 ) -> list[Path]:
     """Run the unfinished stages in order and return the run directories of all selected stages that are runs.
 
@@ -56,6 +67,7 @@ def run_pipeline(
             the current recipe would produce a different model.
         start_from: like `only`, for this stage and those after it.
         overwrite: run the selected stages even if nothing has changed.
+        check_trained: called with the run of each selected stage that trains a model, when it has finished.
 
     Raises:
         InputError: an unknown stage, or a stage whose upstream stage has not finished. Also raises the errors of
@@ -76,6 +88,7 @@ def run_pipeline(
         reason, resume = ("--overwrite", False) if overwrite else reason_to_run(pipeline, stage, lineage)
         if reason is None:
             console.print(f"stage {stage.name}: finished, nothing has changed", highlight=False)
+            _conclude(stage, directory, check_trained, console)
             continue
         console.print(f"stage {stage.name}: {'resumes' if resume else 'runs'} ({reason})", highlight=False)
         pipeline.directory.mkdir(parents=True, exist_ok=True)
@@ -86,8 +99,20 @@ def run_pipeline(
             run_stage(stage.recipe, resume=resume, overwrite=not resume and directory.exists(), console=console)
         finished = lineage | {"outputs": _outputs(directory, stage, digests=True)}
         write_atomically(directory / "lineage.json", json.dumps(finished, indent=2) + "\n")
+        _conclude(stage, directory, check_trained, console)
     report_pipeline(pipeline, console)
     return [pipeline.directory / stage.name for stage in selected if not stage.files]
+
+
+def _conclude(
+    stage: PipelineStage, directory: Path, check_trained: Callable[[Path], None] | None, console: Console
+) -> None:
+    """Print a verdict other than `improved` on a finished stage, and call `check_trained` if the stage trains a model."""
+    verdict = read_verdict(directory)
+    if verdict is not None and verdict.outcome != IMPROVED:
+        show_line(console, f"stage {stage.name}: {verdict.sentence}")
+    if check_trained is not None and isinstance(stage.recipe, TrainedRecipe):
+        check_trained(directory)
 
 
 def _convert(recipe: ConvertRecipe, directory: Path, console: Console) -> None:

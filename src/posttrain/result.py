@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.episode import Episode
-from posttrain.errors import InputError
+from posttrain.errors import InputError, NothingLearned
 from posttrain.plugins import pip_command
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import read_metrics
+from posttrain.runs.tables import IMPROVED, Verdict, read_verdict
 
 if TYPE_CHECKING:
     import pandas
@@ -41,6 +42,9 @@ class Result:
     (`success`, `success_low`, `success_high`), and `n`, the environment seeds or rows they were measured on."""
     best_step: int | None
     """The step whose weights were exported; None if no checkpoint was chosen."""
+    verdict: Verdict | None
+    """Whether training changed the held-out measure beyond chance: its `outcome` is `improved`, `nothing was learned` or
+    `got worse`. None if the model was not measured before training, or is not trained."""
     warnings: list[str]
     """The warnings of the run."""
 
@@ -62,8 +66,19 @@ class Result:
             evaluations=[_row(line) for line in of.get("evaluation", [])],
             evaluation=[_row(line, step=False) for line in [*of.get("baseline", []), *measured]],
             best_step=next((line["best_step"] for line in final if "best_step" in line), None),
+            verdict=read_verdict(run.path),
             warnings=[line["message"] for line in of.get("warning", []) if "message" in line],
         )
+
+    def require_learning(self) -> None:
+        """NothingLearned unless the held-out measure improved. InputError for a run that did not measure it before training."""
+        if self.verdict is None:
+            raise InputError(
+                f"{self.run} has no verdict, because it did not measure the model before training; set evaluation.every above "
+                "0 and evaluation.start to true, and hold out data"
+            )
+        if self.verdict.outcome != IMPROVED:
+            raise NothingLearned(f"{self.run}: {self.verdict.sentence}")
 
     def metrics_table(self) -> "pandas.DataFrame":
         """`metrics` as a pandas table with `step` as its index. InputError if pandas is not installed."""

@@ -206,6 +206,7 @@ def pipeline(
     only: str | None = None,
     start_from: str | None = None,
     overwrite: bool = False,
+    strict: bool = False,
     console: "Console | None" = None,
     **overrides: Any,
 ) -> dict[str, Result]:
@@ -222,6 +223,7 @@ def pipeline(
         only: run only this stage.
         start_from: run this stage and those after it.
         overwrite: run finished stages again.
+        strict: NothingLearned after the first trained stage whose held-out measure did not improve.
         overrides: `name`, `runs`, `common.KEY` for every stage, `stages.NAME.KEY` for one.
 
     Returns:
@@ -230,7 +232,10 @@ def pipeline(
     from posttrain.pipelines import run_pipeline
 
     loaded = load_pipeline(str(file), [], _layers(changes, overrides))
-    runs = run_pipeline(loaded, only=only, start_from=start_from, overwrite=overwrite, console=console)
+    check = (lambda path: Result.open(path).require_learning()) if strict else None
+    runs = run_pipeline(
+        loaded, only=only, start_from=start_from, overwrite=overwrite, console=console, check_trained=check
+    )
     return {path.name: Result.open(path) for path in runs}
 
 

@@ -1,13 +1,17 @@
 """Coefficients that follow a target, and collapse guards: thresholds, patience, state."""
 
 import math
+import re
 
 import pytest
 
 from posttrain.errors import InputError
 from posttrain.recipe.compose import load_recipe
+from posttrain.recipe.guards import GUARDS, GuardRecipe
 from posttrain.recipe.loss import EntropyRecipe, KlRecipe
-from posttrain.recipe.run import GuardRecipe
+from posttrain.recipe.metrics import declared
+from posttrain.recipe.reference import metrics_of
+from posttrain.recipe.stages import STAGES
 from posttrain.training.controllers import EntropyController, Guards, KlController
 
 
@@ -127,3 +131,18 @@ def test_a_solved_task_is_no_collapse():
     (sentence,) = guards.check(failing, 5)
     assert "zero_groups" in sentence
     assert "since step 4" in sentence
+
+
+def test_a_share_of_failed_episodes_is_per_episode():
+    guards = Guards(GuardRecipe(patience=1, thresholds={"max_failed": 0.2}))
+    assert guards.check({"rollout/failed": 3.0, "rollout/episodes": 16.0}, 1) == []
+    (sentence,) = guards.check({"rollout/failed": 4.0, "rollout/episodes": 16.0}, 2)
+    assert "= 0.25 " in sentence
+    assert guards.check({"rollout/failed": 4.0}, 3) == []
+
+
+def test_every_guard_watches_a_declared_metric_and_names_one_key():
+    metrics = metrics_of(STAGES["rl"])
+    for guard in GUARDS:
+        assert all(declared(key, metrics) for key in (guard.metric, guard.per) if key), guard.key
+        assert len(re.findall(r"\w+\.\w+(?:\.\w+)*", guard.remedy)) == 1, guard.remedy

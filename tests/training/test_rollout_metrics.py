@@ -48,12 +48,19 @@ TABLE = {
     "rollout/turns": (RETURNED, lambda e: len(e.turns), "mean"),
     "rollout/tokens_per_answer": (RETURNED, lambda e: e.sampled_tokens, "per turn"),
     "rollout/rejected_share": (RETURNED, lambda e: len(e.turns), "per turn"),
+    "rollout/truncated_share": (
+        ("truncated",),
+        lambda e: len(e.turns) / 4,
+        "sum",
+    ),  # the returned episodes have 4 turns
     "tools/calls": (RETURNED, lambda e: sum(t.info["tool_calls"] for t in e.turns), "mean"),
     "policy/repeated_share": (RETURNED, lambda e: 0.0, "mean"),
 }
 """Metric -> the kinds of episodes that it counts, the value of one, and how the values are combined."""
 OTHERS = {"tools/malformed_share": 0.5, "tools/failed_share": 1.0, "reward/group_spread": 4.5}
-"""Shares of sums over the same episodes, and the spread of the one group with two returns, 1 and 10."""
+OTHERS |= {"rollout/same_answer_share": 0.75}
+"""Shares of sums over the same episodes, the spread of the one group with two returns, 1 and 10, and the share of the answer of
+all first turns, three of four."""
 
 
 def combined(kinds, value, how):

@@ -49,6 +49,10 @@ FallBack = Annotated[
     ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete an existing run of the same name first.")]
+Strict = Annotated[
+    bool,
+    typer.Option("--strict", help="Exit with code 4 if training did not improve the held-out measure beyond chance."),
+]
 OPEN = {"ignore_unknown_options": True, "allow_extra_args": True}
 """Context settings of commands that accept `--key value` for every recipe key."""
 
@@ -61,6 +65,7 @@ def run(
     on: str | None,
     resume: Path | None,
     overwrite: bool,
+    strict: bool = False,
     **more: Any,
 ) -> None:
     """Run one stage of the recipe in `words`, show its plan, or continue the run `resume`."""
@@ -93,7 +98,9 @@ def run(
             console.print("\nadd --full for the whole recipe and the parts of the estimate", highlight=False)
         check_memory(recipe, sizes, device)
         return
-    run_stage(stage, *sources, *read_overrides(overrides), resume=resume, overwrite=overwrite, **more)
+    result = run_stage(stage, *sources, *read_overrides(overrides), resume=resume, overwrite=overwrite, **more)
+    if strict:
+        result.require_learning()
 
 
 def with_planned_engine(recipe: "Recipe", device: "Device | None", console: "Console") -> "Recipe":
@@ -160,7 +167,7 @@ def planned_device(dry_run: bool, on: str | None, full: bool = False) -> "Device
     return None if on is None else device_of(on)
 
 
-_OPTIONS = ("--dry-run", "--full", "--on", "--resume", "--fall-back", "--overwrite", "--debug", "--trust")
+_OPTIONS = ("--dry-run", "--full", "--on", "--resume", "--fall-back", "--overwrite", "--strict", "--debug", "--trust")
 
 
 def split_words(words: list[str], *options: str) -> tuple[list[str], list[str]]:
@@ -202,8 +209,9 @@ def stage_command(stage: str, description: str) -> Callable[..., None]:
         resume: Resume = None,
         fall_back: FallBack = False,
         overwrite: Overwrite = False,
+        strict: Strict = False,
     ) -> None:
-        run(stage, words or [], dry_run, full, on, resume, overwrite, fall_back=fall_back)
+        run(stage, words or [], dry_run, full, on, resume, overwrite, strict, fall_back=fall_back)
 
     command.__name__, command.__doc__ = stage, description
     return command
@@ -339,6 +347,9 @@ def pipeline(
     full: Full = False,
     on: On = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Run finished stages again.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Stop with code 4 after a stage that did not improve its held-out measure.")
+    ] = False,
 ) -> None:
     """Run stages in order, each from the files or the model of an earlier one. Finished, unchanged stages are skipped.
 
@@ -366,7 +377,7 @@ def pipeline(
     from posttrain.recipe.sources import read_overrides
     from posttrain.verbs import pipeline as run_pipeline
 
-    run_pipeline(file, *read_overrides(overrides), only=only, start_from=start_from, overwrite=overwrite)
+    run_pipeline(file, *read_overrides(overrides), only=only, start_from=start_from, overwrite=overwrite, strict=strict)
 
 
 def _plan_pipeline(

@@ -192,10 +192,10 @@ def _read_run(path: str) -> Run:
         )
     given = read_return_source(run.path) or return_source(recipe)
     played = None if environment is None else environment.model_dump(mode="json")
-    return Run(path, _of_episodes(episodes, given), {}, played, details)
+    return Run(path, episode_metrics(episodes, given), {}, played, details)
 
 
-def _of_episodes(episodes: Sequence[Episode], reward: str) -> dict[str, MetricResult]:
+def episode_metrics(episodes: Sequence[Episode], reward: str) -> dict[str, MetricResult]:
     """The metrics of episodes; `reward`: what gave their returns."""
     episodes = [episode for episode in episodes if episode.outcome is not Outcome.UNSCORED]
     played = [episode for episode in episodes if episode.has_return]

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from posttrain.recipe.components import environment_class
 from posttrain.recipe.data import FixedRowsRecipe
+from posttrain.recipe.guards import GuardRecipe
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.loss import Aggregation
 from posttrain.recipe.metrics import Metric
@@ -13,7 +14,7 @@ from posttrain.recipe.model import MISMATCH, LearnerRecipe, OptimizerRecipe
 from posttrain.recipe.needs import Around, Needs
 from posttrain.recipe.plan import Items, Plan
 from posttrain.recipe.rollout import EvaluationRecipe, evaluated_environment
-from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, SampledRecipe, refuse_longer
+from posttrain.recipe.run import CheckpointRecipe, SampledRecipe, refuse_longer
 from posttrain.recipe.teacher import TeacherRecipe, refuse_other_temperature
 
 

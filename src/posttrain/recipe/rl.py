@@ -9,6 +9,7 @@ from posttrain.recipe.agent import AgentRecipe, refuse_with_agent
 from posttrain.recipe.components import environment_class
 from posttrain.recipe.credit import CREDITS, CreditRecipe, CriticRecipe
 from posttrain.recipe.data import PtxRecipe
+from posttrain.recipe.guards import GuardRecipe
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.loss import ADAPTERS_OFF, KL_STEP, LOSSES, EntropyRecipe, KlRecipe, LossRecipe
 from posttrain.recipe.metrics import Metric
@@ -16,7 +17,7 @@ from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe, RewardSource,
 from posttrain.recipe.needs import is_given, needs
 from posttrain.recipe.plan import CACHE, Items, Plan, counted, plural
 from posttrain.recipe.rollout import EvaluationRecipe
-from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, SampledRecipe, refuse_longer
+from posttrain.recipe.run import CheckpointRecipe, SampledRecipe, refuse_longer
 from posttrain.recipe.teacher import RewardTeacherRecipe, refuse_other_temperature
 from posttrain.recipe.units import CausalCredit, EntropyUnits, HindsightCredit, UnitCreditRecipe
 

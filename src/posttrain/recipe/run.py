@@ -1,4 +1,4 @@
-"""What every stage has: keys of directories, checkpoints and collapse guards, the environment of stages that use one, and the
+"""What every stage has: keys of directories and checkpoints, the environment of stages that use one, and the
 methods by which a stage declares what it loads, its warnings, its batches and its memory.
 """
 
@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from posttrain.recipe.base import CONNECTS, BaseConfig, Connects, Text, Writes
 from posttrain.recipe.components import AnyEnvironment, environment_recipe
@@ -58,26 +58,6 @@ class CheckpointRecipe(BaseConfig):
 
 
 ExportedStep = Literal["best", "last"]
-
-
-Guard = Literal["max_zero_groups", "min_reward_spread", "min_entropy", "max_gradient_norm", "max_repeated_share"]
-_THRESHOLDS: dict[Guard, float | None] = {"max_zero_groups": 0.8, "max_repeated_share": 0.8}
-
-
-class GuardRecipe(BaseConfig):
-    """Collapse detection. A guard triggers after `patience` consecutive steps beyond its threshold."""
-
-    action: Literal["warn", "stop"] = "warn"
-    """`warn`: log a warning. `stop`: end the run, also when it is resumed, and keep the last good checkpoint."""
-    patience: int = Field(5, ge=1)
-    """Consecutive steps beyond a threshold before a guard triggers."""
-    thresholds: dict[Guard, Annotated[float, Field(ge=0)] | None] = Field(_THRESHOLDS, validate_default=True)
-    """Threshold of each guard; null: off. `max_zero_groups`: share of groups without credit, because all their episodes have the same return. `min_reward_spread`: mean standard deviation of returns within groups. `min_entropy`: mean entropy at sampled tokens, in nats. `max_gradient_norm`: before clipping. `max_repeated_share`: share of sampled tokens that repeat the token before them."""
-
-    @field_validator("thresholds", mode="after")
-    @classmethod
-    def _with_defaults(cls, value: dict[Guard, float | None]) -> dict[Guard, float | None]:
-        return {**_THRESHOLDS, **value}
 
 
 SinkName = Literal["tensorboard", "wandb", "trackio"]
@@ -392,6 +372,8 @@ class SampledRecipe(PlayedRecipe, TrainedRecipe):
         Metric("rollout/tokens_per_answer", "training", ANSWERS, TRAINING),
         Metric("rollout/turns", "training", TURNS, TRAINING),
         Metric("rollout/rejected_share", "training", REJECTED, TRAINING),
+        Metric("rollout/truncated_share", "share of answers that ended at a limit on tokens"),
+        Metric("rollout/same_answer_share", "share of answers that are the most frequent answer of the step"),
         Metric("rollout/episodes", "episodes of the step"),
         Metric("rollout/kept", "episodes of the step after `rollout.filter`"),
         Metric("rollout/failed", "episodes that failed"),

@@ -21,12 +21,12 @@ from posttrain.runs.panels import TITLES
 from posttrain.runs.reader import read_text
 from posttrain.runs.tables import (
     TASKS,
-    UNIMPROVED,
     Table,
     headline,
     markdown_table,
     plain_numbers,
     read_tasks,
+    read_verdict,
     score_table,
 )
 from posttrain.terminal import printable
@@ -42,6 +42,8 @@ class Report:
     path: str = ""
     headline: str = ""
     """The result in one sentence."""
+    verdict: Sequence[str] = ()
+    """Whether training changed the held-out measure, and the likely reasons if it did not."""
     tables: Sequence[Table] = ()
     """Final results."""
     scores: Table | None = None
@@ -61,6 +63,8 @@ class Report:
         log = Log.of(lines)
         self.scores, self.warnings = score_table(log), run_warnings(log, warnings)
         try:
+            verdict = read_verdict(run.path)
+            self.verdict = verdict.lines if verdict is not None else ()
             self.headline = headline(log) or f"No result yet: {_of(log.last_step, run.load_recipe())} steps are done."
             self.facts = run_facts(run, log)
             changed = changed_keys(run.load_recipe(to_run=True))
@@ -108,7 +112,6 @@ def write_report(
         [(title, f"plots/{name}.png") for name, title in figures if (run.plots / f"{name}.png").is_file()],
         model=model_directory,
         quoted=json.dumps(str(model_directory)),
-        unimproved=is_unimproved(log) and f"{UNIMPROVED[0].upper()}{UNIMPROVED[1:]}",
         adapter=model_directory is not None and (model_directory / "adapter_config.json").is_file(),
         loader="AutoModelForSequenceClassification" if recipe.stage == "reward" else "AutoModelForCausalLM",
         episodes=len(list(run.episodes.glob("*.jsonl.zst"))),
@@ -235,11 +238,6 @@ def _written(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_written(member) for member in value]
     return {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else value
-
-
-def is_unimproved(lines: Sequence[Line]) -> bool:
-    """Whether the exported model is the starting model, because no later checkpoint was better."""
-    return any(line.get("chosen") == UNIMPROVED for line in lines)
 
 
 def run_warnings(lines: Sequence[Line], warnings: Sequence[str] = ()) -> list[str]:

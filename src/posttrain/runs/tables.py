@@ -355,21 +355,42 @@ def score_cell(interval: Interval | None, percent: bool = False) -> str:
     return f"{value:{form}}{unit}" + ("" if math.isnan(low) else f" [{low:{form}}, {high:{form}}]")
 
 
+IMPROVED, NOTHING, WORSE = "improved", "nothing was learned", "got worse"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a training run changed its held-out measure (`posttrain.evaluation.verdict`)."""
+
+    outcome: str
+    """`IMPROVED`, `NOTHING` or `WORSE`."""
+    sentence: str
+    reasons: Sequence[str] = ()
+    """The most likely reasons for the last two, by the metrics of the run."""
+
+    @property
+    def lines(self) -> list[str]:
+        """The sentence, then the reasons."""
+        return [self.sentence, *(f"likely reason: {reason}" for reason in self.reasons)]
+
+
 def write_results(
     directory: Path,
     tables: Sequence[Table],
     rows: Sequence[PolicyRow],
     tasks: Mapping[str, str] | None = None,
     return_source: str = "",
+    verdict: Verdict | None = None,
 ) -> None:
     """Write `results.json` in the run directory: the final tables, the rows of the policies as values, the rows of files
-    that were the `tasks` of each part of the run, and what gave the model's returns.
+    that were the `tasks` of each part of the run, what gave the model's returns, and the verdict on training.
     """
     content: dict[str, Any] = {
         "tables": [asdict(table) for table in tables],
         "policies": [asdict(row) for row in rows],
         "tasks": dict(tasks or {}),
         "return_source": return_source,
+        "verdict": None if verdict is None else asdict(verdict),
     }
     write_atomically(directory / "results.json", json.dumps(content, indent=1) + "\n")
 
@@ -402,6 +423,19 @@ def read_return_source(directory: Path) -> str:
     if not is_file(directory / "results.json"):
         return ""
     return _from_results(directory, lambda values: str(values.get("return_source", "")))
+
+
+def read_verdict(directory: Path) -> Verdict | None:
+    """The verdict on a training run; None before its end, and for a run that has none."""
+    if not is_file(directory / "results.json"):
+        return None
+
+    def verdict(values: Mapping[str, Any]) -> Verdict | None:
+        if (known := values.get("verdict")) is None:
+            return None
+        return Verdict(str(known["outcome"]), str(known["sentence"]), [*map(str, known["reasons"])])
+
+    return _from_results(directory, verdict)
 
 
 def _from_results(directory: Path, make: Callable[[dict[str, Any]], T]) -> T:

@@ -21,10 +21,11 @@ from posttrain.models.forward import TokenScores
 from posttrain.models.gate import tolerance
 from posttrain.models.load import resolve_dtype
 from posttrain.models.policy import Policy
+from posttrain.recipe.guards import GUARDS, GuardRecipe
 from posttrain.recipe.loss import KL_STEP, EntropyRecipe, KlRecipe, PolicyLoss
 from posttrain.recipe.model import ModelRecipe, RewardSource
 from posttrain.recipe.rollout import RolloutRecipe
-from posttrain.recipe.run import Guard, GuardRecipe, SampledRecipe
+from posttrain.recipe.run import SampledRecipe
 from posttrain.rollout.filters import overlong_penalty
 from posttrain.seeds import random_stream
 from posttrain.training.objectives import PolicyObjective, metrics_without_pass
@@ -286,61 +287,6 @@ def _per_token(
 
 # -- guards -----------------------------------------------------------------------------------------------------------
 
-SOLVED = 0.9
-"""Share of a step's episodes. If as many succeed, groups without signal show that the tasks are learned."""
-
-
-@dataclass(frozen=True)
-class _Guard:
-    key: Guard
-    """Its name in `GuardRecipe.thresholds`."""
-    metric: str
-    below: bool
-    """Whether the guard fires below the threshold; otherwise above it."""
-    meaning: str
-    """The likely cause, and the settings to change."""
-    of_returns: bool = False
-    """Whether it compares returns within groups. They also agree where nearly all episodes succeed, which is no collapse."""
-
-
-_GUARDS = (
-    _Guard(
-        "max_zero_groups",
-        "credit/zero_groups",
-        False,
-        "all episodes of these groups end with the same return and give no signal; raise rollout.episodes_per_group or "
-        "rollout.sampling.temperature, set rollout.filter.type=dynamic, or choose tasks that sometimes succeed and "
-        "sometimes fail",
-        of_returns=True,
-    ),
-    _Guard(
-        "min_reward_spread",
-        "reward/group_spread",
-        True,
-        "returns in a group hardly differ; raise rollout.sampling.temperature, or use tasks that sometimes succeed and "
-        "sometimes fail",
-        of_returns=True,
-    ),
-    _Guard(
-        "min_entropy",
-        "policy/entropy",
-        True,
-        "the policy has stopped exploring; lower optimizer.learning_rate, or set entropy.coefficient or kl.coefficient",
-    ),
-    _Guard(
-        "max_gradient_norm",
-        "optimizer/gradient_norm",
-        False,
-        "updates have become unstable; lower optimizer.learning_rate, or set optimizer.warmup_updates",
-    ),
-    _Guard(
-        "max_repeated_share",
-        "policy/repeated_share",
-        False,
-        "the policy repeats the same token; lower optimizer.learning_rate, or set kl.coefficient",
-    ),
-)
-
 
 class Guards(Saved):
     """Counts, per guard, the consecutive steps beyond its threshold.
@@ -355,32 +301,26 @@ class Guards(Saved):
         self.recipe = recipe
         self.stopped = False
         """Whether a guard has ended the run."""
-        self.in_a_row = {guard.key: 0 for guard in _GUARDS}
-        self.since = {guard.key: 0 for guard in _GUARDS}
+        self.in_a_row = {guard.key: 0 for guard in GUARDS}
+        self.since = {guard.key: 0 for guard in GUARDS}
         """The step at which the count of a guard began."""
 
     def check(self, metrics: dict[str, float], step: int) -> list[str]:
         """One sentence for each guard that fires at this step, usually none.
 
-        A metric that is missing or NaN leaves the count unchanged. A guard fires at most once in `patience` steps. Guards
-        of returns end their count at a step in which at least `SOLVED` of the episodes succeed.
+        A metric that is missing or NaN leaves the count unchanged. A guard fires at most once in `patience` steps.
         """
         fired = []
-        solved = metrics.get("rollout/success", 0.0) >= SOLVED
-        for guard in _GUARDS:
-            threshold, value = self.recipe.thresholds.get(guard.key), metrics.get(guard.metric, math.nan)
+        for guard in GUARDS:
+            threshold, value = self.recipe.thresholds.get(guard.key), guard.value(metrics)
             if threshold is None or math.isnan(value):
                 continue
-            beyond = (value < threshold if guard.below else value > threshold) and not (guard.of_returns and solved)
+            beyond = guard.beyond(metrics, threshold)
             if beyond and not self.in_a_row[guard.key]:
                 self.since[guard.key] = step
             self.in_a_row[guard.key] = self.in_a_row[guard.key] + 1 if beyond else 0
             if beyond and self.in_a_row[guard.key] % self.recipe.patience == 0:
-                side = "below" if guard.below else "above"
-                fired.append(
-                    f"{guard.metric} = {value:.4g} has been {side} guards.thresholds.{guard.key} = {threshold:g} since step "
-                    f"{self.since[guard.key]}: {guard.meaning}"
-                )
+                fired.append(guard.sentence(value, threshold, f"since step {self.since[guard.key]}"))
         self.stopped = bool(fired) and self.recipe.action == "stop"
         return fired
 

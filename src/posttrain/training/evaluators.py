@@ -12,6 +12,7 @@ from posttrain.data.held_out import TaskSplit, listed_rows
 from posttrain.environments.protocol import EnvironmentFactory, completed, return_range
 from posttrain.episode import Episode, Outcome, StopReason
 from posttrain.errors import RunError
+from posttrain.evaluation.results import MetricResult
 from posttrain.evaluation.summary import MEAN, PASS, evaluate
 from posttrain.recipe.components import environment_class
 from posttrain.recipe.rollout import SCORES, EvaluationRecipe
@@ -49,6 +50,10 @@ class Evaluator(ABC):
     @abstractmethod
     def tables(self, lines: Mapping[str, Mapping[str, Any]]) -> list[Table]:
         """The final tables, from the metrics lines of kind `baseline` and `final` by their `policy`."""
+
+    def row_scores(self) -> MetricResult | None:
+        """The score of each row in the last `final`; None if its episodes are stored instead."""
+        return None
 
     def artifacts(self) -> Sequence[str]:
         """Lines to print after the final tables, such as scored samples; usually none."""

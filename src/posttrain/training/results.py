@@ -7,11 +7,12 @@ from typing import Any
 
 from rich.console import Console
 
+from posttrain.evaluation.verdict import run_verdict
 from posttrain.recipe.rollout import evaluated_environment, return_source
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import read_metrics
-from posttrain.runs.report import is_unimproved, write_report
-from posttrain.runs.tables import EVALUATED, START, TRAINED, UNIMPROVED, Table, show_line, write_results
+from posttrain.runs.report import write_report
+from posttrain.runs.tables import EVALUATED, START, TRAINED, Table, read_verdict, show_line, write_results
 from posttrain.training.evaluators import EpisodeEvaluator, Evaluator
 
 
@@ -30,8 +31,9 @@ def report_results(
             console.print(line, highlight=False, markup=False)
     for line in (f"report: {run.report}", f"model: {model_directory}"):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    if is_unimproved(read_metrics(run.metrics)):
-        show_line(console, UNIMPROVED)
+    if (verdict := read_verdict(run.path)) is not None:
+        for line in verdict.lines:
+            show_line(console, line)
 
 
 def draw_plots(run: RunDirectory) -> None:
@@ -56,5 +58,6 @@ def write_tables(run: RunDirectory, evaluators: Sequence[Evaluator]) -> list[Tab
     played = [each for each in evaluators if isinstance(each, EpisodeEvaluator)]
     tasks = {part: listed for each in played for part, listed in each.listed_tasks().items()}
     rows = [row for each in played for row in each.rows(lines)]
-    write_results(run.path, tables, rows, tasks, return_source(recipe))
+    verdict = run_verdict(run) if TRAINED in lines else None
+    write_results(run.path, tables, rows, tasks, return_source(recipe), verdict)
     return tables

@@ -3,7 +3,7 @@
 import hashlib
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -19,7 +19,7 @@ from posttrain.engines.factory import open_engine
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Engine, EngineCounters
 from posttrain.environments.protocol import EnvironmentFactory
-from posttrain.episode import Episode, Outcome, reports_success, score_names
+from posttrain.episode import CUT_OFF, Episode, Outcome, reports_success, score_names
 from posttrain.errors import InputError
 from posttrain.models.policy import Policy
 from posttrain.recipe.agent import AgentRecipe
@@ -344,6 +344,7 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     streams = [stream for e in played for stream in e.streams]
     repeated = sum(int((s.sampled[1:] & (s.ids[1:] == s.ids[:-1])).sum()) for s in streams)
     pairs = sum(int(s.sampled[1:].sum()) for s in streams)
+    answers = Counter(turn.answer for turn in turns)
     metrics = {
         "rollout/episodes": float(len(episodes)),
         "rollout/kept": float(len(batch.episodes)),
@@ -351,6 +352,8 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         **_mean("rollout/turns", [len(e.turns) for e in played]),
         **_mean("rollout/tokens_per_answer", [turn.stop - turn.start for turn in turns]),
         **_mean("rollout/rejected_share", [bool(turn.info.get("rejected")) for turn in turns]),
+        **_mean("rollout/truncated_share", [turn.stop_reason in CUT_OFF for turn in turns]),
+        **({"rollout/same_answer_share": max(answers.values()) / len(turns)} if turns else {}),
         **_mean("rollout/return", [e.total_reward for e in played]),
         **_mean("reward/group_spread", spreads),
         "policy/repeated_share": repeated / max(pairs, 1),

@@ -9,7 +9,8 @@ import numpy as np
 
 from posttrain.data.rendering import Renderer
 from posttrain.data.tokens import TokenRow
-from posttrain.evaluation.statistics import calibration, pair_accuracy, probability_above, ratio
+from posttrain.evaluation.results import Better, MetricResult
+from posttrain.evaluation.statistics import ItemScores, Kind, calibration, pair_accuracy, probability_above, ratio
 from posttrain.models.reward import RewardModel
 from posttrain.rollout.driver import Played, quiet
 from posttrain.runs.intervals import Estimate
@@ -36,6 +37,10 @@ class RowEvaluator(Evaluator, ABC):
         self.learner = learner
         self.validation, self.test = validation, test
         self.title = title
+        self._scores: MetricResult | None = None
+
+    def row_scores(self) -> MetricResult | None:
+        return self._scores
 
     def curve(self, step: int, played: Played = quiet) -> dict[str, Any]:
         return self.measure(self.validation, "validation", played) if self.validation else {}
@@ -106,6 +111,7 @@ class LossEvaluator(RowEvaluator):
         for number, score in zip(owners, scores, strict=True):
             nats[number] -= float(score.sum(dtype="float64"))
             tokens[number] += len(score)
+        self._scores = _scores("perplexity", "perplexity", "lower", nats, tokens)
         values: dict[str, Any] = {}
         for suffix, inside in _by_domain(rows):
             estimate = ratio(nats[inside].tolist(), tokens[inside].tolist())
@@ -124,6 +130,12 @@ _LARGEST_EXPONENT = 700.0
 def _known(value: float) -> float | None:
     """A number, or None for a NaN, which is a number that the rows do not determine."""
     return None if math.isnan(value) else value
+
+
+def _scores(name: str, kind: Kind, better: Better, sums: np.ndarray, counts: np.ndarray) -> MetricResult:
+    """A metric of rows, by their position, from sums and counts [n] float64."""
+    table = np.stack([sums, counts], axis=1)
+    return MetricResult(name, ItemScores(kind, {str(row): summands for row, summands in enumerate(table)}), better)
 
 
 _SHOWN_PAIRS = 3
@@ -171,6 +183,10 @@ class PreferenceEvaluator(RowEvaluator):
     def final(self, step: int, played: Played = quiet) -> dict[str, Any]:
         rows = self.test or self.validation
         losses, chosen, rejected = self._compare(rows, played)
+        ranked = (np.sign(chosen - rejected) + 1) / 2
+        paired = not np.isnan(ranked).any()
+        named: tuple[str, Kind, Better] = ("accuracy", "rate", "higher") if paired else ("loss", "mean", "lower")
+        self._scores = _scores(*named, ranked if paired else losses, np.ones(len(rows)))
         if self.model is not None:
             both = np.concatenate([chosen, rejected])
             if self.validation and self.test:

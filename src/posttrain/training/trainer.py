@@ -21,10 +21,12 @@ from posttrain.distributed.tensors import read_tensors
 from posttrain.distributed.world import Interrupts, current_world
 from posttrain.episode import Advantages, Episode
 from posttrain.errors import InputError
+from posttrain.evaluation.results import Results
+from posttrain.evaluation.verdict import rows_file
 from posttrain.models.policy import TrainedModel
 from posttrain.plugins import pip_command
 from posttrain.recipe.run import CheckpointRecipe, ExportedStep, SinkName, TrainedRecipe
-from posttrain.rollout.store import episodes_file, read_episodes, remove_episodes_after, write_episodes
+from posttrain.rollout.store import episodes_file, read_episodes, remove_episodes_after, stored_steps, write_episodes
 from posttrain.runs.directory import RunDirectory, partial_path, storage_errors
 from posttrain.runs.evaluated import StartValues
 from posttrain.runs.metrics import MetricsLog, NoLog, Progress, read_metrics, take_events
@@ -309,9 +311,10 @@ class Trainer(Generic[Output]):
                     "the result of the initial model on these episodes is taken from the run that trained it"
                 )
                 values = self.start.final
-            for evaluator in self.evaluators if self.start is None else ():
-                self.progress.message(f"{evaluator.cost()} with the initial model")
-                values |= evaluator.final(0, self.progress.played)
+                finals = [one for one in stored_steps(self.start.run.episodes) if one.split == "final"]
+                write_episodes(self.run.episodes, 0, "final", read_episodes(finals[-1].path).episodes)
+            else:
+                values = self._measure(START, 0, "the initial model")
             if values:
                 self._log.write(0, "baseline", {"policy": START, **values})
         evaluated = self.evaluated
@@ -460,6 +463,17 @@ class Trainer(Generic[Output]):
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
+    def _measure(self, policy: str, step: int, name: str) -> dict[str, Any]:
+        """The values of the model, named `name`, on the final data. Scores by row are stored for the verdict."""
+        values: dict[str, Any] = {}
+        for evaluator in self.evaluators:
+            self.progress.message(f"{evaluator.cost()} with {name}")
+            values |= evaluator.final(step, self.progress.played)
+            if (scores := evaluator.row_scores()) is not None:
+                results = Results(name, len(scores.scores), len(scores.scores), metrics=[scores])
+                self._world.on_rank0(partial(results.write, rows_file(self.run, policy)))
+        return values
+
     def finish(self) -> None:
         """Evaluate the exported checkpoint on the final data, and write the model, tables, plots and report."""
         if self.settings.evaluate_every == 0:
@@ -469,16 +483,14 @@ class Trainer(Generic[Output]):
         if missed:  # a guard or the time limit ended the run early
             self.save(later=self.settings.checkpoint.asynchronous)
         self._finished = True
-        step, values = self.step, dict[str, Any]()
+        step = self.step
         which, chosen = "last", "the last one"
         if self.best is not None and self.settings.export == "best":
             step = self.best.step
             which, chosen = "best", "best of the curve" if step else UNIMPROVED
         if step != self.step:
             self.model.restore(self.checkpoints.policy(step))
-        for evaluator in self.evaluators:
-            self.progress.message(f"{evaluator.cost()} with the {which} checkpoint, step {step}")
-            values |= evaluator.final(self.step, self.progress.played)
+        values = self._measure(TRAINED, self.step, f"the {which} checkpoint, step {step}")
         self.warn(take_events())
         self._log.write(self.step, "final", {"policy": TRAINED, "best_step": step, "chosen": chosen, **values})
         if self.settings.plots and find_spec("matplotlib") is None:

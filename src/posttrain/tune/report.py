@@ -13,7 +13,7 @@ from posttrain.recipe.sources import Layer, dump_values, merge
 from posttrain.recipe.study_file import Study, nested, shown
 from posttrain.runs.directory import write_atomically
 from posttrain.runs.report import Report
-from posttrain.runs.tables import Table
+from posttrain.runs.tables import IMPROVED, Table
 from posttrain.tune.best import RetestResult, best_of, feasible, verdict
 from posttrain.tune.study import from_storage
 
@@ -46,6 +46,8 @@ def trial_table(study: Study, trials: Sequence[FrozenTrial], narrow: bool = Fals
         point, attrs = from_storage(study, trial.params), trial.user_attrs
         over = trial.state in (TrialState.COMPLETE, TrialState.PRUNED) and not feasible(trial)
         note = attrs.get("reason", "exceeds its limits" if over else "start point" if "start" in attrs else "")
+        if attrs.get("verdict", IMPROVED) != IMPROVED:
+            note = "; ".join([attrs["verdict"], *([note] if note else [])])
         if best is not None and trial.number == best.number:
             note = f"best; {note}" if note else "best"
         if narrow and len(note) > _NARROW_NOTE:

@@ -27,6 +27,7 @@ from posttrain.recipe.study_file import Study
 from posttrain.runs.directory import RunDirectory, recipe_hash
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.reader import is_file
+from posttrain.runs.tables import read_verdict
 
 STOP_SECONDS = 300.0
 """A run that does not stop within this time is killed. It may be busy with an update or a checkpoint."""
@@ -272,6 +273,8 @@ class TrialJob(Job):
         known = [line for line in lines if line["step"] <= reached] if self._pruned else lines
         result = outcome(known, self.study.recipe.objective)
         self.trial.set_user_attr("step", result.step)
+        if (verdict := read_verdict(self.attempt.run.path)) is not None:
+            self.trial.set_user_attr("verdict", verdict.outcome)
         self.trial.set_user_attr("limited", result.limited)
         have = _frozen(self.optuna_study, self.trial).constraints
         for metric, distance in result.violations.items():

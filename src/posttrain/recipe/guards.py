@@ -1,0 +1,167 @@
+"""The guards: metrics of training steps that show a collapse, their thresholds, the probable cause and the key to change."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from posttrain.recipe.base import BaseConfig
+
+GuardKey = Literal[
+    "max_zero_groups",
+    "min_reward_spread",
+    "min_entropy",
+    "max_gradient_norm",
+    "max_repeated_share",
+    "max_same_answers",
+    "max_truncated",
+    "max_rejected",
+    "max_ratio_kl",
+    "max_failed",
+]
+
+SOLVED = 0.9
+"""Share of a step's episodes. If as many succeed, equal returns and equal answers show that the tasks are learned."""
+
+
+@dataclass(frozen=True)
+class Guard:
+    """One metric of training steps and the values that show a collapse."""
+
+    key: GuardKey
+    """Its name in `GuardRecipe.thresholds`."""
+    metric: str
+    threshold: float | None
+    """The default; None: off."""
+    cause: str
+    """The most probable cause."""
+    remedy: str
+    """What to change, with its key."""
+    below: bool = False
+    """Whether the guard fires below the threshold; otherwise above it."""
+    unless_solved: bool = False
+    """Whether the values are usual where nearly all episodes succeed."""
+    per: str | None = None
+    """The metric that divides `metric`."""
+
+    def value(self, metrics: Mapping[str, float]) -> float:
+        """The guarded value of a step; NaN if it has none."""
+        value = metrics.get(self.metric, math.nan)
+        return value if self.per is None else value / metrics.get(self.per, math.nan)
+
+    def beyond(self, metrics: Mapping[str, float], threshold: float) -> bool:
+        """Whether a step is beyond `threshold`, which a solved task excuses if `unless_solved`."""
+        value = self.value(metrics)
+        solved = self.unless_solved and metrics.get("rollout/success", 0.0) >= SOLVED
+        return (value < threshold if self.below else value > threshold) and not solved
+
+    def sentence(self, value: float, threshold: float, since: str) -> str:
+        """The message about a `value` that has been beyond `threshold` `since` some step."""
+        name = self.metric if self.per is None else f"{self.metric} per {self.per}"
+        return (
+            f"{name} = {value:.4g} has been {'below' if self.below else 'above'} guards.thresholds.{self.key} = "
+            f"{threshold:g} {since}: {self.cause}; {self.remedy}"
+        )
+
+
+GUARDS = (
+    Guard(
+        "max_zero_groups",
+        "credit/zero_groups",
+        0.8,
+        "all episodes of these groups end with the same return and give no signal",
+        "choose tasks that sometimes succeed and sometimes fail, or raise rollout.episodes_per_group",
+        unless_solved=True,
+    ),
+    Guard(
+        "min_reward_spread",
+        "reward/group_spread",
+        None,
+        "returns in a group hardly differ",
+        "raise rollout.sampling.temperature",
+        below=True,
+        unless_solved=True,
+    ),
+    Guard(
+        "min_entropy",
+        "policy/entropy",
+        None,
+        "the policy has stopped exploring",
+        "lower optimizer.learning_rate",
+        below=True,
+        unless_solved=True,
+    ),
+    Guard(
+        "max_gradient_norm",
+        "optimizer/gradient_norm",
+        None,
+        "updates have become unstable",
+        "lower optimizer.learning_rate",
+    ),
+    Guard(
+        "max_repeated_share",
+        "policy/repeated_share",
+        0.8,
+        "the policy repeats the same token",
+        "lower optimizer.learning_rate",
+    ),
+    Guard(
+        "max_same_answers",
+        "rollout/same_answer_share",
+        None,
+        "the policy gives one answer to all tasks",
+        "set kl.coefficient",
+        unless_solved=True,
+    ),
+    Guard(
+        "max_truncated",
+        "rollout/truncated_share",
+        None,
+        "answers run to the limit on tokens",
+        "set rollout.missing_eos_penalty",
+    ),
+    Guard(
+        "max_rejected",
+        "rollout/rejected_share",
+        None,
+        "the environment cannot parse the answers",
+        "fine-tune model.path on answers of its form first, or correct its parser",
+    ),
+    Guard(
+        "max_ratio_kl",
+        "policy/kl_rollout_k3",
+        None,
+        "the updates of a step move the policy far from the one that sampled",
+        "lower learner.epochs_per_step",
+    ),
+    Guard(
+        "max_failed",
+        "rollout/failed",
+        None,
+        "the environment or its reward fails",
+        "correct it, or set rollout.failures.action=retry",
+        per="rollout/episodes",
+    ),
+)
+"""Thresholds are chosen and measured by `benchmarks/guards.py`, see docs/results/guards.md."""
+_DEFAULTS: dict[GuardKey, float | None] = {
+    guard.key: guard.threshold for guard in GUARDS if guard.threshold is not None
+}
+
+
+class GuardRecipe(BaseConfig):
+    """Collapse detection. A guard triggers after `patience` consecutive steps beyond its threshold."""
+
+    action: Literal["warn", "stop"] = "warn"
+    """`warn`: log a warning. `stop`: end the run, also when it is resumed, and keep the last good checkpoint."""
+    patience: int = Field(5, ge=1)
+    """Consecutive steps beyond a threshold before a guard triggers."""
+    thresholds: dict[GuardKey, Annotated[float, Field(ge=0)] | None] = Field(_DEFAULTS, validate_default=True)
+    """Threshold of each guard; null: off. `max_zero_groups`: share of groups without credit, because all their episodes have the same return. `min_reward_spread`: mean standard deviation of returns within groups. `min_entropy`: mean entropy at sampled tokens, in nats. `max_gradient_norm`: before clipping. `max_repeated_share`: share of sampled tokens that repeat the token before them. `max_same_answers`: share of the most frequent answer. `max_truncated`: share of answers that a limit on tokens ended. `max_rejected`: share of answers that the environment cannot parse. `max_ratio_kl`: policy/kl_rollout_k3, nats per token. `max_failed`: share of failed episodes."""
+
+    @field_validator("thresholds", mode="after")
+    @classmethod
+    def _with_defaults(cls, value: dict[GuardKey, float | None]) -> dict[GuardKey, float | None]:
+        return {**_DEFAULTS, **value}
