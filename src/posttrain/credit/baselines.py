@@ -180,7 +180,7 @@ def gdpo(scores: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> np.ndar
 
     Each score is normalized separately within the group, so a score with a small spread counts as much as one with a
     large spread, and combinations of scores with the same sum stay distinct. Both are sample standard deviations (n -
-    1). Biased, like `grpo` and `brpo`.
+    1). A group of one gets 0 and has no part in either. Biased, like `grpo` and `brpo`.
     Source: Liu et al. 2026, "GDPO: Group reward-decoupled normalization policy optimization", arXiv 2601.05242, the
     normalization of each reward, their weighted sum, and the normalization over the batch, over episodes as in TRL
     (`normalize_then_sum`).
@@ -194,7 +194,9 @@ def gdpo(scores: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> np.ndar
             known = index[~np.isnan(scores[index, column])]
             parts[known, column] = standardize(scores[known, column], correction=1)
     sums = np.array([math.fsum(row) for row in (parts * weights).tolist()], dtype=np.float64)
-    return standardize(sums, correction=1)
+    compared = in_company(groups)
+    sums[compared] = standardize(sums[compared], correction=1)
+    return sums
 
 
 def mean(values: np.ndarray) -> float:
@@ -230,6 +232,12 @@ def group_indices(groups: np.ndarray) -> Iterator[np.ndarray]:
     """For each distinct id in `groups` [N] int, the indices of its members."""
     for group in np.unique(groups):
         yield np.flatnonzero(groups == group)
+
+
+def in_company(groups: np.ndarray) -> np.ndarray:
+    """Whether each of the ids in `groups` [N] int is there more than once: [N] bool."""
+    _, places, counts = np.unique(groups, return_inverse=True, return_counts=True)
+    return counts[places] > 1
 
 
 def weighted_scores(
