@@ -253,12 +253,14 @@ def weighted_scores(
     names = {name for scores in reported for name in scores}
     if weights is None:
         weights = dict.fromkeys(sorted(names - {SCORE}), 1.0)
-    missing = sorted(set(weights) - names - {RETURN})
+    # A function that does not apply to any task of the step reports None, and none of its further scores.
+    unscored = tuple(f"{name}_" for scores in reported for name, score in scores.items() if score is None)
+    missing = sorted(name for name in set(weights) - names - {RETURN} if not name.startswith(unscored))
     if episodes and (missing or not weights):
         wanted = f"no episode of the step has the score {missing[0]!r}" if missing else "no episode reports scores"
         raise RunError(
-            f"credit.type gdpo: {wanted}; return a mapping of names to numbers from the reward function, or set "
-            f"credit.weights to the names that it reports ({', '.join(sorted(names | {RETURN}))})"
+            f"credit.type gdpo: {wanted}; return a mapping of names to numbers from the reward function, with None for "
+            f"those that do not apply, or set credit.weights to the names that it reports ({', '.join(sorted(names | {RETURN}))})"
         )
     columns = [
         returns if name == RETURN else np.array([scores.get(name) for scores in reported], dtype=np.float64)
