@@ -136,6 +136,20 @@ def test_episodes_without_another_one_to_compare_with_have_no_baseline(kind, key
         assert credit.without_baseline == single, sizes
 
 
+def test_gdpo_takes_no_credit_from_the_further_scores_of_a_function_that_does_not_apply():
+    made = of_sizes(3)
+    for one in made:
+        info = {"scores": {"a": one.streams[0].rewards.sum(), "b": None}}
+        one.turns.append(Turn(0, 2, len(one.streams[0]), 0.0, StopReason.END_TOKEN, "", info))
+    credits = [
+        compute_advantages(made, recipe("gdpo", weights={"a": 1.0, **more}), reward_streams(made)).values
+        for more in ({}, {"b": 1.0}, {"b_part": 1.0})
+    ]
+    assert repr(credits[0]) == repr(credits[1]) == repr(credits[2])
+    with pytest.raises(RunError, match="no episode of the step has the score 'c_part'"):
+        compute_advantages(made, recipe("gdpo", weights={"a": 1.0, "c_part": 1.0}), reward_streams(made))
+
+
 @pytest.mark.parametrize(
     ("kind", "keys"), [("reinforce", {}), ("reinforce_pp", {}), ("arpo", {}), ("remax", {}), ("brpo", {})]
 )

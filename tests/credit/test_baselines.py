@@ -222,3 +222,13 @@ def test_reinforce_pp_baseline_whitens_over_tokens():
     scale = np.sqrt(0.75) + 1e-6
     np.testing.assert_allclose(found[0], np.full(3, -0.5 / scale), rtol=1e-12)
     np.testing.assert_allclose(found[1], [1.5 / scale], rtol=1e-12)
+
+
+def test_a_group_of_one_changes_no_batch_statistics():
+    returns, groups, lengths = np.array([0.0, 2.0, 5.0, 6.0]), np.array([0, 0, 0, 7]), np.array([3, 1, 2, 4])
+    alone = reinforce_pp_baseline(returns[:3], groups[:3], lengths[:3])
+    beside = reinforce_pp_baseline(returns, groups, lengths)
+    np.testing.assert_allclose(np.concatenate(beside), [*np.concatenate(alone), 0, 0, 0, 0], rtol=1e-12)
+    scores, weights = np.array([[0.0, 1.0], [2.0, 0.0], [5.0, 7.0], [6.0, 9.0]]), np.array([1.0, 2.0])
+    expected = [*gdpo(scores[:3], weights, groups[:3]), 0.0]
+    np.testing.assert_allclose(gdpo(scores, weights, groups), expected, rtol=1e-12)

@@ -102,3 +102,16 @@ def test_reasoning_in_calls_of_agents():
     history[1] = {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, TEXT]}
     call = AnthropicFormat.read({"messages": history, "max_tokens": 5})
     assert call.messages[1] == {"role": "assistant", "content": "Up", "reasoning_content": "hm"}
+
+
+@pytest.mark.parametrize("template", ["reasoning_content", "tags"])
+def test_reasoning_beside_the_same_text_in_tags_is_shown_once(template):
+    subject = made(byte_level(TEMPLATES[template]))
+    for content in ("<think>\nhm\n</think>\n\nUp", "<think>\n\n</think>\n\nUp", "Up"):
+        answer = {"role": "assistant", "content": content, "reasoning_content": "hm"}
+        messages = messages_of([user("Where?"), answer], "messages")
+        (row,) = render_conversation(subject, messages, "assistant")
+        shown = subject.tokenizer.decode(row.ids[row.trained])
+        assert "".join(shown.split()) == "<think>hm</think>Up<|im_end|>"
+    with pytest.raises(UnusableRow, match="several reasonings"):
+        messages_of([user("Where?"), {**answer, "content": "<think>ah</think>Up"}], "messages")

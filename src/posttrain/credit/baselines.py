@@ -180,7 +180,7 @@ def gdpo(scores: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> np.ndar
 
     Each score is normalized separately within the group, so a score with a small spread counts as much as one with a
     large spread, and combinations of scores with the same sum stay distinct. Both are sample standard deviations (n -
-    1). Biased, like `grpo` and `brpo`.
+    1). A group of one gets 0 and has no part in either. Biased, like `grpo` and `brpo`.
     Source: Liu et al. 2026, "GDPO: Group reward-decoupled normalization policy optimization", arXiv 2601.05242, the
     normalization of each reward, their weighted sum, and the normalization over the batch, over episodes as in TRL
     (`normalize_then_sum`).
@@ -194,7 +194,9 @@ def gdpo(scores: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> np.ndar
             known = index[~np.isnan(scores[index, column])]
             parts[known, column] = standardize(scores[known, column], correction=1)
     sums = np.array([math.fsum(row) for row in (parts * weights).tolist()], dtype=np.float64)
-    return standardize(sums, correction=1)
+    compared = in_company(groups)
+    sums[compared] = standardize(sums[compared], correction=1)
+    return sums
 
 
 def mean(values: np.ndarray) -> float:
@@ -232,6 +234,12 @@ def group_indices(groups: np.ndarray) -> Iterator[np.ndarray]:
         yield np.flatnonzero(groups == group)
 
 
+def in_company(groups: np.ndarray) -> np.ndarray:
+    """Whether each of the ids in `groups` [N] int is there more than once: [N] bool."""
+    _, places, counts = np.unique(groups, return_inverse=True, return_counts=True)
+    return counts[places] > 1
+
+
 def weighted_scores(
     episodes: Sequence[Episode], returns: np.ndarray, weights: Mapping[str, float] | None
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -245,12 +253,14 @@ def weighted_scores(
     names = {name for scores in reported for name in scores}
     if weights is None:
         weights = dict.fromkeys(sorted(names - {SCORE}), 1.0)
-    missing = sorted(set(weights) - names - {RETURN})
+    # A function that does not apply to any task of the step reports None, and none of its further scores.
+    unscored = tuple(f"{name}_" for scores in reported for name, score in scores.items() if score is None)
+    missing = sorted(name for name in set(weights) - names - {RETURN} if not name.startswith(unscored))
     if episodes and (missing or not weights):
         wanted = f"no episode of the step has the score {missing[0]!r}" if missing else "no episode reports scores"
         raise RunError(
-            f"credit.type gdpo: {wanted}; return a mapping of names to numbers from the reward function, or set "
-            f"credit.weights to the names that it reports ({', '.join(sorted(names | {RETURN}))})"
+            f"credit.type gdpo: {wanted}; return a mapping of names to numbers from the reward function, with None for "
+            f"those that do not apply, or set credit.weights to the names that it reports ({', '.join(sorted(names | {RETURN}))})"
         )
     columns = [
         returns if name == RETURN else np.array([scores.get(name) for scores in reported], dtype=np.float64)

@@ -11,7 +11,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from posttrain.credit.baselines import all_equal, dr_grpo, group_indices, standardize
+from posttrain.credit.baselines import all_equal, dr_grpo, group_indices, in_company, standardize
 from posttrain.recipe.credit import register_credit
 
 Discount = Annotated[float, Field(gt=0, le=1, description="Discount factor per sampled token.")]
@@ -49,15 +49,19 @@ def reinforce_pp(rewards: Sequence[np.ndarray], *, discount: Discount = 1.0) -> 
 
 @register_credit("reinforce_pp_baseline", compared_with="group")
 def reinforce_pp_baseline(returns: np.ndarray, groups: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-    """A_t = R_i - mean_g at each sampled token of episode i, whitened over all sampled tokens of the batch.
+    """A_t = R_i - mean_g at each sampled token of episode i, whitened over the sampled tokens of groups of two or more.
 
-    Biased like `reinforce_pp`. A group of one enters the whitening with 0.
+    Biased like `reinforce_pp`. A group of one gets 0 and has no part in the whitening.
     Source: Hu et al. 2025, "REINFORCE++", arXiv 2501.03262, the variant with a group baseline.
 
     `returns` [N] float64; `groups` [N] int; `lengths` [N] int: sampled tokens. Returns per episode [n] float64.
     """
-    advantages = dr_grpo(returns, groups)
-    return whiten([np.full(length, a) for a, length in zip(advantages, lengths.tolist(), strict=True)])
+    credits = dr_grpo(returns, groups)
+    advantages = [np.full(length, credit) for credit, length in zip(credits, lengths.tolist(), strict=True)]
+    compared = np.flatnonzero(in_company(groups)).tolist()
+    for index, whitened in zip(compared, whiten([advantages[index] for index in compared]), strict=True):
+        advantages[index] = whitened
+    return advantages
 
 
 def gae(

@@ -1,6 +1,7 @@
 """Examples of each kind, and chat messages parsed and checked from the cells of a row."""
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -278,9 +279,17 @@ def _take_reasoning(message: dict[str, Any], content: Any, where: str) -> Any:
     different = {text.strip(): text for text in texts if text.strip()}
     if len(different) > 1:
         raise UnusableRow("several reasonings", f"{where} has different texts in its keys for reasoning")
+    tags = (
+        re.match(r"\s*<think>(.*?)</think>\s*", content, re.DOTALL) if isinstance(content, str) and different else None
+    )
+    if tags and (inside := "".join(tags[1].split())):
+        # Some writers give it twice. The template would show both.
+        if inside != "".join(next(iter(different)).split()):
+            raise UnusableRow("several reasonings", f"{where} has one in its content and another one beside it")
+        return content
     if different:
         message["reasoning_content"] = next(iter(different.values()))
-    return content
+    return content[tags.end() :] if tags else content
 
 
 def _text_of(reasoning: Any) -> str:
