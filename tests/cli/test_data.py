@@ -35,6 +35,8 @@ def test_kinds_are_inferred_from_the_columns(tiny_model, tmp_path, capsys):
     asked = [{"question": "Up?", "answer": "Goal"}]
     keys = ["columns.prompt=question", "columns.completion=answer", f"model.path={tiny_model}"]
     assert "1 usable rows (conversation)" in inspected(capsys, write_jsonl(tmp_path / "q.jsonl", asked), *keys)
+    whole = ["data.columns.prompt=question", *keys[1:]]
+    assert "1 usable rows (conversation)" in inspected(capsys, str(tmp_path / "q.jsonl"), *whole)
     judged = write_jsonl(tmp_path / "v.jsonl", unpaired_rows(3))
     assert "6 usable rows (unpaired)" in inspected(capsys, judged, f"model.path={tiny_model}")
 

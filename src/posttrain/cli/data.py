@@ -101,7 +101,7 @@ def inspect(
 
     # Load a whole recipe, so that keys are validated as everywhere else.
     plain = [word.removeprefix("--") for word in words or []]
-    keys = [word if re.match(r"model\b", word) else f"data.{word}" for word in plain]
+    keys = [word if re.match(r"(model|data)\b", word) else f"data.{word}" for word in plain]
     recipe = load_recipe([], [f"data.train={json.dumps(path)}", *keys, "learner.tokens_per_batch=1000000000"], "sft")
     assert isinstance(recipe, SftRecipe)
     assert recipe.data is not None

@@ -326,9 +326,8 @@ def _connect(world: World, on_gpu: bool) -> Any:
     _state["control"] = dist.new_group(backend="gloo", timeout=timeout)
     _state["background"] = dist.new_group(backend="gloo", timeout=timeout)
     together = world.hardware.sequence_parallel
-    for first in (
-        range(0, world.size, together) if together > 1 else ()
-    ):  # every process takes part in making every group
+    # Every process takes part in making every group.
+    for first in range(0, world.size, together) if together > 1 else ():
         group = dist.new_group(list(range(first, first + together)), backend=backend, timeout=timeout)
         if first <= world.rank < first + together:
             _state["sequence"] = group

@@ -133,9 +133,9 @@ class Host:
         if self._asleep and self.has_gpu:
             await self.engine.wake_up(["weights"])
         if self._pending_version is not None:
-            # A trainer that died left an update open. One that fails ends it.
+            # A trainer that died left an update open, or ended it with a part that could not be loaded.
             with contextlib.suppress(Exception):
-                await self._update(abandoned=True)
+                await self.engine.finish_weight_update()
         self._pending_version = version
         await self.engine.start_weight_update()
 
@@ -160,14 +160,14 @@ class Host:
         await self.engine.update_weights(WeightTransferUpdateRequest(update_info=part))
 
     async def finish_weights(self) -> list[str]:
-        """Sample with the new weights from now on. Returns the names of missing parameters; with any, nothing
-        changes.
+        """Sample with the new weights from now on. Returns the names of missing parameters; with any, requests
+        stay paused.
         """
         missing = await self.engine.collective_rpc("missing_weights")
         names = sorted({name for worker in missing for name in worker})
+        await self.engine.finish_weight_update()
+        version, self._pending_version = self._pending_version, None
         if not names:
-            await self.engine.finish_weight_update()
-            version, self._pending_version = self._pending_version, None
             await self._resume(version)
         return names
 
