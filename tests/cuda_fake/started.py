@@ -16,7 +16,8 @@ TORCH = Path(torch.__file__).parent
 def run(results: Path, *options: str, timeout: float = 880) -> "subprocess.CompletedProcess[str]":
     """Run the checks that the `options` of pytest select, by default all; `results` is the file that `child.py` writes. Needs
     a compiler, and a torch without CUDA."""
-    assert (program := compiler()) is not None, "needs a C++ compiler: install g++ or clang++, or set CXX"
+    program = compiler()
+    assert program is not None, "needs a C++ compiler: install g++ or clang++, or set CXX"
     include = [f"-I{TORCH / 'include'}", f"-I{TORCH / 'include/torch/csrc/api/include'}"]
     library = build(
         "fake-cuda", HERE / "fake_cuda.cpp", [program, "-std=c++20", "-shared", "-fPIC", *include], torch.__version__
