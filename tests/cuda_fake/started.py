@@ -16,9 +16,11 @@ TORCH = Path(torch.__file__).parent
 def run(results: Path, *options: str, timeout: float = 880) -> "subprocess.CompletedProcess[str]":
     """Run the checks that the `options` of pytest select, by default all; `results` is the file that `child.py` writes. Needs
     a compiler, and a torch without CUDA."""
+    program = compiler()
+    assert program is not None, "needs a C++ compiler: install g++ or clang++, or set CXX"
     include = [f"-I{TORCH / 'include'}", f"-I{TORCH / 'include/torch/csrc/api/include'}"]
     library = build(
-        "fake-cuda", HERE / "fake_cuda.cpp", [compiler(), "-std=c++20", "-shared", "-fPIC", *include], torch.__version__
+        "fake-cuda", HERE / "fake_cuda.cpp", [program, "-std=c++20", "-shared", "-fPIC", *include], torch.__version__
     )
     return subprocess.run(
         [sys.executable, "-m", "tests.cuda_fake.child", str(library), str(TORCH / "lib"), str(results), *options],

@@ -96,6 +96,8 @@ GIVEN = {
     "given_dropout": ("tiny", {"rank": 4, "dropout": 0.5}),
     "given_embeddings": ("untied", {"rank": 4, "targets": ["embed_tokens", "lm_head", "q_proj"]}),
     "given_experts": ("experts", {"rank": 4}),
+    "given_experts_whole": ("experts", None),
+    "given_mixtral": ("mixtral", None),
 }
 """Names of the updates on given episodes -> their model and adapters."""
 
@@ -160,6 +162,7 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     save_tiny_model(folder / "untied", "qwen2")
     save_family(folder / "experts", "qwen3_moe")
+    save_family(folder / "mixtral", "mixtral")
     return save_tiny_model(folder / "tiny")
 
 
@@ -264,7 +267,7 @@ def test_updates_on_given_episodes_are_those_of_one_process(name, alone, divided
     for line, other in zip(lines, others, strict=True):
         close(line, other, name)
         assert line["optimizer/gradient_norm"] > 0.01
-    file = "model.safetensors" if name == "given" else "adapter_model.safetensors"
+    file = "model.safetensors" if GIVEN[name][1] is None else "adapter_model.safetensors"
     same_weights(expected / "policy" / file, found / "policy" / file)
 
 

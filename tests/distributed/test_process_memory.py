@@ -27,6 +27,14 @@ def test_state_is_divided_and_whole_gradients_are_not():
     assert "whole gradients" not in rows(processes=4, offload="all")[0]
 
 
+def test_processes_that_compute_rows_together_divide_their_activations():
+    found, recipe = rows(processes=4, sequence_parallel=2)
+    alone = memory_estimate(rows()[1], SIZES)["activations, roughly"][0]
+    # Outputs of attention, two heads of four numbers in each of two layers, are kept twice.
+    more = 4 * 2 * 2 * 4 * recipe.learner.tokens_per_batch
+    assert found["activations, roughly"] == (alone + more) / 2
+
+
 def test_in_bfloat16_the_shares_are_the_masters():
     found, _ = rows("bfloat16", processes=2)
     assert found["weights"] == found["gradients"] == 4 * 1000 / 2

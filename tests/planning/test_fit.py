@@ -66,6 +66,20 @@ def test_activations_alone_refuse_nothing():
     fit.fitted(recipe, device)
 
 
+def test_rows_that_are_too_long_for_one_gpu_fit_where_gpus_share_them():
+    words = [
+        "hardware.processes=8",
+        "data.max_tokens=524288",
+        "learner.tokens_per_batch=524288",
+        "model.dtype=bfloat16",
+    ]
+    sizes, device = published_sizes("Qwen3-1.7B"), DEVICES["h100"]
+    (sentence,) = fit.too_large(sft("Qwen3-1.7B", *words), sizes, device)
+    keys = sentence.rpartition("it fits with ")[2].split()
+    assert any(key.startswith("hardware.sequence_parallel=") for key in keys)
+    assert fit.too_large(sft("Qwen3-1.7B", *words, *keys), sizes, device) == []
+
+
 def test_a_run_is_refused_before_it_has_a_folder(tiny_model, tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(load, "resolve_device", lambda name: torch.device("cuda"))

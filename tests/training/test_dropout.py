@@ -10,9 +10,11 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, OPTConfig
 
+from posttrain.distributed.world import World
 from posttrain.losses.surrogates import PpoLoss
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
+from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.loss import EntropyRecipe
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
 from posttrain.recipe.stages import Recipe
@@ -74,10 +76,12 @@ def test_masks_differ_between_micro_batches_and_processes(tiny_model):
 
     subject = updater(tiny_model, lora=DROPOUT)
     names = {subject._draw(number) for number in (0, 1)}
-    subject._world = type("World", (), {"size": 2, "rank": 1})()
+    subject._world = World(HardwareRecipe(processes=2), 1, 2)
     names |= {subject._draw(number) for number in (0, 1)}
     assert len(names) == 3  # the second micro-batch has the same masks whether rank 0 or rank 1 computes it
-    assert len({tuple(mask(*name).tolist()) for name in names}) == 3
+    subject._world = World(HardwareRecipe(processes=2, sequence_parallel=2), 1, 2)
+    names |= {subject._draw(0)}  # the second part of the first micro-batch
+    assert len(names) == len({tuple(mask(*name).tolist()) for name in names}) == 4
     assert torch.equal(mask("optimizer", 3, 1), mask("optimizer", 3, 1))
     assert drop(torch.ones(64)).equal(torch.ones(64))
 

@@ -118,13 +118,13 @@ class DividedLayout:
         parts = [heads.unflatten(0, (count, -1)) for heads in (query, key, value)]
         received = _Exchange.apply(torch.cat([part.transpose(1, 2).flatten(2) for part in parts], dim=2)).flatten(0, 1)
         columns = received.split([part.shape[1] * part.shape[3] for part in parts], dim=1)
-        heads = [
+        query, key, value = (
             rows.unflatten(1, (part.shape[1], part.shape[3])).transpose(0, 1)
             for rows, part in zip(columns, parts, strict=True)
-        ]
+        )
         if bounds is not None and bounds.sinks is not None:
             bounds = bounds._replace(sinks=bounds.sinks.chunk(count)[world.sequence_rank])
-        out = self.whole.attend(layer, *heads, scaling, window, bounds)  # type: ignore[arg-type]  # [H / P, T, D_v]
+        out = self.whole.attend(layer, query, key, value, scaling, window, bounds)  # [H / P, T, D_v]
         sent = out.transpose(0, 1).flatten(1).unflatten(0, (count, -1))
         return _Exchange.apply(sent).unflatten(2, (len(out), -1)).transpose(1, 2).flatten(0, 1)
 

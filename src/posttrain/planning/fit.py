@@ -124,7 +124,7 @@ def too_large(
     if (total := needed(recipe)) <= device.memory:
         return []
     remedy = "no setting makes it fit; divide it (hardware.processes)"
-    for keys in _smaller(recipe):
+    for keys in _smaller(recipe, known.heads):
         changes: dict[str, Any] = {}
         for key, value in keys.items():
             section, _, name = key.partition(".")
@@ -141,14 +141,17 @@ def too_large(
     ]
 
 
-def _smaller(recipe: StageRecipe) -> Iterator[dict[str, Any]]:
-    """Values of keys that save memory, cheapest first."""
+def _smaller(recipe: StageRecipe, heads: int) -> Iterator[dict[str, Any]]:
+    """Values of keys that save memory, cheapest first. `heads`: attention heads of the model."""
     if not isinstance(recipe, TrainedRecipe):
         return
     if recipe.hardware.processes > 1 and recipe.hardware.gradient_sync == "per_update":
         yield {"hardware.gradient_sync": "per_forward"}
     checkpointed, eight = {"model.gradient_checkpointing": True}, {"optimizer.type": "adamw_8bit"}
     yield checkpointed
+    for count in range(recipe.hardware.sequence_parallel + 1, recipe.hardware.processes + 1):
+        if recipe.hardware.processes % count == 0 and heads % count == 0:
+            yield checkpointed | {"hardware.sequence_parallel": count}
     if recipe.hardware.offload == "none":
         if recipe.hardware.processes == 1:
             yield from (eight, checkpointed | eight)
