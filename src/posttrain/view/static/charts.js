@@ -98,7 +98,7 @@ class Chart {
 
   // Evaluations are points with intervals; only many of them make a band.
   whiskers(curve) {
-    return Boolean(curve.low) && curve.x.length <= 40;
+    return !curve.trained && !this.spec.stacked && curve.x.length <= 40;
   }
 
   smooths(curve) {
@@ -233,7 +233,7 @@ class Chart {
     }
     context.setLineDash([]);
     for (const curve of this.spec.curves) {
-      if (!this.whiskers(curve)) continue;
+      if (!curve.low || !this.whiskers(curve)) continue;
       context.strokeStyle = this.color(curve.color);
       curve.x.forEach((step, i) => this.whisker(u, step, curve.low[i], curve.high[i]));
     }
