@@ -42,7 +42,7 @@ def _windows(descriptor: int, what: str) -> bool:
     before = os.lseek(descriptor, 0, os.SEEK_CUR)
     os.lseek(descriptor, _BYTE, os.SEEK_SET)
     try:
-        msvcrt.locking(descriptor, getattr(msvcrt, what), 1)
+        msvcrt.locking(descriptor, getattr(msvcrt, what), 1)  # type: ignore[attr-defined]
     except PermissionError:
         return False
     finally:

@@ -24,7 +24,7 @@ from posttrain.recipe.sources import Layer, read_file, texts
 from posttrain.recipe.stages import STAGES, EvaluateRecipe, Recipe
 from posttrain.recipe.trust import require_trust_of_run
 from posttrain.result import Result
-from posttrain.runs.directory import RunDirectory
+from posttrain.runs.directory import RunDirectory, exported_model
 from posttrain.terminal import printable
 
 if TYPE_CHECKING:
@@ -278,6 +278,8 @@ def read_recipe(stage: str, /, *recipe: RecipeLike, resume: str | Path | None = 
             if "environment" in STAGES[stage].model_fields and stage != "sft":
                 key = "environment.type=text_task environment.prompts"
             raise InputError(f"{part} contains rows and is not a recipe; write {key}={part}")
+    if stage == "evaluate":
+        recipe = tuple(_with_runs(recipe))
     layers = _layers(recipe, overrides)
     for part, layer in zip(recipe, layers, strict=False):
         if isinstance(part, str | Path):
@@ -373,6 +375,16 @@ def original_folder(resume: str | Path | None) -> Iterator[None]:
         if any((Path(began) / n).exists() and not Path(n).exists() for n in named if n in str(error)):
             raise InputError(f"{error}; the run was started in {began}, so resume it there") from error
         raise
+
+
+def _with_runs(recipe: Sequence[RecipeLike]) -> Iterator[RecipeLike]:
+    """The parts of a recipe of `evaluate`, in which a run stands for its recipe, and so its final tasks, and its model."""
+    for part in recipe:
+        if isinstance(part, str | Path) and (Path(part) / "recipe.yaml").is_file():
+            yield Path(part) / "recipe.yaml"
+            yield {"model": {"path": str(exported_model(Path(part)))}}
+        else:
+            yield part
 
 
 def _layers(recipe: Sequence[RecipeLike], overrides: Mapping[str, Any]) -> list[Layer]:

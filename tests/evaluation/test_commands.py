@@ -157,3 +157,28 @@ def test_a_model_that_tries_several_times_gets_pass_at_k(tmp_path, tiny_model, c
     assert final["pass@k/1"] == final["mean@k/3"] == final["success"]
     assert final["pass@k/1_high"] > final["pass@k/1"]
     assert "pass@3" in (tmp_path / "tries" / "report.md").read_text()
+
+
+def test_a_run_stands_for_its_tasks_and_its_model(stage, tmp_path):
+    from posttrain.recipe.compose import load_recipe
+    from posttrain.runs.directory import RunDirectory
+
+    keys = [
+        "environment.type=frozen_lake",
+        "evaluation.final_seeds={start: 3000000, count: 5}",
+        "rollout.tokens_per_turn=9",
+    ]
+    run = RunDirectory.create(load_recipe([], [*keys, f"runs={tmp_path}", "name=lake", "model.lora=true"], "rl")).path
+    assert main(["evaluate", str(run)]) == 2, "it has no model yet"
+    (run / "model").mkdir()
+    (run / "model" / "config.json").write_text("{}")
+    assert main(["evaluate", str(run), "--trust"]) == 0
+    [recipe] = stage
+    assert (recipe.name, recipe.model.path, recipe.model.lora) == ("lake-evaluation", str(run / "model"), None)
+    seeds = recipe.evaluation.final_seeds
+    assert (recipe.environment.type, seeds.start, seeds.count, recipe.rollout.tokens_per_turn) == (
+        "frozen_lake",
+        3000000,
+        5,
+        9,
+    )

@@ -1,6 +1,7 @@
 """Whole comparisons: input, errors, and the final sentence."""
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 
@@ -282,3 +283,24 @@ def test_values_are_compared_only_under_equal_settings(key):
     if key == "model":
         found = compare([side("a", "x", "perplexity"), side("b", "y", "perplexity")])
         assert any("comparable only if they share a tokenizer" in line for line in found.warnings)
+
+
+def test_items_that_one_side_alone_has_right_are_listed(tmp_path):
+    """Of both training runs of a side, and of shared items."""
+    won = {"a": ([1, 1, 0, 1], [1, 1, 0, 0]), "b": ([0, 1, 1, 1], [0, 1, 1, 1])}
+    sides = []
+    for name, runs in won.items():
+        folders = [
+            run_directory(
+                tmp_path, f"{name}{number}", [played(seed=seed, success=bool(one)) for seed, one in enumerate(of)]
+            )
+            for number, of in enumerate(runs)
+        ]
+        sides.append(f"{name}={','.join(folders)}")
+    details = [line for line in compare(read_sides(sides)).details if line.startswith("success")]
+    assert [re.findall(r"(\d+) of (\d+) items \(([^)]*)\)", line)[0] for line in details] == [
+        ("1", "4", "0"),
+        ("1", "4", "2"),
+    ]
+    assert "only a, not b" in details[0]
+    assert "only b, not a" in details[1]

@@ -39,3 +39,17 @@ def test_vllm_of_another_interpreter_or_server_is_not_looked_for_here():
         require_inputs(load_recipe([], ["environment.type=bandit", "engine.type=vllm", word], "rl"))
     with pytest.raises(InputError):
         require_inputs(load_recipe([], ["environment.type=bandit", "engine.type=vllm"], "rl"))
+
+
+@pytest.mark.parametrize(
+    ("words", "package"),
+    [(["sinks=[tensorboard, wandb]"], "wandb"), (["optimizer.type=adamw_8bit"], "bitsandbytes"), ([], None)],
+)
+def test_packages_of_sinks_and_optimizers_are_looked_for(words, package, monkeypatch):
+    recipe = load_recipe([], ["environment.type=bandit", *words], "rl")
+    monkeypatch.setattr("posttrain.planning.inputs.find_spec", lambda name: None if name == package else object())
+    if package is None:
+        require_inputs(recipe)
+    else:
+        with pytest.raises(InputError, match=rf"needs the package {package}; run `pip install"):
+            require_inputs(recipe)

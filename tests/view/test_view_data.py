@@ -172,11 +172,15 @@ def test_a_group_shows_what_made_the_difference(tmp_path, tiny_model):
     assert "Episode 1 (return +1.000) and episode 0 (return +0.000) differ first in turn 0, after 3 common tokens" in (
         shown["parting"].sentence
     )
-    pieces = [page.messages[1].pieces for _, page in shown["pages"]]
+    pieces = [page.messages[0].pieces for _, page in shown["pages"]]
     assert [[piece.parted for piece in one] for one in pieces] == [[False, False, False, True]] * 2
     assert pieces[0][0].tooltip.startswith("token 0: advantage +0.5000 · log-probability -0.5000 (60.7%) · id 2")
     assert "background:rgba(86,180,233,0.250)" in pieces[0][0].style
     assert "background:rgba(230,140,0,0.500)" in pieces[1][0].style
+    assert (shown["mean"], shown["spread"]) == (0.5, 0.5)
+    # The prompt of the group is shown once.
+    assert [message.turn for message in shown["asked"]] == [None] * len(shown["asked"]) != []
+    assert all(page.messages[0].turn == 0 for _, page in shown["pages"])
     with pytest.raises(InputError, match="no group 6"):
         group_page(run, {"step": "3", "group": "6"}, Store())
 

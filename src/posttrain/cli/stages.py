@@ -96,7 +96,7 @@ def run(
         show_checks(recipe, console)
         if not full:
             console.print("\nadd --full for the whole recipe and the parts of the estimate", highlight=False)
-        check_memory(recipe, sizes, device)
+        check_machine(recipe, sizes, device)
         return
     result = run_stage(stage, *sources, *read_overrides(overrides), resume=resume, overwrite=overwrite, **more)
     if strict:
@@ -142,13 +142,18 @@ def show_checks(recipe: "Recipe", console: "Console", made: Sequence[Path] = ())
         show_line(console, line, 2)
 
 
-def check_memory(recipe: "Recipe", sizes: "ModelSizes | None", device: "Device | None") -> None:
-    """DoesNotFit if the run would be on the processors of this machine and needs more memory than it has."""
+def check_machine(recipe: "Recipe", sizes: "ModelSizes | None", device: "Device | None") -> None:
+    """InputError for packages that a run on this machine lacks, and DoesNotFit if it would be on its processors and needs
+    more memory than they have.
+    """
     import torch
 
     from posttrain.planning.fit import require_memory
+    from posttrain.planning.inputs import require_extras
     from posttrain.runs.machine import memory_of_processors
 
+    if device is None:
+        require_extras(recipe)
     on_gpu = device is not None or (torch.cuda.is_available() and recipe.model.device != "cpu")
     memory = memory_of_processors()
     if sizes is not None and memory is not None and recipe.remote is None and not on_gpu:
@@ -440,7 +445,7 @@ def _plan_pipeline(
                     checked = TypeAdapter(AnyRecipe).validate_json(text)
                 try:
                     show_checks(checked, console, made)
-                    check_memory(planned_recipe, start[stage.name], device)
+                    check_machine(planned_recipe, start[stage.name], device)
                 except InputError as error:
                     message = str(error)
                     for there, here in converted.items():

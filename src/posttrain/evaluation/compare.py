@@ -26,6 +26,8 @@ FORMATS = (".json", ".md", ".csv")
 _ARROWS: dict[Better, str] = {"higher": " ↑", "lower": " ↓", "neither": ""}
 _FEW_ITEMS = 20
 _FEW_RUNS = 5
+_LISTED = 8
+"""Items of one side that are named."""
 _SETTINGS = (
     "signature",
     "encoder",
@@ -252,6 +254,8 @@ def compare(
                 tested = better != "neither" and side is not first and bool(first.scores(metric))
                 test = _test(metric, better, first, side, warnings, seed, draws) if tested else None
                 kind = scores[0].kind
+                if tested and kind == "rate":
+                    details += _one_sided(metric, first, side)
                 values = [float(combine(one.kind, one.table().sum(0))) for one in scores]
                 value = estimate(scores[0]) if len(scores) == 1 else seed_mean(values, kind == "rate")
                 entries.append(Entry(side.name, metric, kind, better, value, len(scores), test))
@@ -284,6 +288,23 @@ def _test(
         rough = "" if test.test.startswith("McNemar") else ", and the interval is rough"
         warnings.append(f"{metric}: with only {len(shared)} items, only large differences are detectable{rough}")
     return test
+
+
+def _one_sided(metric: str, base: Side, side: Side) -> list[str]:
+    """The shared items on which every run of one side has 1 and every run of the other has 0, for each of the two."""
+    sides = (base, side)
+    shared = frozenset.intersection(*(frozenset(one.items) for part in sides for one in part.scores(metric)))
+    lines = []
+    for winner, loser in (sides, sides[::-1]):
+        wanted = [(scores.items, value) for part, value in ((winner, 1), (loser, 0)) for scores in part.scores(metric)]
+        items = [one for one in shared if all(of[one][0] == value * of[one][1] for of, value in wanted)]
+        items.sort(key=lambda item: (len(item), item))  # seeds by number
+        if items:
+            listed = ", ".join(item[:40] for item in items[:_LISTED]) + (", …" if len(items) > _LISTED else "")
+            lines.append(
+                f"{metric}: only {winner.name}, not {loser.name}: {len(items)} of {len(shared)} items ({listed})"
+            )
+    return lines
 
 
 def _nothing(base: Side, sides: Sequence[Side], metrics: Sequence[str]) -> str:

@@ -48,12 +48,12 @@ _LONGEST = 1e12
 """Seconds of the longest phase; a larger number of someone else's log would overflow the sums."""
 _SPEED = Panel("Tokens per second", "tokens per second", [Curve("speed/tokens_per_second", "tokens per second")])
 _FINAL = {
-    "success": ("success", "result on the final seeds, {:.1%}"),
-    "return": ("return", "result on the final seeds, {:.3f}"),
-    "validation/loss": ("test/loss", "result on the final rows, {:.4f}"),
-    "validation/accuracy": ("test/accuracy", "result on the final rows, {:.1%}"),
+    "success": ("success", "on the final seeds, {:.1%}"),
+    "return": ("return", "on the final seeds, {:.3f}"),
+    "validation/loss": ("test/loss", "on the final rows, {:.4f}"),
+    "validation/accuracy": ("test/accuracy", "on the final rows, {:.1%}"),
 }
-"""Held-out metric -> the metric of the final result drawn beside it, and its label."""
+"""Held-out metric -> the metric of the final table drawn beside it, and what its label says."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,12 @@ class Chart:
         look = {"unit": panel.unit, "percent": panel.percent, "whole": panel.whole, "log": panel.logarithmic}
         title = f"{panel.title}, {self.subtitle.partition(' · ')[0]}" if " · " in self.subtitle else panel.title
         about = {"section": self.section, "title": title, **look, "stacked": self.stacked}
-        return {**about, "curves": [trace.values() for trace in self.traces], "levels": list(self.levels)}
+        results = [
+            {"label": label, "step": step, "value": value, "low": low, "high": high}
+            for label, step, (value, low, high) in self.results
+        ]
+        curves = [trace.values() for trace in self.traces]
+        return {**about, "curves": curves, "levels": list(self.levels), "results": results}
 
 
 @dataclass(frozen=True)
@@ -161,12 +166,32 @@ def charts_of(lines: Sequence[Line], sampling: Sampling = Sampling()) -> Iterato
             yield from [chart] if chart is not None else []
 
 
+def axes_of(lines: Sequence[Line]) -> dict[str, tuple[list[int], list[float]]]:
+    """What a chart may have on its x axis instead of the step: at each training step, minutes, and the numbers of tokens
+    trained and of episodes played until then.
+    """
+    log, axes = Log.of(lines), {}
+    for name, key in (("minutes", "time/run"), ("tokens", "tokens/trained"), ("episodes", "rollout/episodes")):
+        steps, values = log.trained(key)
+        until = np.maximum.accumulate(values) / 60 if name == "minutes" else np.cumsum(np.maximum(values, 0))
+        if len(steps) and until[-1] > 0:
+            kept = thinned(until)
+            axes[name] = steps[kept].tolist(), until[kept].tolist()
+    return axes
+
+
 def _panels(log: Log, sampling: Sampling) -> Iterator[tuple[str, str, Panel]]:
     """(figure, section, panel)."""
     keys = set(keys_of(log))
     results = [key for key in ("success", "return") if keys & {key, f"rollout/{key}"}]
     bases = {key.removeprefix("rollout/") for key in keys}
+    drawn: list[tuple[str, Any]] = []
     for key in [*results, *sorted(key for key in bases if key.startswith(SCORES))]:
+        # A reward of 0 or 1 makes success, return and its score one curve.
+        numbers = [series_of(log, name) for name in (f"rollout/{key}", key)]
+        if any(numbers == other for _, other in drawn):
+            continue
+        drawn.append((key, numbers))
         look, figure = Panel(key.removeprefix(SCORES), "score", ()), ""
         if key in results:
             look = replace(metric_of(key).panel, from_zero=False, smoothed=True)
@@ -233,14 +258,18 @@ def _reference(panel: Panel) -> list[dict[str, Any]]:
 
 
 def levels_of(lines: Sequence[Line], key: str) -> list[dict[str, Any]]:
-    """The baseline policies that were measured on the metric `key`, the last measurement of each, best first."""
+    """The baseline policies that were measured on the metric `key`, the last measurement of each, best first.
+
+    The starting model is no level: it was measured on other tasks than the curve, which begins with it.
+    """
     key = key.removeprefix("rollout/")
     last = {str(line.get("policy")): line.get(key) for line in Log.of(lines) if line["kind"] == "baseline"}
+    last.pop(START, None)
     known = {name: float(v) for name, v in last.items() if isinstance(v, (int, float)) and math.isfinite(v)}
     others = itertools.cycle((GREY, PURPLE, SKY, "#222222"))
     return [
         {
-            "label": f"{policy} policy" if policy != START else policy,
+            "label": f"{policy} policy",
             "value": known[policy],
             "color": BOUNDS.get(policy) or next(others),
         }
@@ -249,13 +278,17 @@ def levels_of(lines: Sequence[Line], key: str) -> list[dict[str, Any]]:
 
 
 def _results(log: Log, key: str) -> Iterator[tuple[str, int, tuple[float, float, float]]]:
-    """The final results beside the held-out metric `key`, at the steps of their checkpoints."""
+    """The rows of the final table beside the held-out metric `key`, at the steps of their checkpoints: they were measured on
+    other tasks than the curve.
+    """
     measured, label = _FINAL.get(key, ("", ""))
     for line in log:
-        if line["kind"] == "final" and "best_step" in line and line.get(measured) is not None:
+        start = line["kind"] == "baseline" and line.get("policy") == START
+        if (start or (line["kind"] == "final" and "best_step" in line)) and line.get(measured) is not None:
             value, low, high = interval_of(line, measured)
             limits = (value, value, value) if math.isnan(low) or math.isnan(high) else (value, low, high)
-            yield label.format(value), line["best_step"], limits
+            name = START if start else "result"
+            yield f"{name} {label.format(value)}", 0 if start else line["best_step"], limits
 
 
 def _phases(log: Log) -> Iterator[Chart]:

@@ -15,6 +15,8 @@ from posttrain.recipe.run import StageRecipe
 
 def require_inputs(recipe: StageRecipe, engine_too: bool = True) -> None:
     """InputError for files of rows and folders of models that are not on this machine; with `engine_too`, for the engine."""
+    if engine_too:
+        require_extras(recipe)
     for section in _sections(recipe):
         if isinstance(section, SourceRecipe):
             require_source(section)
@@ -28,6 +30,16 @@ def require_inputs(recipe: StageRecipe, engine_too: bool = True) -> None:
         raise InputError(
             f"engine.type: vllm is not installed; run `{pip_command('vllm')}`, or set engine.python to an interpreter that has it"
         )
+
+
+def require_extras(recipe: StageRecipe) -> None:
+    """InputError for sinks and an optimizer whose packages are not installed; none is imported."""
+    needed = [(f"sinks: {name}", name) for name in getattr(recipe, "sinks", ())]
+    if getattr(getattr(recipe, "optimizer", None), "type", "") == "adamw_8bit":
+        needed.append(("optimizer.type: adamw_8bit", "bitsandbytes"))
+    for what, module in needed:
+        if find_spec(module) is None:
+            raise InputError(f"{what} needs the package {module}; run `{pip_command(module)}`")
 
 
 def _sections(value: Any) -> Iterator[BaseConfig]:

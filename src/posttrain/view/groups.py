@@ -1,6 +1,9 @@
 """The page of a group: its episodes side by side, with the values of each token and what made the difference."""
 
+import itertools
+import statistics
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from posttrain.errors import InputError
@@ -32,6 +35,12 @@ def group_page(run: RunDirectory, given: Mapping[str, str], store: Store) -> dic
     for number, sample in enumerate(samples):
         part = (parting.turn, parting.token) if parting and number in (parting.best, parting.worst) else None
         pages.append((sample.episode, episode_page(sample, Look(scale, tint, True, part), decode, credited)))
+    # What all episodes begin with, the prompt, is shown once.
+    columns = zip(*(page.messages for _, page in pages), strict=False)
+    alike = itertools.takewhile(lambda row: row[0].turn is None and all(one == row[0] for one in row), columns)
+    asked = [row[0] for row in alike] if len(pages) > 1 else []
+    pages = [(episode, replace(page, messages=page.messages[len(asked) :])) for episode, page in pages]
+    returns = [sample.episode.total_reward for sample in samples]
     groups = [entry.group for entry in store.entries(step)]
     return {
         "step": step,
@@ -39,6 +48,9 @@ def group_page(run: RunDirectory, given: Mapping[str, str], store: Store) -> dic
         "group": group,
         "before": max((one for one in groups if one < group), default=None),
         "after": min((one for one in groups if one > group), default=None),
+        "asked": asked,
+        "mean": statistics.fmean(returns),
+        "spread": statistics.pstdev(returns),
         "pages": pages,
         "prompt": prompt_text(samples[0].episode, decode),
         "parting": parting,

@@ -10,7 +10,7 @@ from threading import Lock
 from typing import Any
 
 from posttrain.errors import InputError, PosttrainError
-from posttrain.figures.charts import Chart, chart_of_runs, charts_of, marks_of
+from posttrain.figures.charts import Chart, axes_of, chart_of_runs, charts_of, marks_of
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.log import Log, read_log
 from posttrain.runs.panels import Sampling
@@ -74,7 +74,8 @@ def charts(logs: Logs, path: Path) -> dict[str, Any]:
     sampling = Sampling()
     with suppress(PosttrainError):  # a foreign folder may lack its recipe
         sampling = Sampling.of(RunDirectory.open(path).recipe_values())
-    return {"charts": _numbered(charts_of(log, sampling)), "marks": [asdict(mark) for mark in marks_of(log)]}
+    marks = [asdict(mark) for mark in marks_of(log)]
+    return {"charts": _numbered(charts_of(log, sampling)), "marks": marks, "axes": axes_of(log)}
 
 
 def _numbered(charts: Iterable[Chart]) -> list[dict[str, Any]]:

@@ -238,7 +238,9 @@ class Pages:
 
     def compare_charts(self, request: Request) -> Response:
         """The curves of several runs as JSON."""
-        return _json({"charts": run_pages.charts_of_runs(self._sources(request)[1], _apart(request)), "marks": []})
+        return _json(
+            {"charts": run_pages.charts_of_runs(self._sources(request)[1], _apart(request)), "marks": [], "axes": {}}
+        )
 
     def compare_results(self, request: Request) -> Response:
         """The paired differences of several runs."""

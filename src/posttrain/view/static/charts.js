@@ -16,7 +16,7 @@ const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3]];
 
 export function shown(value, percent) {
   if (!known(value)) return "–";
-  return percent ? `${(100 * value).toFixed(2)}%` : String(Number(value.toPrecision(7)));
+  return percent ? `${(100 * value).toFixed(1)}%` : String(Number(value.toPrecision(4)));
 }
 
 // A number of an axis: short, because the space is.
@@ -60,7 +60,7 @@ class Chart {
 
   // The same curves: new numbers only. Other curves: a new plot.
   show(spec) {
-    const shape = JSON.stringify([spec.curves.map((one) => [one.key, one.label, Boolean(one.low)]), spec.title, spec.levels]);
+    const shape = JSON.stringify([spec.curves.map((one) => [one.key, one.label, Boolean(one.low)]), spec.title, spec.levels, spec.results]);
     this.spec = spec;
     if (shape !== this.shape || !this.u) this.build();
     else this.u.setData(this.data(), !this.charts.zoom);
@@ -84,7 +84,7 @@ class Chart {
       x.forEach((step, i) => { filled[at.get(step)] = log && !(y[i] > 0) ? null : y[i]; });
       return filled;
     };
-    const columns = [steps];
+    const columns = [steps.map((step) => this.charts.place(step))];
     this.smooth = this.charts.window > 1;
     for (const curve of curves) {
       columns.push(column(curve.x, curve.y));
@@ -94,6 +94,11 @@ class Chart {
     this.hidden = log ? curves.reduce((sum, curve) => sum + curve.y.filter((value) => !(value > 0)).length, 0) : 0;
     this.steps = steps;
     return columns;
+  }
+
+  // Evaluations are points with intervals; only many of them make a band.
+  whiskers(curve) {
+    return !curve.trained && !this.spec.stacked && curve.x.length <= 40;
   }
 
   smooths(curve) {
@@ -113,13 +118,16 @@ class Chart {
     for (const curve of curves) {
       const color = this.color(curve.color);
       const line = { stroke: color, width: 2, dash: curve.dash, spanGaps: true, points: { size: 5, fill: color } };
+      // Between a few measurements nothing is known, so their line is faint.
+      if (this.whiskers(curve)) Object.assign(line, { stroke: faint(color, 0.4), width: 1, points: { show: true, size: 6, fill: color, stroke: color } });
       if (spec.stacked) Object.assign(line, { fill: color, width: 0, points: { show: false } });
       if (this.smooths(curve)) {
         // Raw values stay visible behind the mean.
         series.push({ ...line, stroke: faint(color, 0.35), width: 1, points: { show: true, size: 3, fill: faint(color, 0.5), stroke: faint(color, 0.5) } });
         series.push({ ...line, points: { show: false } });
       } else series.push(line);
-      if (curve.low) {
+      if (curve.low && this.whiskers(curve)) series.push({ show: false }, { show: false });
+      else if (curve.low) {
         const edge = { stroke: faint(color, 0.5), width: 1, spanGaps: true, points: { show: false } };
         series.push(edge, edge);
         bands.push({ series: [series.length - 1, series.length - 2], fill: faint(color, 0.18) });
@@ -138,7 +146,7 @@ class Chart {
       series,
       bands,
       axes: [
-        { ...axis, size: 30, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6] },
+        { ...axis, size: 30, ...(this.charts.over ? { values: (u, values) => values.map((value) => tick(value, false)) } : {}), incrs: this.charts.over ? undefined : [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6] },
         { ...axis, size: 62, values: (u, values) => values.map((value) => tick(value, spec.percent)) },
       ],
       hooks: {
@@ -164,12 +172,13 @@ class Chart {
   steps_range(low, high) {
     if (this.charts.zoom) return this.charts.zoom;
     // All charts have one axis, except while a range is chosen.
-    if (this.charts.extent && low <= this.steps[0] && high >= this.steps.at(-1)) [low, high] = this.charts.extent;
+    const place = (step) => this.charts.place(step);
+    if (this.charts.extent && low <= place(this.steps[0]) && high >= place(this.steps.at(-1))) [low, high] = this.charts.extent.map(place);
     return low === high || low === null ? [(low ?? 0) - 1, (high ?? 0) + 1] : [low, high];
   }
 
   range(low, high, log) {
-    const values = [...this.spec.levels.map((level) => level.value), low, high].filter((value) => known(value) && (!log || value > 0));
+    const values = [...this.others(), low, high].filter((value) => known(value) && (!log || value > 0));
     if (!values.length) return log ? [0.1, 1] : [0, 1];
     if (this.spec.whole && !log) return [-0.03, 1.05];
     let [least, most] = [Math.min(...values), Math.max(...values)];
@@ -189,11 +198,15 @@ class Chart {
     return [least === 0 ? 0 : least - room, most + room];
   }
 
+  others() {
+    return [...this.spec.levels, ...this.spec.results].map((one) => one.value);
+  }
+
   // The least and the largest value of curves and baselines, without intervals.
   limits() {
     const [from, to] = this.charts.zoom ?? [-Infinity, Infinity];
-    const values = this.spec.levels.map((level) => level.value);
-    for (const curve of this.spec.curves) curve.y.forEach((value, i) => { if (known(value) && curve.x[i] >= from && curve.x[i] <= to) values.push(value); });
+    const values = this.others();
+    for (const curve of this.spec.curves) curve.y.forEach((value, i) => { if (known(value) && this.charts.place(curve.x[i]) >= from && this.charts.place(curve.x[i]) <= to) values.push(value); });
     return values.length ? [values.reduce((a, b) => Math.min(a, b)), values.reduce((a, b) => Math.max(a, b))] : [-Infinity, Infinity];
   }
 
@@ -220,15 +233,19 @@ class Chart {
     }
     context.setLineDash([]);
     for (const curve of this.spec.curves) {
-      if (!curve.low || curve.x.length > 1 || !known(curve.low[0])) continue;
+      if (!curve.low || !this.whiskers(curve)) continue;
       context.strokeStyle = this.color(curve.color);
-      context.beginPath();
-      context.moveTo(u.valToPos(curve.x[0], "x", true), u.valToPos(curve.low[0], "y", true));
-      context.lineTo(u.valToPos(curve.x[0], "x", true), u.valToPos(curve.high[0], "y", true));
-      context.stroke();
+      curve.x.forEach((step, i) => this.whisker(u, step, curve.low[i], curve.high[i]));
+    }
+    // Squares: the final tasks, which are others than those of the curve.
+    for (const result of this.spec.results) {
+      context.strokeStyle = context.fillStyle = style("--ink");
+      this.whisker(u, result.step, result.low, result.high);
+      const [x, y] = [u.valToPos(this.charts.place(result.step), "x", true), u.valToPos(result.value, "y", true)];
+      context.fillRect(x - 4 * scale, y - 4 * scale, 8 * scale, 8 * scale);
     }
     for (const mark of this.charts.marks) {
-      const x = u.valToPos(mark.step, "x", true);
+      const x = u.valToPos(this.charts.place(mark.step), "x", true);
       const color = this.color(mark.kind === "message" ? "#6E6E6E" : "#D55E00");
       context.strokeStyle = faint(color, 0.6);
       context.fillStyle = color;
@@ -244,13 +261,24 @@ class Chart {
     context.restore();
   }
 
+  whisker(u, step, low, high) {
+    if (!known(low) || !known(high)) return;
+    const x = u.valToPos(this.charts.place(step), "x", true);
+    u.ctx.beginPath();
+    u.ctx.moveTo(x, u.valToPos(low, "y", true));
+    u.ctx.lineTo(x, u.valToPos(high, "y", true));
+    u.ctx.stroke();
+  }
+
   describe() {
-    const { title, unit, curves, levels, percent } = this.spec;
+    const { title, unit, curves, levels, percent, results } = this.spec;
+    // One measurement is a number, not a curve.
+    this.root.classList.toggle("single", this.steps.length < 2);
     const known_unit = title.toLowerCase().includes(unit.toLowerCase()) || curves.some((curve) => curve.label === unit);
     this.title.replaceChildren(title, ...(known_unit ? [] : [element("span", "unit", ` ${unit}`)]));
-    const items = [...curves.map((curve) => [curve.color, curve.label, curve.dash ?? 0]), ...levels.map((level) => [level.color, `${level.label}, ${shown(level.value, percent)}`, 1])];
+    const items = [...curves.map((curve) => [curve.color, curve.label, curve.dash ?? 0]), ...levels.map((level) => [level.color, `${level.label}, ${shown(level.value, percent)}`, 1]), ...results.map((result) => [style("--ink"), result.label, "square"])];
     this.legend.replaceChildren(...items.map(([color, label, dash]) => {
-      const item = element("li", dash ? "dashed" : "", label);
+      const item = element("li", dash === "square" ? dash : dash ? "dashed" : "", label);
       item.style.setProperty("--swatch", this.color(color));
       return item;
     }));
@@ -285,11 +313,11 @@ class Chart {
     const move = (index) => {
       const bounded = Math.min(this.steps.length - 1, Math.max(0, index));
       const step = this.steps[bounded];
-      u.setCursor({ left: u.valToPos(step, "x"), top: u.over.clientHeight / 2 });
+      u.setCursor({ left: u.valToPos(this.charts.place(step), "x"), top: u.over.clientHeight / 2 });
       this.read(bounded);
     };
     const zoom = (factor) => {
-      const middle = this.steps[at];
+      const middle = this.charts.place(this.steps[at]);
       this.charts.zoomTo([middle - (middle - min) * factor, middle + (max - middle) * factor]);
     };
     const keys = { ArrowLeft: () => move(at - 1), ArrowRight: () => move(at + 1), Home: () => move(0), End: () => move(this.steps.length - 1), "+": () => zoom(0.5), "=": () => zoom(0.5), "-": () => zoom(2), 0: () => this.charts.zoomTo(null), Escape: () => this.charts.zoomTo(null) };
@@ -308,7 +336,7 @@ class Chart {
 
 export class Charts {
   constructor(root, dark) {
-    Object.assign(this, { root, dark, zoom: null, window: 0, log: false, marks: [], sync: "steps", made: new Map(), specs: [] });
+    Object.assign(this, { root, dark, zoom: null, window: 0, log: false, over: "", axes: {}, marks: [], sync: "steps", made: new Map(), specs: [] });
     const on = (id, kind, change) => document.getElementById(id)?.addEventListener(kind, change);
     on("smoothing", "input", (event) => {
       this.window = Number(event.target.value);
@@ -316,6 +344,7 @@ export class Charts {
       this.redraw();
     });
     on("log", "change", (event) => { this.log = event.target.checked; this.redraw(); });
+    on("over", "change", (event) => { this.over = event.target.value; this.zoom = null; this.redraw(); this.zoomTo(null); });
     on("only", "input", () => this.filter());
     on("all", "click", () => this.zoomTo(null));
     this.load();
@@ -336,8 +365,20 @@ export class Charts {
     if (this.again) { this.again = false; this.load(); }
   }
 
-  show({ charts, marks }) {
-    this.marks = marks;
+  // Where a step is on the x axis: the number itself, or what was spent until then.
+  place(step) {
+    if (!this.over) return step;
+    const [steps, spent] = this.axes[this.over];
+    if (step <= 0 || step >= steps.at(-1)) return step <= 0 ? 0 : spent.at(-1);
+    const after = steps.findIndex((one) => one >= step);
+    const [from, start] = after ? [steps[after - 1], spent[after - 1]] : [0, 0];
+    return start + ((spent[after] - start) * (step - from)) / (steps[after] - from);
+  }
+
+  show({ charts, marks, axes }) {
+    Object.assign(this, { marks, axes });
+    const over = document.getElementById("over");
+    for (const name of Object.keys(axes)) if (![...over.options].some((one) => one.value === name)) over.append(new Option(name, name));
     const steps = charts.flatMap((spec) => spec.curves.flatMap((curve) => [curve.x[0], curve.x.at(-1), ...curve.nonfinite])).filter(known);
     this.extent = steps.length ? [steps.reduce((a, b) => Math.min(a, b)), steps.reduce((a, b) => Math.max(a, b))] : null;
     const seen = new Set();
@@ -404,7 +445,7 @@ export class Charts {
 
   zoomed(source, scale) {
     if (this.zooming || !known(scale.min)) return;
-    const all = this.extent ?? [source.steps[0], source.steps.at(-1)];
+    const all = (this.extent ?? [source.steps[0], source.steps.at(-1)]).map((step) => this.place(step));
     const next = scale.min <= all[0] && scale.max >= all[1] ? null : [scale.min, scale.max];
     if (JSON.stringify(next) !== JSON.stringify(this.zoom)) this.zoomTo(next);
   }
@@ -413,10 +454,10 @@ export class Charts {
     this.zoom = range;
     const all = document.getElementById("all");
     all.disabled = !range;
-    all.textContent = range ? `Show all steps, not ${Math.ceil(range[0])} to ${Math.floor(range[1])}` : "Show all steps";
+    all.textContent = range ? `Show all, not ${tick(range[0])} to ${tick(range[1])}` : "Show all";
     this.zooming = true;
     for (const chart of this.made.values()) {
-      const [low, high] = range ?? this.extent ?? [chart.steps[0], chart.steps.at(-1)];
+      const [low, high] = range ?? (this.extent ?? [chart.steps[0], chart.steps.at(-1)]).map((step) => this.place(step));
       chart.u?.setScale("x", { min: low, max: high });
     }
     this.zooming = false;
