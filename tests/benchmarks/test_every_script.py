@@ -29,6 +29,8 @@ HERE = {
     "credit_toy": ("--seeds 1 --steps 2 --rewards 5 --tasks additive", "additive"),
     "distillation": ("--seeds 1 --steps 1 --rows 64 --out {out}", "| method | held-out success"),
     "families": ("llama stablelm doge", "| llama | packed | paged |"),
+    # A run takes seconds to a minute of one core; the stored ones are on the page.
+    "guards": ("--table {docs}/results/guards.jsonl", "| all planted |"),
     "helpsteer3_rows": ("{pairs} {out}", ""),
     "house": ("--stages sft --files", "training/updater.py"),
     "intervals": ("--samples 5 --groups Differences", "mean of paired differences"),

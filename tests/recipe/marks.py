@@ -73,6 +73,7 @@ def table() -> str:
     for stage, found in marked_keys().items():
         for leaf in found if stage in STAGES else ():
             shared = leaf.key.removeprefix("evaluation.").removeprefix("off_policy.").removeprefix("ptx.")
+            shared = shared.replace("audit.environment", "environment")
             if leaf.mark is not None and leaf.mark.needs_trust:
                 keys.setdefault(leaf.mark.does, set()).add(shared)
     rows = [f"| {does} | {', '.join(f'`{key}`' for key in sorted(keys[does]))} |" for does in sorted(keys)]

@@ -208,20 +208,20 @@ class FakeRun:
     def finish(self) -> None: ...
 
 
-OWN = {"project": "mine", "entity": "lab", "run_name": "third", "group": "seeds", "tags": ["gspo", "4b"]}
+OWN = {"project": "mine", "entity": "lab", "run_name": "third", "group": "seeds"}
 VARIABLES = {"WANDB_PROJECT": "set", "WANDB_NAME": "called"}
 
 
 @pytest.mark.parametrize(
     ("sink", "tracking", "variables", "expected"),
     [
-        ("wandb", {}, {}, {"project": "posttrain", "entity": None, "name": "tossing", "tags": None}),
-        ("wandb", {}, VARIABLES, {"project": "set", "entity": None, "name": "called", "tags": None}),
+        ("wandb", {}, {}, {"project": "posttrain", "entity": None, "name": "tossing"}),
+        ("wandb", {}, VARIABLES, {"project": "set", "entity": None, "name": "called"}),
         (
             "wandb",
             OWN,
             VARIABLES,
-            {"project": "mine", "entity": "lab", "name": "third", "group": "seeds", "tags": ["gspo", "4b"]},
+            {"project": "mine", "entity": "lab", "name": "third", "group": "seeds"},
         ),
         ("trackio", {}, VARIABLES, {"project": "posttrain", "name": "tossing-ID"}),
         ("trackio", OWN, {}, {"project": "mine", "name": "third-ID", "group": "seeds"}),
@@ -255,8 +255,8 @@ def test_tracking_keys_that_no_sink_reads_give_a_warning() -> None:
         return [line.split()[0] for line in found if line.startswith("tracking.")]
 
     assert warned("tracking.project=p") == ["tracking.project"]
-    assert warned("tracking.project=p", "tracking.tags=[a]", "sinks=[trackio]") == ["tracking.tags"]
-    assert warned("tracking.project=p", "tracking.tags=[a]", "sinks=[wandb]") == []
+    assert warned("tracking.project=p", "tracking.entity=e", "sinks=[trackio]") == ["tracking.entity"]
+    assert warned("tracking.project=p", "tracking.entity=e", "sinks=[wandb]") == []
     assert warned("tracking.completions=4", "tracking.group=g", "sinks=[tensorboard]") == ["tracking.group"]
     assert warned("tracking.completions=4") == ["tracking.completions"]
     found = recipe_warnings(load_recipe([], ["tracking.completions=4", "sinks=[wandb]", "data.train=x.jsonl"], "sft"))

@@ -102,7 +102,7 @@ def test_a_guard_without_threshold_is_off():
 
 
 def test_thresholds_that_are_not_given_keep_their_defaults():
-    defaults = {"max_zero_groups": 0.8, "max_repeated_share": 0.8}
+    defaults = {"max_zero_groups": 0.8, "max_repeated_share": 0.8, "max_truncated": 0.5, "max_rejected": 0.5}
     assert GuardRecipe(thresholds={"min_entropy": 0.1}).thresholds == defaults | {"min_entropy": 0.1}
     recipe = load_recipe([], ["guards.thresholds.max_zero_groups=null"], "rl")
     assert recipe.guards.thresholds == defaults | {"max_zero_groups": None}

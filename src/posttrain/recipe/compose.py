@@ -188,7 +188,7 @@ def typed_recipe(given: Layer, stage: str) -> Recipe:
     given = Layer(values, given.origins)
     sentences: list[str] = []
     rest = values
-    for path in (("environment",), ("evaluation", "environment")):
+    for path in (("environment",), ("evaluation", "environment"), ("audit", "environment")):
         if errors := _environment_errors(given, schema, path):
             # Leave out a faulty environment, so that its errors are reported once and errors of other sections are
             # found as well.
@@ -249,25 +249,36 @@ def _with_rate(values: dict[str, Any], schema: type[BaseConfig]) -> dict[str, An
 
 
 def _with_evaluated(values: dict[str, Any], schema: type[BaseConfig]) -> dict[str, Any]:
-    """`values` with a complete `evaluation.environment`: its keys over those of `environment`, unless it has another
-    `type`.
+    """`values` with complete environments of `evaluation` and `audit`: their keys over those of `environment`, or of
+    `evaluation.environment` for an audit, unless they have another `type`.
 
-    In a recipe of `evaluate`, which has only one environment, it becomes `environment`.
+    In a recipe of `evaluate`, which has only one environment, that of `evaluation` becomes `environment`.
     """
-    evaluation = values.get("evaluation")
-    changes = evaluation.get("environment") if isinstance(evaluation, dict) else None
-    if not isinstance(evaluation, dict) or not isinstance(changes, dict):
-        return values
+    for name in ("evaluation", "audit"):
+        section = values.get(name)
+        changes = section.get("environment") if isinstance(section, dict) else None
+        if not isinstance(section, dict) or not isinstance(changes, dict):
+            continue
+        evaluation = values.get("evaluation")
+        played = evaluation.get("environment") if name == "audit" and isinstance(evaluation, dict) else None
+        changes = _over(played or values.get("environment"), changes, schema)
+        if schema is EvaluateRecipe and name == "evaluation":
+            values = {**values, "environment": changes, name: _without(section, ("environment",))}
+        else:
+            values = {**values, name: {**section, "environment": changes}}
+    return values
+
+
+def _over(base: Any, changes: dict[str, Any], schema: type[BaseConfig]) -> dict[str, Any]:
+    """The keys of an environment, `changes` over those of `base`, by default that of `schema`."""
     default = schema.model_fields["environment"].get_default(call_default_factory=True)
-    base = values.get("environment") or (default.model_dump(mode="json") if default is not None else {})
+    base = base or (default.model_dump(mode="json") if default is not None else {})
     if isinstance(base, dict) and changes.get("type", base.get("type")) == base.get("type"):
         kept = base
         with suppress(InputError):
             kept = _without_old_keys(base, changes, environment_class(str(base.get("type"))).Recipe)
         changes = merge([Layer(kept), Layer(changes)]).values
-    if schema is EvaluateRecipe:
-        return {**values, "environment": changes, "evaluation": _without(evaluation, ("environment",))}
-    return {**values, "evaluation": {**evaluation, "environment": changes}}
+    return changes
 
 
 def _without(values: dict[str, Any], path: KeyPath) -> dict[str, Any]:

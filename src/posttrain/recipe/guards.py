@@ -118,14 +118,14 @@ GUARDS = (
     Guard(
         "max_truncated",
         "rollout/truncated_share",
-        None,
+        0.5,
         "answers run to the limit on tokens",
         "set rollout.missing_eos_penalty",
     ),
     Guard(
         "max_rejected",
         "rollout/rejected_share",
-        None,
+        0.5,
         "the environment cannot parse the answers",
         "fine-tune model.path on answers of its form first, or correct its parser",
     ),

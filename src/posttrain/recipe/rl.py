@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from posttrain.recipe.agent import AgentRecipe, refuse_with_agent
+from posttrain.recipe.audit import AuditRecipe
 from posttrain.recipe.components import environment_class
 from posttrain.recipe.credit import CREDITS, CreditRecipe, CriticRecipe
 from posttrain.recipe.data import PtxRecipe
@@ -16,7 +17,7 @@ from posttrain.recipe.metrics import Metric
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe, RewardSource, dtype_bytes
 from posttrain.recipe.needs import is_given, needs
 from posttrain.recipe.plan import CACHE, Items, Plan, counted, plural
-from posttrain.recipe.rollout import EvaluationRecipe
+from posttrain.recipe.rollout import EvaluationRecipe, same_tasks
 from posttrain.recipe.run import CheckpointRecipe, SampledRecipe, refuse_longer
 from posttrain.recipe.teacher import RewardTeacherRecipe, refuse_other_temperature
 from posttrain.recipe.units import CausalCredit, EntropyUnits, HindsightCredit, UnitCreditRecipe
@@ -70,6 +71,8 @@ class RlRecipe(SampledRecipe):
     optimizer: OptimizerRecipe = OptimizerRecipe()
     learner: LearnerRecipe = LearnerRecipe()
     evaluation: EvaluationRecipe = EvaluationRecipe()
+    audit: AuditRecipe | None = None
+    """Second scorer of the held-out episodes, which training never sees. Null: none."""
     guards: GuardRecipe = GuardRecipe()
     checkpoint: CheckpointRecipe = CheckpointRecipe()
     hardware: HardwareRecipe = HardwareRecipe()
@@ -111,6 +114,7 @@ class RlRecipe(SampledRecipe):
     def models(self) -> dict[str, Any]:
         teacher = self.teacher if self.teacher is not None and self.teacher.path is not None else None
         loaded = {"reward": self.reward, "critic": self.critic if self.separate_critic else None, "teacher": teacher}
+        loaded["audit"] = self.audit if self.audit is not None and self.audit.path is not None else None
         return {"model": self.model, **{key: one for key, one in loaded.items() if one is not None}}
 
     def _penalties(self) -> list[str]:
@@ -202,6 +206,22 @@ class RlRecipe(SampledRecipe):
                 "with `rollout.sampling.temperature` other than 1 and top_p, top_k or min_p, `engine.type: vllm` returns the "
                 "log-probabilities of the truncated distribution, which are larger at every token, so "
                 f"`{key}` would treat truncation as a change of the policy; use `loss.old: auto` and token corrections"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _audit_fits(self):
+        if self.audit is None:
+            return self
+        if self.evaluation.every == 0:
+            raise ValueError("`audit` scores the episodes of the learning curve; set `evaluation.every` above 0")
+        if self.audit.path is not None and (self.hardware.processes > 1 or self.hardware.ray is not None):
+            raise ValueError("`audit.path` is for one process without `hardware.ray`; use `audit.environment`")
+        played = self.evaluation.environment or self.environment
+        if self.audit.environment is not None and (self.agent or not same_tasks(played, self.audit.environment)):
+            raise ValueError(
+                f"`audit.environment` scores the answers to the tasks of `environment.type: {played.type}` again; give it the "
+                "same type and rows, and no `agent`, or set `audit.path`"
             )
         return self
 
@@ -314,6 +334,8 @@ class RlRecipe(SampledRecipe):
             items |= self.reference_items(plan, self.moves_reference, self.kl.reference.mix < 1)
         if self.reward is not None:
             items |= self.reward.memory_items(plan)
+        if self.audit is not None and self.audit.path is not None:
+            items["reward model of the audit"] = (4 * plan.sizes.scorer_parameters, "assuming the size of the policy")
         if self.teacher is not None:
             items |= self.teacher.memory_items(plan, self.model)
         if self.has_critic:

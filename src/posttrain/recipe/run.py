@@ -75,7 +75,7 @@ def _read_by(*sinks: str) -> Needs:
 
 
 class TrackingRecipe(BaseConfig):
-    """Where, under which name and with how many completions the sinks record the run."""
+    """Where, under which name and with how many completions the sinks record the run. W&B reads tags from the environment variable `WANDB_TAGS`."""
 
     project: Annotated[Connects | None, _read_by("wandb", "trackio")] = Field(None, min_length=1)
     """Project. Null: for W&B the environment variable `WANDB_PROJECT`, else `posttrain`."""
@@ -87,8 +87,6 @@ class TrackingRecipe(BaseConfig):
     """Group of runs in the project, as for the seeds of one recipe. Null: for W&B the environment variable `WANDB_RUN_GROUP`, else none."""
     completions: Annotated[int, needs("sinks"), TRAINED] = Field(0, ge=0)
     """Training episodes per step that the sinks show as a table, with their texts, from the first groups of the step. 0: none."""
-    tags: Annotated[list[Text], _read_by("wandb")] = []
-    """W&B tags of the run. Empty: the environment variable `WANDB_TAGS`."""
 
 
 ENTROPY = Panel("Entropy", "nats per token", figure="entropy")

@@ -64,7 +64,8 @@ class Report:
         self.scores, self.warnings = score_table(log), run_warnings(log, warnings)
         try:
             verdict = read_verdict(run.path)
-            self.verdict = verdict.lines if verdict is not None else ()
+            audits = [line["message"] for line in log if line["kind"] == "audit"]
+            self.verdict = [*(verdict.lines if verdict is not None else ()), *audits[-1:]]
             self.headline = headline(log) or f"No result yet: {_of(log.last_step, run.load_recipe())} steps are done."
             self.facts = run_facts(run, log)
             changed = changed_keys(run.load_recipe(to_run=True))

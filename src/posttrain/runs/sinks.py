@@ -197,7 +197,6 @@ class WandbSink(_TrackingSink):
             entity=tracking.entity,
             group=tracking.group,
             name=tracking.run_name or os.environ.get("WANDB_NAME") or run.path.name,
-            tags=tracking.tags or None,
             id=run.load_environment()["id"],
             resume="allow",
             dir=str(run.logs),

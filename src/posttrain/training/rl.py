@@ -6,6 +6,7 @@
 the recipe and return a component with its warnings; nothing below this file reads it as a whole.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.evaluated import start_values
 from posttrain.training.async_rollouts import AsyncRollouts
+from posttrain.training.auditor import Auditor
 from posttrain.training.controllers import (
     Guards,
     PolicyLearner,
@@ -151,7 +153,9 @@ def run_steps(c: StepComponents, recipe: SampledRecipe, resume: bool, console: C
         rollouts.manager.played = trainer.progress.sampled
         trainer.begin()
         with rollouts.running(trainer.step + 1):
-            while trainer.step < recipe.steps and not c.guards.stopped and not trainer.out_of_time(recipe.max_minutes):
+            while trainer.step < recipe.steps and not (c.guards.stopped or trainer.audit_stops):
+                if trainer.out_of_time(recipe.max_minutes):
+                    break
                 step, tokens = trainer.step + 1, learner.trained_tokens
                 batch = c.batch(step)
                 with trainer.interrupts.critical():
@@ -169,6 +173,8 @@ def run_steps(c: StepComponents, recipe: SampledRecipe, resume: bool, console: C
                 trainer.evaluate_and_save(metrics)
         if c.guards.stopped:
             trainer.warn(["stopped by a guard; the best checkpoint is kept"])
+        if trainer.audit_stops:
+            trainer.warn(["stopped by the audit: only the reward rises; the checkpoints are kept"])
         trainer.finish()
 
 
@@ -446,6 +452,14 @@ def make_trainer(
     )
 
 
+def make_auditor(recipe: RlRecipe, policy: Policy, run: RunDirectory) -> Auditor | None:
+    """The second scorer of the evaluations; None without `audit`."""
+    if recipe.audit is None:
+        return None
+    looks = math.ceil(recipe.steps / recipe.evaluation.every)
+    return Auditor(recipe.audit, policy, run, looks, recipe.rollout.environment_timeout, recipe.guards.action)
+
+
 def make_components(
     recipe: RlRecipe, run: RunDirectory, callbacks: Sequence[Callback], make_rollouts: MakeRollouts
 ) -> Components:
@@ -489,6 +503,7 @@ def make_components(
         left_out,
         stateful=state | {"reward": credit.rewards.running},
         checkpointables=checkpointables,
+        auditor=make_auditor(recipe, policy, run),
         remote={} if critic is None or critic.updater.remote_state is None else {"critic": critic.updater.remote_state},
         warnings=warnings,
         callbacks=callbacks,

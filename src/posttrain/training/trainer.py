@@ -161,6 +161,7 @@ class Trainer(Generic[Output]):
         warnings: Sequence[str] = (),
         callbacks: Sequence[Callback] = (),
         start: StartValues | None = None,
+        auditor: Callable[[int], tuple[dict[str, Any], list[str], bool]] | None = None,
     ) -> None:
         """Create a trainer.
 
@@ -175,6 +176,8 @@ class Trainer(Generic[Output]):
             warnings: sentences for the user, reported before the first step.
             callbacks: called after each step, evaluation and rollout.
             start: values of the model before training, if the run that trained it has measured them.
+            auditor: tests the stored episodes of a step's evaluation against a second scorer. Returns the values of a line
+                of the log, warnings, and whether the run ends.
         """
         self.settings = settings
         self.run = run
@@ -188,6 +191,9 @@ class Trainer(Generic[Output]):
         self.warnings = [*warnings, *model.warnings]
         self.callbacks = list(callbacks)
         self.start = start
+        self.auditor = auditor
+        self.audit_stops = False
+        """Whether only the reward rises, and the recipe ends the run for it."""
         self.checkpoints = Checkpoints(run.checkpoints, run.load_environment()["id"], settings.checkpoint)
         self.interrupts = Interrupts()
         self.step = 0
@@ -404,6 +410,11 @@ class Trainer(Generic[Output]):
                 self.best = candidate
             self._remember()
         self._call(lambda callback: callback.on_evaluation(self.step, values))
+        if (auditor := self.auditor) is not None:
+            line, warnings, self.audit_stops = self._world.on_rank0(lambda: auditor(self.step))
+            if line:
+                self._log.write(self.step, "audit", line)
+            self.warn(warnings)
         return improved
 
     def _call(self, function: Callable[[Callback], None]) -> None:

@@ -1,0 +1,122 @@
+"""Whether an audit rises with the trained reward: tests of the held-out tasks after each evaluation.
+
+Every evaluation tests the same tasks again, so a test at 5% would fire in more than 5% of the runs. The level of the run is
+spent equally on its K evaluations: each test has the level 0.05 / K, two-sided, and by the union bound the probability of any
+false result in a run is at most 0.05, whatever the dependence between evaluations (Bonferroni; alpha spending with a constant
+rate, Lan and DeMets 1983).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NoReturn
+
+import numpy as np
+
+from posttrain.evaluation.paired import t_test
+from posttrain.evaluation.statistics import Difference
+
+LEVEL = 0.05
+"""Probability of a false result of one of the tests in a whole run, at most."""
+BOTH, REWARD, NEITHER, UNDECIDED = "both rose", "only the reward rose", "nothing moved", "undecided"
+AuditVerdict = Literal["both rose", "only the reward rose", "nothing moved", "undecided"]
+_SHOWN = 3
+
+
+class AuditScores:
+    """Scores of an audit by task. Only `look` reads them: numbers cannot be taken out, so a credit, a reward or a choice of
+    checkpoints that is given them fails."""
+
+    __slots__ = ("__scores",)
+
+    def __init__(self, scores: Mapping[str, float]) -> None:
+        self.__scores = dict(scores)
+
+    def __len__(self) -> int:
+        return len(self.__scores)
+
+    def __repr__(self) -> str:
+        return f"AuditScores of {len(self)} tasks"
+
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
+        raise TypeError("scores of an audit are hidden from training; use a scorer of its own as the reward")
+
+    __float__ = __int__ = __iter__ = __getitem__ = __array__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = (
+        _refuse
+    )
+    __rmul__ = __truediv__ = __lt__ = __gt__ = __le__ = __ge__ = __neg__ = __reduce_ex__ = _refuse
+
+
+@dataclass(frozen=True)
+class Change:
+    """The mean over tasks of two evaluations, with the paired t-test of their difference."""
+
+    before: float
+    after: float
+    difference: Difference
+    """With its 95% interval, of this evaluation alone."""
+    p: float
+
+    @classmethod
+    def of(cls, before: np.ndarray, after: np.ndarray) -> "Change":
+        """From the scores of the same tasks, each [n]."""
+        n, values = len(before), (float(before.mean()), float(after.mean()))
+        variance = float(np.var(after - before, ddof=1)) / n
+        return cls(*values, *t_test(values[:1], values[1:], variance, n))
+
+    def rose(self, level: float) -> bool:
+        """Whether the mean is significantly larger than before."""
+        return self.difference.value > 0 and self.p < level
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one evaluation says."""
+
+    verdict: AuditVerdict
+    reward: Change
+    """The return of the episodes since the first evaluation."""
+    audit: Change
+    """The audit's score of the same episodes."""
+    n: int
+    """Number of tasks."""
+    apart: list[str]
+    """The tasks on which the reward has risen most against the audit."""
+
+    @property
+    def sentence(self) -> str:
+        """The verdict with both changes and the tasks that differ most."""
+        changes = ", ".join(
+            f"{name} {change.before:.3f} to {change.after:.3f}"
+            for name, change in (("reward", self.reward), ("audit", self.audit))
+        )
+        return f"audit: {self.verdict} ({changes}; n = {self.n}; largest gaps: seeds {', '.join(self.apart)})"
+
+
+def look(
+    first: tuple[Mapping[str, float], AuditScores], now: tuple[Mapping[str, float], AuditScores], looks: int
+) -> Look | None:
+    """Test the evaluation `now` against the `first` one, each (return by task, audit by task), as one of `looks`.
+
+    `only the reward rose`: the return rose, the audit did not, and the difference of the two changes in standard deviations
+    over tasks is significant as well, so that an audit with more noise than the reward does not alarm. Without that it is
+    `undecided`. None for fewer than two tasks that all four score.
+    """
+    sides = [first[0], now[0], *(scores._AuditScores__scores for _, scores in (first, now))]  # type: ignore[attr-defined]
+    tasks = sorted(set.intersection(*map(set, sides)))
+    if len(tasks) < 2:
+        return None
+    reward, audit = np.array([[side[task] for task in tasks] for side in sides]).reshape(2, 2, len(tasks))
+    gaps = _gain(reward) - _gain(audit)
+    changes = Change.of(*reward), Change.of(*audit)
+    level = LEVEL / looks
+    verdict: AuditVerdict = NEITHER
+    if changes[0].rose(level):
+        apart = Change.of(np.zeros(len(tasks)), gaps).rose(level)
+        verdict = BOTH if changes[1].rose(level) else REWARD if apart else UNDECIDED
+    return Look(verdict, *changes, len(tasks), [tasks[place] for place in np.argsort(-gaps)[:_SHOWN]])
+
+
+def _gain(scores: np.ndarray) -> np.ndarray:
+    """Change of each task [n] in standard deviations over both evaluations [2, n]; 0 if all scores are equal."""
+    spread = float(scores.std())
+    return (scores[1] - scores[0]) / spread if spread > 0 else np.zeros(scores.shape[1])
