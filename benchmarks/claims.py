@@ -13,22 +13,35 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from board import by_task as board_results
 from harness.crossed import crossed_mean
-from harness.made_model import fine_tuned, random_episode
+from harness.made_model import fine_tuned, random_episode, slower
 from harness.options import names, numbers
 from harness.paired import difference, overall, results, shown, verdict
+from harness.ranked_pairs import (
+    asked,
+    copier,
+    pairs,
+    prompt_of,
+    quality,
+    random_answer,
+    ranked,
+    reward_model,
+    rewards,
+    write_in,
+)
 from harness.table import markdown, read_lines
 from harness.verified_units import CURVE, FINAL, MARKS, TRAINED, policies, random_score, register, write_rows
 from learning import COMMON as LEARNING
 from learning import ENVIRONMENTS, merged
 
 import posttrain
-from posttrain.runs.intervals import mean_difference
+from posttrain.runs.intervals import Estimate, mean_difference, success_rate
 from posttrain.runs.machine import describe_machine
 from posttrain.seeds import random_stream
 
@@ -142,14 +155,17 @@ GAMES: dict[str, Keys] = {"bandit": {"steps": 10, "imitated": 16}, "firm lake": 
 """RL steps, and the optimal traces of fine-tuning."""
 FORMATS = ("no thinking", "thinking")
 WAYS = ("SFT", "RL", "SFT then RL")
-RAGEN_VARIANTS: dict[str, Keys] = {
-    f"{game} | {thoughts} | {way}": {} for game in GAMES for thoughts in FORMATS for way in WAYS
+SIZES: dict[str, dict[str, int]] = {"5M": {"hidden": 352, "layers": 3}, "20M": {"hidden": 512, "layers": 6}}
+"""Larger models, of 5.3 and 21 million weights; the others have 1.2."""
+RAGEN_VARIANTS: dict[str, dict[str, int]] = {
+    **{f"{game} | {thoughts} | {way}": {} for game in GAMES for thoughts in FORMATS for way in WAYS},
+    **{f"{game} | no thinking | {way} | {size}": SIZES[size] for size in SIZES for game in GAMES for way in WAYS},
 }
 
 
-def random_player(game: str, thinking: bool, seed: int, out: Path) -> Path:
+def random_player(game: str, thinking: bool, seed: int, out: Path, size: dict[str, int]) -> Path:
     """A model that plays one game at random in its format, trained from random weights; made once for each seed."""
-    name = f"{game}-{'thinking' if thinking else 'answers'}".replace(" ", "_")
+    name = "-".join([game, "thinking" if thinking else "answers", *map(str, size.values())]).replace(" ", "_")
     settings = {**ENVIRONMENTS[game]["environment"], "format": {"thinking": thinking}}
     environment = posttrain.make_env(settings.pop("type"), **settings)()
     traces = [random_episode(environment, n, random_stream("claims", "moves", n)) for n in range(300_000, 300_400)]
@@ -161,16 +177,17 @@ def random_player(game: str, thinking: bool, seed: int, out: Path) -> Path:
         "loss_on": "all",
         "steps": 60 if game == "bandit" else 150,
         "rows_per_update": 12,
-        "optimizer": {"learning_rate": 3e-3, "warmup_updates": 10, "schedule": "cosine"},
+        "optimizer": {"learning_rate": 3e-3 * slower(**size), "warmup_updates": 10, "schedule": "cosine"},
     }
     messages = [message for trace in traces for message in trace]
-    return fine_tuned(out / "models" / f"{name}-{seed}", seed, messages, keys, marks=MARKS)
+    return fine_tuned(out / "models" / f"{name}-{seed}", seed, messages, keys, marks=MARKS, **size)
 
 
 def run_ragen(run: Run) -> Line:
     """Success by task after imitation, reinforcement learning or both, from a model that plays at random."""
-    game, thoughts, way = run.variant.split(" | ")
-    model = random_player(game, thoughts == "thinking", run.seed, run.out)
+    game, thoughts, way, *_ = run.variant.split(" | ")
+    size = RAGEN_VARIANTS[run.variant]
+    model = random_player(game, thoughts == "thinking", run.seed, run.out, size)
     own = merged(ENVIRONMENTS[game], {"environment": {"format": {"thinking": thoughts == "thinking"}}})
     common = {"seed": run.seed, "runs": str(run.out), "name": run.name, "overwrite": True}
     if way != "RL":
@@ -178,7 +195,7 @@ def run_ragen(run: Run) -> Line:
             "environment": own["environment"],
             "experts": {"seeds": {"start": 200_000, "count": GAMES[game]["imitated"]}},
             "rows_per_update": 8,
-            "optimizer": {"learning_rate": 1e-3},
+            "optimizer": {"learning_rate": 1e-3 * slower(**size)},
         }
         model = fine_tuned(model.parent.with_name(f"{model.parent.name}-imitated"), run.seed, [], sft, start=model)
     evaluation = {"sampling": {"temperature": 1.0}, "seeds": {"start": 1_000_000, "count": 128}}
@@ -195,6 +212,7 @@ def run_ragen(run: Run) -> Line:
             keys,
             {"steps": GAMES[game]["steps"], "evaluation": {"every": 5}, "checkpoint": COMMON["checkpoint"]},
         )
+        keys = merged(keys, {"optimizer": {"learning_rate": slower(**size) * keys["optimizer"]["learning_rate"]}})
         result = posttrain.rl(**merged(keys, json.loads(run.keys or "{}")))
         curves = result.evaluations
     rates = {row["policy"]: row["success"] for row in result.evaluation}
@@ -204,9 +222,75 @@ def run_ragen(run: Run) -> Line:
     return {"steps": [row["step"] for row in curves] or [0], "curve": curve, "final": final, **known}
 
 
+# -- a policy under its reward model -----------------------------------------------------------------------------------
+
+REWARDED: Keys = {
+    "environment": {"type": "text_task"},
+    "steps": 20,
+    "rollout": {"groups_per_step": 24, "episodes_per_group": 4, "tokens_per_turn": 24, "tokens_per_episode": 64},
+    "credit": {"type": "rloo"},
+    "loss": {"type": "ppo"},
+    "reward": {"normalize": "running"},
+    "kl": {"coefficient": 0.05, "estimator": "k1", "apply_to": "reward"},
+    "optimizer": {"learning_rate": 4e-4, "warmup_updates": 2},
+    "seeds": {"start": 0, "count": TRAINED},
+    "export": "last",
+    "evaluation": {"every": 0},
+}
+REWARDED_VARIANTS: dict[str, Keys] = {"rloo": {}}
+
+
+def run_rewarded(run: Run) -> Line:
+    """Answers before and after RLOO against a reward model, scored by it, by a second one, which has another seed and other
+    pairs, and by the rule.
+    """
+    scorers = [reward_model(name, run.out) for name in ("first", "second")]
+    texts = [prompt_of("policy", number) for number in range(TRAINED + 2 * FINAL)]
+    prompts = write_in(run.out / "data" / "policy_prompts.jsonl", [{"prompt": asked(text)} for text in texts])
+    start = TRAINED + FINAL * run.tuning
+    keys = merged(
+        COMMON,
+        REWARDED,
+        {"environment": {"prompts": prompts}, "model": {"path": str(copier(run.out)), "threads": 1}, "seed": run.seed},
+        {"evaluation": {"final_seeds": {"start": start, "count": FINAL}}, "name": run.name, "runs": str(run.out)},
+        {"reward": {"path": str(scorers[0])}},
+        REWARDED_VARIANTS[run.variant],
+        json.loads(run.keys or "{}"),
+    )
+    played = ("environment", "rollout", "model", "seed", "name", "runs", "overwrite")
+    evaluation = {key: keys["evaluation"][key] for key in ("sampling", "final_seeds")}
+    start_of_run = {**{key: keys[key] for key in played}, "evaluation": evaluation, "reward": quality}
+    before, after = (
+        [episode.turns[-1].answer for episode in stage(**given).episodes(split="final")]
+        for stage, given in ((posttrain.evaluate, start_of_run), (posttrain.rl, keys))
+    )
+    tasks = texts[start : start + FINAL]
+    policies = {
+        "random": [random_answer(task) for task in tasks],
+        "before": before,
+        "after": after,
+        "optimal": tasks,
+    }
+    ways: dict[str, Callable[[Sequence[str]], list[float]]] = {
+        "its reward model": partial(rewards, scorers[0], tasks),
+        "second reward model": partial(rewards, scorers[1], tasks),
+        "quality": lambda answers: [round(quality(*pair), 4) for pair in zip(tasks, answers, strict=True)],
+    }
+    scores = {way: {name: score(answers) for name, answers in policies.items()} for way, score in ways.items()}
+    held_out = pairs("tuning" if run.tuning else "held_out", run.out)
+    return {
+        "curve": [scores["quality"]["before"], scores["quality"]["after"]],
+        "final": scores["quality"]["after"],
+        "scores": scores,
+        "ranked": [ranked(scorer, held_out) for scorer in scorers],
+        "equally long": [int(len(set(row["lengths"])) == 1) for row in held_out],
+    }
+
+
 RUNNERS: dict[str, tuple[Callable[[Run], Line], dict[str, Keys]]] = {
     "units": (run_units, UNIT_VARIANTS),
     "ragen": (run_ragen, RAGEN_VARIANTS),
+    "reward model": (run_rewarded, REWARDED_VARIANTS),
 }
 
 
@@ -236,22 +320,31 @@ def units_table(lines: Sequence[Line]) -> str:
     return f"Random steps {random:.1%}, before RL {shown(start)}, optimal 100.0%.\n\n{markdown(rows)}"
 
 
+def success_rows(lines: Sequence[Line], game: str, thoughts: str, size: str = "1.2M") -> list[Keys]:
+    """A row of success by way, if there are runs."""
+    names = {way: f"{game} | {thoughts} | {way}" + (f" | {size}" if size in SIZES else "") for way in WAYS}
+    known = [line for line in lines if line["variant"] == names["RL"]]
+    if not known:
+        return []
+    return [
+        {
+            "game": game,
+            "weights": size,
+            "format": thoughts,
+            "training seeds": min(len(results(lines, name, "final")) for name in names.values()),
+            "random": f"{known[0]['random']:.1%}",
+            **{way: overall(lines, name, "final") for way, name in names.items()},
+            "optimal": f"{known[0]['optimal']:.1%}",
+        }
+    ]
+
+
 def ragen_table(lines: Sequence[Line]) -> str:
     """Success by game, format and way, and the paired differences that the claims are about."""
     rows, compared = [], []
     for game in GAMES:
         for thoughts in FORMATS:
-            known = [line for line in lines if line["variant"].startswith(f"{game} | {thoughts} | RL")]
-            rows.append(
-                {
-                    "game": game,
-                    "format": thoughts,
-                    "training seeds": min(len(results(lines, f"{game} | {thoughts} | {way}", "final")) for way in WAYS),
-                    "random": f"{known[0]['random']:.1%}" if known else "–",
-                    **{way: overall(lines, f"{game} | {thoughts} | {way}", "final") for way in WAYS},
-                    "optimal": f"{known[0]['optimal']:.1%}" if known else "–",
-                }
-            )
+            rows += success_rows(lines, game, thoughts)
             for way, base in (("RL", "SFT"), ("SFT then RL", "SFT"), ("SFT then RL", "RL")):
                 values = difference(lines, f"{game} | {thoughts} | {way}", f"{game} | {thoughts} | {base}", "final")
                 compared.append((game, f"{way} - {base}, {thoughts}", "after training", *values))
@@ -260,6 +353,8 @@ def ragen_table(lines: Sequence[Line]) -> str:
                 values = difference(lines, f"{game} | thinking | {way}", f"{game} | no thinking | {way}", key)
                 what = "after training" if key == "final" else "area under the curve"
                 compared.append((game, f"thinking - no thinking, {way}", what, *values))
+        for size in SIZES:
+            rows += success_rows(lines, game, FORMATS[0], size)
     stored = read_lines(Path(__file__).parents[1] / "docs" / "results" / "board.jsonl")
     for entry in ("bandit", "firm_lake", "slippery_lake", "sokoban"):
         gains = [float(np.mean(board_results(line))) - line["before"] for line in stored if line["entry"] == entry]
@@ -270,10 +365,44 @@ def ragen_table(lines: Sequence[Line]) -> str:
     return f"{markdown(rows)}\n{markdown([dict(zip(heads, row, strict=True)) for row in compared])}"
 
 
+def rewarded_table(lines: Sequence[Line]) -> str:
+    """How the reward models rank held-out pairs, and the policies under each scorer. Rewards are in standard deviations of
+    those before RL, from their mean, by training seed.
+    """
+    lines = sorted(lines, key=lambda line: line["seed"])
+    long = np.array(lines[0]["equally long"], dtype=bool)
+    ranks = [
+        {
+            "reward model": name,
+            "held-out pairs": kind,
+            "number": int(kept.sum()),
+            "ranked rightly": shown(success_rate(int(np.sum(right, where=kept)), int(kept.sum()))),
+        }
+        for name, right in zip(("its reward model", "second reward model"), lines[0]["ranked"], strict=True)
+        for kind, kept in (("all", np.ones_like(long)), ("equally long answers", long))
+    ]
+    rows = []
+    for way, text in (("its reward model", deviations), ("second reward model", deviations), ("quality", shown)):
+        policies = ("random", "before", "after", "optimal")
+        by = {name: np.array([line["scores"][way][name] for line in lines]) for name in policies}
+        if way != "quality":
+            mean, deviation = by["before"].mean(1, keepdims=True), by["before"].std(1, keepdims=True)
+            by = {name: (values - mean) / deviation for name, values in by.items()}
+        gain = crossed_mean(by["after"] - by["before"])
+        cells = {name: text(crossed_mean(values)) for name, values in by.items()}
+        rows.append({"scored by": way, "training seeds": len(lines), **cells, "after - before": text(gain)})
+    return f"{markdown(ranks)}\n{markdown(rows)}"
+
+
+def deviations(found: Estimate) -> str:
+    """In standard deviations, with the limits if there are any."""
+    return f"{found.value:.2f}" + ("" if np.isnan(found.low) else f" [{found.low:.2f}, {found.high:.2f}]")
+
+
 def tables(lines: Sequence[Line]) -> str:
     """The tables of all claims that have lines."""
     by = {name: [line for line in lines if line["claim"] == name] for name in RUNNERS}
-    made = {"units": units_table, "ragen": ragen_table}
+    made = {"units": units_table, "ragen": ragen_table, "reward model": rewarded_table}
     return "\n".join(f"## {name}\n\n{made[name](found)}" for name, found in by.items() if found)
 
 

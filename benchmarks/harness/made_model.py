@@ -170,12 +170,17 @@ def _untrained(tokenizer: Any, seed: int, hidden: int = HIDDEN, layers: int = LA
         max_position_embeddings=CONTEXT,
         # With one matrix for both and initial weights of 0.02, RL pauses for a number of steps that depends on the seed.
         tie_word_embeddings=False,
-        initializer_range=0.08,
+        initializer_range=0.08 * slower(hidden=hidden) ** 0.5,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
     )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+
+
+def slower(hidden: int = HIDDEN, **_: int) -> float:
+    """Factor of the learning rates of a model: the usual width as a share of `hidden`, at most 1."""
+    return min(1.0, HIDDEN / hidden)
 
 
 def _tokenizer(messages: Iterable[Message], marks: Sequence[str] = ()) -> Any:

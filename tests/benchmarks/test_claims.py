@@ -5,7 +5,7 @@ from pathlib import Path
 import claims
 import numpy as np
 import pytest
-from harness import paired, verified_units
+from harness import paired, ranked_pairs, verified_units
 from harness.table import read_lines
 
 from posttrain.credit.units.mixing import UnitRewards
@@ -79,6 +79,21 @@ def test_differences_are_paired_by_seed_and_task():
     ]
     assert paired.difference(lines, "better", "base", "final")[0].startswith("5.0%")
     assert paired.difference(lines, "base", "base", "final")[0] == "–"
+
+
+def test_quality_is_the_share_of_right_places():
+    assert ranked_pairs.quality("old red hot", "old big hot") == pytest.approx(2 / 3)
+    assert ranked_pairs.quality("old red hot", "old red hot hot") == pytest.approx(3 / 4)
+    assert ranked_pairs.quality("old red hot", "") == 0
+
+
+def test_rewards_are_shown_in_deviations_of_those_before_rl():
+    scores = {"random": [-1, 1] * 3, "before": [1, 3] * 3, "after": [3, 5] * 3, "optimal": [5, 7] * 3}
+    scored = dict.fromkeys(("its reward model", "second reward model", "quality"), scores)
+    line = {"variant": "rloo", "scores": scored, "ranked": [[1, 0], [1, 1]], "equally long": [1, 0]}
+    table = claims.rewarded_table([{**line, "seed": seed} for seed in range(5)])
+    row = next(row for row in table.splitlines() if row.startswith("| its reward model | 5"))
+    assert [float(cell.split()[0]) for cell in row.split("|")[3:8]] == [-2, 0, 2, 4, 2]
 
 
 def test_the_page_has_the_tables_of_the_stored_runs():
