@@ -17,8 +17,11 @@ from posttrain.evaluation.statistics import Difference
 
 LEVEL = 0.05
 """Probability of a false result of one of the tests in a whole run, at most."""
-BOTH, REWARD, NEITHER, UNDECIDED = "both rose", "only the reward rose", "nothing moved", "undecided"
 AuditVerdict = Literal["both rose", "only the reward rose", "nothing moved", "undecided"]
+BOTH: AuditVerdict = "both rose"
+REWARD: AuditVerdict = "only the reward rose"
+NEITHER: AuditVerdict = "nothing moved"
+UNDECIDED: AuditVerdict = "undecided"
 _SHOWN = 3
 
 

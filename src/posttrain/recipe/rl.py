@@ -113,8 +113,9 @@ class RlRecipe(SampledRecipe):
 
     def models(self) -> dict[str, Any]:
         teacher = self.teacher if self.teacher is not None and self.teacher.path is not None else None
-        loaded = {"reward": self.reward, "critic": self.critic if self.separate_critic else None, "teacher": teacher}
-        loaded["audit"] = self.audit if self.audit is not None and self.audit.path is not None else None
+        critic = self.critic if self.separate_critic else None
+        audit = self.audit if self.audit is not None and self.audit.path is not None else None
+        loaded: dict[str, Any] = {"reward": self.reward, "critic": critic, "teacher": teacher, "audit": audit}
         return {"model": self.model, **{key: one for key, one in loaded.items() if one is not None}}
 
     def _penalties(self) -> list[str]:
