@@ -13,7 +13,7 @@ from posttrain.recipe.model import LearnerRecipe, LoraRecipe, ModelRecipe, Optim
 from posttrain.recipe.stages import RlRecipe
 from posttrain.training.objectives import PolicyObjective, SupervisedObjective, logprobs, token_forward
 from posttrain.training.optimizer import Optimizer, decayed
-from posttrain.training.updater import Updater, pack
+from posttrain.training.updater import MOST_SKIPPED, Updater, pack
 from tests.conftest import save_tiny_model
 from tests.training import small
 
@@ -71,7 +71,7 @@ def test_an_update_raises_the_likelihood_of_the_trained_rows(tiny_model):
 
 
 def test_a_nonfinite_loss_skips_the_update_and_names_the_episode(tiny_model):
-    subject = learner(tiny_model, max_skipped_updates=1)
+    subject = learner(tiny_model)
     broken = samples()
     broken[5].advantages[0] = np.nan
     before = {n: p.detach().clone() for n, p in subject.model.trainable()}
@@ -80,16 +80,18 @@ def test_a_nonfinite_loss_skips_the_update_and_names_the_episode(tiny_model):
     assert subject.take_warnings() == ["update skipped: loss or gradient is not finite for group 1 episode 1"]
     for name, parameter in subject.model.trainable():
         assert torch.equal(parameter, before[name])
-    with pytest.raises(RunError, match=r"2 updates in a row .* group 1 episode 1; lower optimizer.learning_rate"):
+    for _ in range(MOST_SKIPPED - 1):
+        subject.update(broken, PolicyObjective(PpoLoss()))
+    with pytest.raises(RunError, match=r"4 updates in a row .* group 1 episode 1; lower optimizer.learning_rate"):
         subject.update(broken, PolicyObjective(PpoLoss()))
 
 
 def test_a_good_update_between_bad_ones_resets_the_count(tiny_model):
-    subject = learner(tiny_model, max_skipped_updates=1)
+    subject = learner(tiny_model)
     broken = samples()
     broken[0].advantages[0] = np.inf
     objective = PolicyObjective(PpoLoss())
-    for batch in (broken, samples(), broken):
+    for batch in (*[broken] * MOST_SKIPPED, samples(), broken):
         subject.update(batch, objective)
     assert subject.skipped_in_a_row == 1
 

@@ -147,16 +147,7 @@ class CriticRecipe(BaseConfig):
         Needs(lambda find: False, "the critic is not exported", inside="export", only=bool),
     ] = None
     """With `backbone: separate`: LoRA adapters of the critic. Null: train all of its weights."""
-    optimizer: Annotated[
-        OptimizerRecipe,
-        Needs(
-            lambda find: find("backbone") == "separate" or find("updates_before_policy") > 0,
-            "with critic.backbone shared and no critic.updates_before_policy, the head is updated with the policy",
-            "see optimizer.max_skipped_updates",
-            inside="max_skipped_updates",
-            refused=True,
-        ),
-    ] = OptimizerRecipe()
+    optimizer: OptimizerRecipe = OptimizerRecipe()
     """Optimizer of the critic; with `backbone: shared`, of the value head only."""
     updates_before_policy: int = Field(0, ge=0)
     """Critic warm-up: updates of the critic before the policy's first update. With `backbone: shared` only the value head is trained in them."""

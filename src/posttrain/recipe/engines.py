@@ -205,8 +205,6 @@ class VllmEngineRecipe(_Engine):
     """Longest context in tokens. Null: `rollout.tokens_per_episode`."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], AT_START] = "auto"
     """Precision of the engine's weights and cache. `auto`: that of the policy."""
-    prefix_caching: Annotated[bool, AT_START] = True
-    """Reuse the cache of prompts and earlier turns until the weights change."""
     enforce_eager: Annotated[bool | None, AT_START] = None
     """Run without compilation and CUDA graphs. Null: false on a GPU, true on a CPU."""
     weight_transfer: WeightTransfer = "files"

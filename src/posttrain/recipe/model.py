@@ -237,8 +237,6 @@ class OptimizerRecipe(BaseConfig):
     """For `linear` and `cosine`: final learning rate as a share of the peak."""
     max_gradient_norm: float = Field(1.0, gt=0)
     """Clip the global gradient norm to this."""
-    max_skipped_updates: int = Field(3, ge=0)
-    """Consecutive updates that may be skipped because of a non-finite loss or gradient; one more stops the run."""
 
     def memory_items(self, trained: int, width: int, offloads: bool) -> Items:
         """Gradients, float32 masters and moments of `trained` parameters of `width` bytes. `offloads`: masters and moments

@@ -29,6 +29,9 @@ from posttrain.recipe.model import LearnerRecipe
 from posttrain.rollout.driver import Played, quiet
 from posttrain.training.optimizer import Optimizer
 
+MOST_SKIPPED = 3
+"""Consecutive updates that may be skipped because of a loss or gradient that is not finite; one more stops the run."""
+
 # -- samples ----------------------------------------------------------------------------------------------------------
 
 
@@ -274,7 +277,7 @@ class Updater(Generic[Output]):
         A loss or gradient that is not finite skips the step; `take_warnings` then names the samples.
 
         Raises:
-            RunError: more than `optimizer.max_skipped_updates` steps in a row were skipped.
+            RunError: more than `MOST_SKIPPED` steps in a row were skipped.
         """
         weights, divisor = objective.weigh(samples)
         signal = [i for i, sample in enumerate(samples) if objective.has_signal(sample)]
@@ -357,7 +360,7 @@ class Updater(Generic[Output]):
         self.skipped_in_a_row += 1
         named = ", ".join(culprits[:3]) + (f" and {len(culprits) - 3} more" if len(culprits) > 3 else "")
         self._warnings.append(f"update skipped: loss or gradient is not finite for {named}")
-        if self.skipped_in_a_row > self.optimizer.recipe.max_skipped_updates:
+        if self.skipped_in_a_row > MOST_SKIPPED:
             raise RunError(
                 f"{self.skipped_in_a_row} updates in a row had a loss or gradient that is not finite, the last for "
                 f"{named}; lower {' or '.join(f'{key}.learning_rate' for key in self._keys)}, or look at these samples "

@@ -535,7 +535,6 @@ def settings_of(
         tensor_parallel=recipe.tensor_parallel,
         gpu_memory_utilization=recipe.gpu_memory_utilization,
         cache_gigabytes=recipe.cache_gigabytes or 0.0,
-        prefix_caching=recipe.prefix_caching,
         eager={None: "auto", True: "yes", False: "no"}[recipe.enforce_eager],
         logprobs="raw" if raw else "processed",
         adapter_rank=policy.recipe.lora.rank if policy.recipe.lora and sends_adapters(policy, recipe) else 0,

@@ -35,8 +35,6 @@ class Settings:
     """On a GPU: share of its memory for weights and cache together."""
     cache_gigabytes: float = 0.0
     """Size of the key/value cache in GiB; 0: the memory that `gpu_memory_utilization` leaves, or 2 on a CPU."""
-    prefix_caching: bool = True
-    """Cache keys and values of prompts and earlier turns until the weights change."""
     eager: str = "auto"
     """Run without compilation and CUDA graphs: `yes`, `no`, or `auto` (no on a GPU, yes on a CPU)."""
     logprobs: str = "raw"
@@ -64,7 +62,7 @@ def engine_arguments(settings: Settings, has_gpu: bool) -> dict[str, Any]:
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.tokens_per_forward,
         "tensor_parallel_size": settings.tensor_parallel,
-        "enable_prefix_caching": settings.prefix_caching,
+        "enable_prefix_caching": True,
         "enforce_eager": settings.eager == "yes" or (settings.eager == "auto" and not has_gpu),
         "logprobs_mode": f"{settings.logprobs}_logprobs",
         "worker_extension_cls": "posttrain.engines.vllm.worker.WorkerExtension",
