@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from posttrain.distributed.world import World
 from posttrain.errors import InputError
-from posttrain.models import sequence
+from posttrain.models import packing, sequence
 from posttrain.models.forward import ForwardPath
 from posttrain.models.load import load_model
 from posttrain.models.packing import pack_row
@@ -45,8 +45,8 @@ def test_parts_of_a_row_cover_it_and_gather_in_its_order(streams, count):
     with pytest.MonkeyPatch.context() as patch:
         parts = []
         for rank in range(count):
-            patch.setattr(sequence, "current_world", lambda rank=rank: World(hardware, rank, count))
-            parts.append(sequence.RowPart(row.ids, row.layout, row.predictors, torch.device("cpu")))
+            patch.setattr(packing, "current_world", lambda rank=rank: World(hardware, rank, count))
+            parts.append(packing.RowPart(row.ids, row.layout, row.predictors, torch.device("cpu")))
         held = [part._row for part in parts]
         assert len({len(ids) for ids, *_ in held}) == 1
         padding = torch.cat([ids for ids, *_ in held])[len(row.ids) :]

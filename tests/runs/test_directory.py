@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from posttrain import locks
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.stages import RlRecipe
 from posttrain.runs import directory
@@ -269,7 +270,7 @@ def test_of_runs_of_one_name_that_start_at_once_one_is_made(recipe: RlRecipe, mo
 
 def test_the_lock_of_a_run_that_was_replaced_is_refused(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process deletes the run between the opening and the locking of `.lock`."""
-    lock = directory.fcntl.flock
+    lock = locks.fcntl.flock
 
     def replace_and_lock(descriptor: int, how: int) -> None:
         os.rename(run.path, run.path.with_name("deleted"))
@@ -277,6 +278,6 @@ def test_the_lock_of_a_run_that_was_replaced_is_refused(run: RunDirectory, monke
         (run.path / ".lock").touch()
         lock(descriptor, how)
 
-    monkeypatch.setattr(directory.fcntl, "flock", replace_and_lock)
+    monkeypatch.setattr(locks.fcntl, "flock", replace_and_lock)
     with pytest.raises(InputError, match="another process has just replaced"), run.lock():
         raise AssertionError("locked")

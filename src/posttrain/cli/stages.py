@@ -400,7 +400,7 @@ def _plan_pipeline(
     from pydantic import TypeAdapter
 
     from posttrain.data.convert import convert_files
-    from posttrain.errors import InputError
+    from posttrain.errors import DoesNotFit, InputError
     from posttrain.pipelines import chosen_stages, planned
     from posttrain.planning.dry_run import show_plan
     from posttrain.planning.model_sizes import model_sizes
@@ -415,6 +415,7 @@ def _plan_pipeline(
     made: list[Path] = []
     converted: dict[str, str] = {}
     problems: list[str] = []
+    failure: type[InputError] = DoesNotFit
     with TemporaryDirectory(prefix="posttrain-") as scratch:
         for stage in loaded.stages:
             folder = loaded.directory / stage.name
@@ -447,13 +448,14 @@ def _plan_pipeline(
                     show_checks(checked, console, made)
                     check_machine(planned_recipe, start[stage.name], device)
                 except InputError as error:
+                    failure = failure if isinstance(error, DoesNotFit) else InputError
                     message = str(error)
                     for there, here in converted.items():
                         message = message.replace(here, there)
                     problems += [f"stage {stage.name}: {sentence}" for sentence in message.splitlines()]
             made.append(folder)
     if problems:
-        raise InputError("\n".join(problems))
+        raise failure("\n".join(problems))
 
 
 def fit_normalizer(

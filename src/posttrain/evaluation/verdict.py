@@ -118,7 +118,7 @@ def _of_run(log: Log, recipe: Any, test: PairedTest | None) -> Iterator[tuple[fl
             f"the training return rose from {first:.3g} to {last:.3g} and the held-out measure did not: the reward may be "
             "gamed, or the tasks are memorized; look at the episodes, and raise kl.coefficient",
         )
-    clipped = np.nansum([average(f"policy/clip_{side}") for side in ("low", "high")])
+    clipped = np.nansum([average(name) for name in ("policy/clip_low", "policy/clip_high")])
     if clipped > 0.3:
         yield float(clipped), f"{clipped:.0%} of the tokens are clipped; lower learner.epochs_per_step"
     if (skipped := average("optimizer/skipped")) > 0:

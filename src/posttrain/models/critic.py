@@ -9,9 +9,9 @@ import torch
 from posttrain.errors import InputError
 from posttrain.models.forward import path_of, transformer
 from posttrain.models.load import load_reward_model
+from posttrain.models.packing import RowPart
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
-from posttrain.models.sequence import RowPart
 
 
 class Critic(RewardModel):

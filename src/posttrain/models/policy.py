@@ -32,8 +32,7 @@ from posttrain.models.forward import (
 )
 from posttrain.models.layers import lengths_of
 from posttrain.models.load import load_end_tokens, load_model, load_tokenizer, resolve_device
-from posttrain.models.packing import PackedRow, pack_row
-from posttrain.models.sequence import RowPart
+from posttrain.models.packing import PackedRow, RowPart, pack_row
 from posttrain.recipe.compose import section
 from posttrain.recipe.model import ModelRecipe
 from posttrain.seeds import derive_seed

@@ -15,9 +15,8 @@ from posttrain.errors import InputError
 from posttrain.models.forward import base_decoder, transformer, upload
 from posttrain.models.layers import lengths_of
 from posttrain.models.load import load_reward_model
-from posttrain.models.packing import PackedLayout, probed_layout
+from posttrain.models.packing import PackedLayout, RowPart, probed_layout
 from posttrain.models.policy import TrainedModel
-from posttrain.models.sequence import RowPart
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.units import StoredUnits
 from posttrain.seeds import derive_seed

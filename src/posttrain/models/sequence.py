@@ -19,9 +19,8 @@ import torch
 
 from posttrain.distributed.world import current_world, sequence_group
 from posttrain.errors import InputError
-from posttrain.models.forward import path_of, states_at, transformer, upload
-from posttrain.models.layers import Bounds, RowSegment, is_by_stream
-from posttrain.models.packing import PackedLayout
+from posttrain.models.forward import path_of, transformer, upload
+from posttrain.models.layers import Bounds, is_by_stream
 
 
 def refuse_undivided(model: torch.nn.Module) -> None:
@@ -44,54 +43,10 @@ def refuse_undivided(model: torch.nn.Module) -> None:
     )
 
 
-class RowPart:
-    """The part of a row that this process computes: the whole row without sequence parallelism.
-
-    Attributes:
-        divided: whether other processes compute other parts.
-        mine: which of the places that the caller asked for are in this part, [m] int64; `slice(None)` for a whole row.
-    """
-
-    def __init__(self, ids: np.ndarray, layout: PackedLayout, at: np.ndarray, device: torch.device) -> None:
-        """`ids` [T] int64 and `layout` of a whole row, and the places `at` [n] int64 in it whose outputs are needed."""
-        world = current_world()
-        count, rank = world.hardware.sequence_parallel, world.sequence_rank
-        self.divided = count > 1
-        self.mine: Any = slice(None)
-        own: Any = layout
-        tokens = slice(None)
-        if self.divided:
-            if missing := -len(ids) % count:  # tokens that attend to each other only
-                layout = PackedLayout([*layout.segments, RowSegment(len(ids), len(ids) + missing)])
-                ids = np.pad(ids, (0, missing))
-            size = len(ids) // count
-            tokens = slice(rank * size, (rank + 1) * size)
-            own = DividedLayout(layout, tokens)
-            owner = at // size
-            self.mine = np.flatnonzero(owner == rank)
-            # Each process sends as many outputs as the one with the most.
-            counts, order = np.bincount(owner, minlength=count), np.argsort(owner, kind="stable")
-            self._most, places = int(counts.max()), np.empty(len(at), np.int64)
-            places[order] = np.concatenate([of * self._most + np.arange(n) for of, n in enumerate(counts)])
-            self._places = upload(places, device)
-            at = at[self.mine] - tokens.start
-        self._row = upload(ids[tokens], device), upload(layout.positions()[tokens], device), own, upload(at, device)
-
-    def states(self, model: torch.nn.Module) -> torch.Tensor:
-        """The last hidden states [m, hidden] of the places in this part."""
-        return states_at(model, *self._row)
-
-    def gather(self, outputs: torch.Tensor) -> torch.Tensor:
-        """The outputs [n, ...] at all places, from those [m, ...] in this part; differentiable in the latter."""
-        if not self.divided:
-            return outputs
-        return _Gather.apply(outputs, self._places.to(outputs.device), self._most, self.mine)
-
-
 class DividedLayout:
     """The layout of the consecutive `tokens` of a row that this process computes."""
 
-    def __init__(self, whole: PackedLayout, tokens: slice) -> None:
+    def __init__(self, whole: Any, tokens: slice) -> None:
         self.whole, self.tokens = whole, tokens
 
     def lengths(self) -> list[int] | None:
@@ -143,7 +98,7 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(gradients[0])
 
 
-class _Gather(torch.autograd.Function):
+class GatheredOutputs(torch.autograd.Function):
     """Own outputs [m, ...] -> those of all processes [n, ...]. All have the same loss, so the gradient of the own outputs is
     the loss's."""
 

@@ -62,10 +62,13 @@ class Report:
         """Fill in what the files of a run say, except the tables. `warnings` are added to those of its log."""
         log = Log.of(lines)
         self.scores, self.warnings = score_table(log), run_warnings(log, warnings)
+        audits = [line["message"] for line in log if line["kind"] == "audit"]
         try:
             verdict = read_verdict(run.path)
-            audits = [line["message"] for line in log if line["kind"] == "audit"]
             self.verdict = [*(verdict.lines if verdict is not None else ()), *audits[-1:]]
+        except PosttrainError as error:
+            self.missing.append(str(error))
+        try:
             self.headline = headline(log) or f"No result yet: {_of(log.last_step, run.load_recipe())} steps are done."
             self.facts = run_facts(run, log)
             changed = changed_keys(run.load_recipe(to_run=True))

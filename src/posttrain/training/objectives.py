@@ -14,9 +14,9 @@ from posttrain.losses.preference import PairLogprobs, kto_losses, preference_los
 from posttrain.losses.reward import bradley_terry
 from posttrain.losses.value import value_loss
 from posttrain.models.forward import TokenScores, logits_of, upload
+from posttrain.models.packing import RowPart
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
-from posttrain.models.sequence import RowPart
 from posttrain.recipe.loss import (
     EntropyRecipe,
     KlRecipe,

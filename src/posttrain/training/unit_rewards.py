@@ -16,9 +16,8 @@ from posttrain.losses.reward import unit_entropies, unit_entropy_penalty, unit_m
 from posttrain.models.forward import base_decoder, token_scores, upload
 from posttrain.models.layers import lengths_of
 from posttrain.models.load import load_model, resolve_path
-from posttrain.models.packing import pack_row
+from posttrain.models.packing import RowPart, pack_row
 from posttrain.models.reward import RewardModel, UnitValues
-from posttrain.models.sequence import RowPart
 from posttrain.recipe.loss import RewardLossRecipe
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.units import StoredUnits, UnitRewardsRecipe
