@@ -466,8 +466,9 @@ A claim of 95% is met between 93.5 and 96.5; outside, the note has the reason. R
 2,000 samples, 250 to 1,000 of slow rows and more of fast ones, so a number varies by one point (2,000) to three (250).
 
 Below 93.5 are the rows of the last table, whose samples may lack the value that matters: of unknown range and with a probability
-below 5%, or training runs that rarely fail. Five uniform seeds are just below, as Student's t is there. Above 96.5 is caution. Where the range is known, an interval allows for values that the sample lacks, and with few results, tasks or seeds, it is
-either too wide or too narrow.
+below 5%, or training runs that rarely fail. Five uniform seeds have 93.4, as Student's t has there. Above 96.5 is caution. Where
+the range is known, an interval allows for values that the sample lacks, and with few results, tasks or seeds, it is either too wide
+or too narrow.
 """
 
 GROUPS: dict[str, Callable[[], list[Row]]] = {
