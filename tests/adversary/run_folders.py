@@ -147,6 +147,9 @@ OTHERS: dict[str, Callable[[Path, Path], object]] = {
     "controls in a kind": _metrics(kind=FOREIGN),
     "controls in a message": _metrics(kind="warning", message=FOREIGN),
     "message is a list": _metrics(kind="warning", message=[FOREIGN, 1]),
+    "audit without a message": _metrics(kind="audit"),
+    "message of an audit is a list": _metrics(kind="audit", message=[FOREIGN, 1]),
+    "controls in an audit": _metrics(kind="audit", message=FOREIGN),
     "nonfinite is a number": _metrics(nonfinite=3),
     "final of texts": _metrics(kind="final", policy=FOREIGN, success="x", best_step=None, chosen=FOREIGN),
     "evaluation of texts": _metrics(kind="evaluation", success=FOREIGN, success_low="x"),
@@ -176,6 +179,11 @@ OTHERS: dict[str, Callable[[Path, Path], object]] = {
     "table of other types": _json("results.json", tables=[_table(None, {"a": 1})], policies=[]),
     "ragged table": _json("results.json", tables=[_table("a")], policies=[]),
     "results without tables": _json("results.json", policies=3),
+    "verdict is a number": _json("results.json", tables=[], policies=[], verdict=3),
+    "verdict of other types": _json("results.json", tables=[], policies=[], verdict={"outcome": [1], "reasons": 3}),
+    "controls in a verdict": _json(
+        "results.json", tables=[], policies=[], verdict={"outcome": FOREIGN, "sentence": FOREIGN, "reasons": [FOREIGN, 1]}
+    ),
     "unknown policies": _json("results.json", tables=[], policies=[{"x": 1}]),
     "seed of an episode is text": _episode(seed=FOREIGN),
     "seed of 400 digits": _episode(seed=int("9" * 400)),

@@ -62,7 +62,7 @@ class Report:
         """Fill in what the files of a run say, except the tables. `warnings` are added to those of its log."""
         log = Log.of(lines)
         self.scores, self.warnings = score_table(log), run_warnings(log, warnings)
-        audits = [line["message"] for line in log if line["kind"] == "audit"]
+        audits = [str(line.get("message", line)) for line in log if line["kind"] == "audit"]
         try:
             verdict = read_verdict(run.path)
             self.verdict = [*(verdict.lines if verdict is not None else ()), *audits[-1:]]
