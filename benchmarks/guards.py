@@ -244,8 +244,7 @@ def chosen_thresholds(lines: Sequence[Line], patience: int) -> dict[str, float]:
     for key, candidates in CANDIDATES.items():
         quiet = [
             not any(
-                first_alarm(line, GuardRecipe(patience=patience, thresholds={**off, key: value}))  # type: ignore[dict-item]
-                for line in healthy
+                first_alarm(line, GuardRecipe(patience=patience, thresholds={**off, key: value})) for line in healthy
             )
             for value in candidates
         ]
@@ -294,13 +293,13 @@ def tables(lines: Sequence[Line], patience: int) -> str:
                     "guard": key,
                     "chosen": f"{chosen[key]:g}",
                     "default": "off" if default.get(key) is None else f"{default[key]:g}",
-                }  # type: ignore[call-overload]
+                }
                 for key in chosen
             ]
         )
     ]
     for title, recipe in (
-        ("chosen", GuardRecipe(patience=patience, thresholds=chosen)),  # type: ignore[arg-type]
+        ("chosen", GuardRecipe(patience=patience, thresholds=chosen)),
         ("default", GuardRecipe()),
     ):
         parts.append(f"\nThresholds: {title}; the other half of the runs\n\n{markdown(rates(halves[1], recipe))}")

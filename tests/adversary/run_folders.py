@@ -182,7 +182,10 @@ OTHERS: dict[str, Callable[[Path, Path], object]] = {
     "verdict is a number": _json("results.json", tables=[], policies=[], verdict=3),
     "verdict of other types": _json("results.json", tables=[], policies=[], verdict={"outcome": [1], "reasons": 3}),
     "controls in a verdict": _json(
-        "results.json", tables=[], policies=[], verdict={"outcome": FOREIGN, "sentence": FOREIGN, "reasons": [FOREIGN, 1]}
+        "results.json",
+        tables=[],
+        policies=[],
+        verdict={"outcome": FOREIGN, "sentence": FOREIGN, "reasons": [FOREIGN, 1]},
     ),
     "unknown policies": _json("results.json", tables=[], policies=[{"x": 1}]),
     "seed of an episode is text": _episode(seed=FOREIGN),

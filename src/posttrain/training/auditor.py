@@ -28,6 +28,7 @@ class Auditor:
         """`looks`: evaluations after the first one. `timeout`: of one episode's scoring, in seconds. `action`: as
         `guards.action`."""
         self.run, self.looks, self.timeout, self.action = run, max(1, looks), timeout, action
+        self._first: tuple[dict[str, float], AuditScores] | None = None
         self._factory = None if recipe.environment is None else EnvironmentFactory(recipe.environment)
         self._model: RewardScorer | None = None
         if recipe.path is not None:
@@ -36,14 +37,13 @@ class Auditor:
 
     def __call__(self, step: int) -> tuple[dict[str, Any], list[str], bool]:
         """The values of a line about the evaluation of `step`, warnings, and whether the run ends; no values at the first
-        evaluation.
-
-        The first evaluation is scored again each time, which a resumed run does as well.
+        evaluation, which is scored once per process.
         """
         first = min(stored.step for stored in stored_steps(self.run.episodes) if stored.split == "evaluation")
         if first == step:
             return {}, [], False
-        found = look(self._scored(first), self._scored(step), self.looks)
+        self._first = self._first or self._scored(first)
+        found = look(self._first, self._scored(step), self.looks)
         if found is None:
             return {}, ["audit: fewer than two tasks are scored, so nothing is tested"], False
         alarm = found.verdict == REWARD
@@ -65,11 +65,8 @@ class Auditor:
             with ThreadPoolExecutor(_AT_ONCE) as pool:
                 played = [*pool.map(self._played_again, episodes)]
             scores = [score for score, _ in played]
-            if (
-                episodes
-                and (failures := [failure for _, failure in played if failure])
-                and len(failures) == len(played)
-            ):
+            failures = [failure for _, failure in played if failure]
+            if failures and len(failures) == len(played):
                 raise RunError(
                     f"audit.environment scored none of {len(played)} episodes: {failures[0]}; correct it, then resume"
                 )
