@@ -1,7 +1,7 @@
 """Everything that matters on one GPU as one table: first what it has to pass, then what it reaches.
 
-    python benchmarks/gpu.py --minutes 30 --json out.json   from a bare checkout: torch, transformers and numpy are enough
-    python benchmarks/gpu.py --minutes 30 --json out.json   again: parts with rows in the file are not run again
+    python benchmarks/gpu.py --minutes 45 --json out.json   from a bare checkout: torch, transformers and numpy are enough
+    python benchmarks/gpu.py --minutes 45 --json out.json   again: parts with rows in the file are not run again
     python benchmarks/gpu.py --device cpu --tiny            the same code in seconds
     python benchmarks/gpu.py --parts sft-4B,decode-4B
 
@@ -13,7 +13,8 @@ another device.
 
 - SFT: whole optimizer steps on rows of lognormal length; MFU = FLOPs / (seconds x peak). FLOPs are 6 per parameter of
   the layers (embedding left out) and token, 6 per parameter of the output projection and trained token, and
-  12 x layers x heads x head size per pair of a token and one it sees; recomputation does not count. The peak is the
+  12 x layers x heads x head size per pair of a token and one it sees; with LoRA, 4 in place of 6, for frozen
+  weights have no gradient; recomputation does not count. The peak is the
   vendor's dense bfloat16 figure, or the measured product where the part is not listed.
 - decoding: the limit is the time to read all weights and the cached keys and values of every sequence once at the
   copy bandwidth measured in the same run, or to do a step's arithmetic at the measured product, whichever is longer.
@@ -45,34 +46,46 @@ from accelerator.processes import adopted_orphans, descendants, end  # noqa: E40
 from accelerator.rows import Row, ratios, table  # noqa: E402
 from harness.options import names  # noqa: E402
 
-MINUTES = 30.0
+MINUTES = 45.0
 """For all parts together."""
 BUDGETS = {
     "device": 30,
     "limits": 35,
     "parity": 45,
-    "agree-0.5B": 110,
+    "attention": 30,
+    "decode-4B": 60,
+    "rl-0.5B": 50,
+    "ragged-4B": 60,
+    "rl-4B-lora": 60,
+    "lora-4B": 40,
+    "profile-4B": 50,
+    "log-probabilities": 40,
+    "optimizers": 40,
+    "qlora-8B": 60,
+    "lora-8B": 45,
+    "profile-0.5B": 40,
+    "decode-0.5B": 45,
+    "run-killed": 200,
+    "rl-1.7B": 60,
+    "rl-4B": 70,
     "sft-0.5B": 45,
     "sft-4B": 75,
+    "offload-8B": 180,
+    "agree-0.5B": 110,
     "sft-4B-compiled": 85,
     "sft-4B-liger": 55,
-    "decode-4B": 60,
     "run-vllm": 200,
     "server-killed-4B": 200,
     "offload-4B": 80,
-    "offload-8B": 180,
     "gpus-2": 120,
     "ray-8": 200,
     "ray-gspo-8": 240,
-    "run-killed": 200,
-    "log-probabilities": 40,
-    "decode-0.5B": 45,
-    "rl-0.5B": 50,
     "sft-1.5B": 45,
     "trl-0.5B": 100,
     "trl-grpo-0.5B": 120,
 }
-"""Maximum seconds of each part, the start of its process included, in the order in which they run."""
+"""Maximum seconds of each part, the start of its process included, in the order in which they run: what is not
+yet in docs/results/gpu.json comes first, so that a machine that is lent for a quarter of an hour answers most."""
 RUNS = ("run-vllm", "run-killed", "server-killed-4B", "offload-8B")
 """Parts that run the command line on one GPU."""
 MORE_GPUS = ("gpus-2", "ray-8", "ray-gspo-8")
@@ -86,7 +99,7 @@ def measure(name: str, device_name: str, tiny: bool, limits: dict[str, float] | 
     until = begun + 0.6 * budget
     use_stand_in()
     import torch
-    from accelerator import agreement, decoding, measuring, parity, reinforcement, training, trl_grpo, trl_side
+    from accelerator import agreement, decoding, measuring, parity, probes, reinforcement, training, trl_grpo, trl_side
     from accelerator.shapes import SHAPES, TINY
 
     from posttrain.models.load import resolve_device
@@ -115,7 +128,16 @@ def measure(name: str, device_name: str, tiny: bool, limits: dict[str, float] | 
     elif part == "agree":
         yield from agreement.agreement(shapes[size], device)
     elif name == "log-probabilities":
-        yield from training.log_probabilities(shapes["1.5B"], device, 64 if tiny else 8192, until)
+        for shape in (shapes["0.5B"], shapes["4B"]):
+            yield from training.log_probabilities(shape, device, 64 if tiny else 8192, until)
+    elif name == "attention":
+        yield from probes.attention(device, tiny, until)
+    elif name == "optimizers":
+        yield from probes.optimizers(shapes["1.7B"], device, until)
+    elif part == "profile":
+        yield from probes.profile(shapes[size], device, *((4, 6) if tiny else (32, 24)))
+    elif part in ("lora", "qlora"):
+        yield from training.supervised_that_fits(shapes[size], device, known, until, mode=part)
     elif part == "sft":
         size, _, fused = size.partition("-")
         if fused == "liger":
@@ -124,9 +146,10 @@ def measure(name: str, device_name: str, tiny: bool, limits: dict[str, float] | 
     elif part == "decode":
         prompt, tokens, flights = (8, 6, (1, 4)) if tiny else (128, 128, decoding.IN_FLIGHT)
         yield from decoding.decoding(shapes[size], device, known, until, prompt, tokens, flights)
-    elif part == "rl":
-        groups, members, prompt, tokens = (2, 2, 6, 6) if tiny else (8, 16, 256, 256)
-        yield from reinforcement.learning(shapes[size], device, until, groups, members, prompt, tokens)
+    elif part in ("rl", "ragged"):
+        size, _, mode = size.partition("-")
+        sizes = (2, 2, 6, 6) if tiny else (8, 16, 256, 256)
+        yield from reinforcement.learning(shapes[size], device, until, sizes, mode, part == "ragged")
     elif name in (*RUNS, *MORE_GPUS):
         # The run must end, and its files must be removed, before this process is stopped.
         yield from whole_run(name, device.type, tiny, begun + budget - min(20.0, 0.15 * budget))

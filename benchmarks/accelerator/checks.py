@@ -59,6 +59,18 @@ CHECKS = {
     "device": Check("torch is built for CUDA and finds the GPU", lambda rows: all(row.value == 1 for row in rows)),
     "limits": NUMBERS,
     "parity": Check("distances below 0.02, gradients included; engine within 0.05 nats", _agrees),
+    "attention": Check("distance below 0.02 with and without the mask", _below(0.02)),
+    **dict.fromkeys(
+        ("ragged-4B", "rl-1.7B", "rl-4B", "rl-4B-lora", "profile-4B", "profile-0.5B", "optimizers"),
+        NUMBERS,
+    ),
+    **dict.fromkeys(
+        ("lora-4B", "lora-8B", "qlora-8B"),
+        Check(
+            "peak memory within 10% of the plan",
+            lambda rows: all(0.9 <= row.value <= 1.1 for row in rows if row.unit == PLAN),
+        ),
+    ),
     "agree-0.5B": Check("losses within 1%, before and after a restore", _below(0.01)),
     "sft-0.5B": _trains(0.3),
     "sft-4B": _trains(0.3),

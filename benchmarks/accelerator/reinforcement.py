@@ -2,15 +2,18 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
 
-from accelerator.decoding import answers, engine_of, random_prompts
+from accelerator.decoding import all_answers, engine_of, random_prompts
 from accelerator.measuring import finish
 from accelerator.rows import Row
 from accelerator.shapes import Shape
-from accelerator.training import Setting, Training
+from accelerator.training import Training, fitting
+from posttrain.engines.local.cuda import RecordedDecoder, recorded_size
 from posttrain.engines.protocol import Completion
 from posttrain.episode import Stream
 from posttrain.losses.policy import policy_loss
@@ -40,38 +43,92 @@ class ClippedLoss:
 
 
 def learning(
-    shape: Shape, device: torch.device, until: float, groups: int, members: int, prompt: int, tokens: int
+    shape: Shape,
+    device: torch.device,
+    until: float,
+    sizes: tuple[int, int, int, int],
+    mode: str = "",
+    ragged: bool = False,
 ) -> Iterator[Row]:
-    """Steps of `groups` prompts with `members` answers each, on policy; the second step is measured.
+    """Steps on policy: `sizes` are groups, answers of each, and the tokens of a prompt and of an answer.
 
-    Scoring is a pass of the learner over the answers without gradient, as a reference model or a judge of ratios
-    needs it. `mismatch` is the mean distance of its log-probabilities from those of the engine, in nats.
+    The first of four steps is not measured. Scoring is a pass of the learner over the answers without gradient, as a
+    reference model or a judge of ratios needs it. `mismatch` is the mean distance of its log-probabilities from those of the
+    engine, in nats. `mode`: `lora`, or all weights. `ragged`: answers end after 1 to so many tokens, most of them early.
     """
-    training = Training(shape, device, Setting(shape.tokens_per_batch))
+    groups, members, prompt, tokens = sizes
+    training = Training(shape, device, fitting(shape, device, mode))
     engine = engine_of(training.policy, groups * members)
-    took: dict[str, float] = {}
-    apart = 0.0
-    for step in range(2):
+    took: list[dict[str, float]] = []
+    mismatches, written, passes = [], 0, Passes()
+    for step in range(4):
         asked = [p for p in random_prompts(groups, prompt, shape.vocabulary, "step", step) for _ in range(members)]
-        engine.load_weights(step)
-        begun = _now(device)
-        found = answers(engine, asked, tokens, SamplingRecipe(), "step", step)
-        generated = _now(device)
-        samples = [answer_sample(p, answer, step, i) for i, (p, answer) in enumerate(zip(asked, found, strict=True))]
+        ends = [tokens] * len(asked)
+        if ragged:
+            drawn = np.exp(random_stream("benchmark lengths", step).standard_normal(len(asked)))
+            ends = np.clip(drawn * tokens / 4, 1, tokens).astype(int).tolist()
+        with passes:
+            engine.load_weights(step)
+            begun = _now(device)
+            answers = all_answers(engine, list(zip(asked, ends, strict=True)), SamplingRecipe(), "step", step)
+            generated = _now(device)
+        samples = [answer_sample(p, answer, step, i) for i, (p, answer) in enumerate(zip(asked, answers, strict=True))]
         scores = logprobs(training.learner, samples)
         scored = _now(device)
         totals = training.learner.update(samples, ClippedLoss())
-        took = {"generate": generated - begun, "score": scored - generated, "update": _now(device) - scored}
+        updated = _now(device)
         behaviour = np.concatenate([sample.stream.rollout_logprobs[sample.stream.sampled] for sample in samples])
-        apart = float(np.abs(np.concatenate(scores) - behaviour).mean())
+        mismatches.append(float(np.abs(np.concatenate(scores) - behaviour).mean()))
         if totals["optimizer/skipped"][0]:
             raise RuntimeError("; ".join(training.learner.take_warnings()))
-        if time.monotonic() > until:
+        took.append({"generate": generated - begun, "score": scored - generated, "update": updated - scored})
+        written = sum(ends)
+        if step and time.monotonic() > until:
             break
-    total, count = sum(took.values()), groups * members
-    parts = ", ".join(f"{name} {value:.2f} s" for name, value in took.items())
-    case = f"{shape.name}, {groups} groups of {members}, {prompt} + {tokens} tokens"
-    yield Row("RL step", case, count / total, "samples/s", note=f"local engine; {parts}; mismatch {apart:.4f} nats")
+    rates = [len(asked) / sum(step.values()) for step in took[1:]]
+    parts = ", ".join(f"{name} {median(step[name] for step in took[1:]):.2f} s" for name in took[0])
+    note = f"local engine; {parts}; {min(rates):.1f} to {max(rates):.1f} in {len(rates)} steps; mismatch {max(mismatches):.4f} nats"
+    kind = ("LoRA" if mode else "all weights") + (", ragged" if ragged else "")
+    case = f"{shape.name}, {kind}, {groups} groups of {members}, {prompt} + {tokens} tokens"
+    yield Row("RL step", case, median(rates), "samples/s", note=note)
+    rate = written / took[-1]["generate"]
+    yield Row("RL step", f"{shape.name}, {kind}, generated in the last step", rate, "tokens/s")
+    if ragged and device.type == "cuda":
+        note = f"{passes.captures} recordings in {passes.recording:.2f} s, {passes.eager} passes kernel by kernel"
+        yield Row("RL step", f"{shape.name}, passes of {len(took)} steps", float(passes.all), "", note=note)
+
+
+class Passes:
+    """Counts of the decoder's passes in its blocks, and the seconds that recording them took."""
+
+    def __init__(self) -> None:
+        self.all = self.captures = self.eager = 0
+        self.recording = 0.0
+
+    def __enter__(self) -> None:
+        self._kept = RecordedDecoder.hidden, RecordedDecoder._recorded
+        plain, record = self._kept
+
+        def hidden(decoder: Any, ids: Any, positions: Any, layout: Any) -> Any:
+            self.all += 1
+            before = sum(decoder._uses.values())
+            out = plain(decoder, ids, positions, layout)
+            size = recorded_size(len(ids))
+            replayed = sum(decoder._uses.values()) > before and size in decoder._passes
+            self.eager += not replayed
+            return out
+
+        def recorded(decoder: Any, inputs: Any, layout: Any) -> Any:
+            begun = time.perf_counter()
+            made = record(decoder, inputs, layout)
+            self.captures += 1
+            self.recording += time.perf_counter() - begun
+            return made
+
+        RecordedDecoder.hidden, RecordedDecoder._recorded = hidden, recorded  # type: ignore[method-assign]
+
+    def __exit__(self, *error: object) -> None:
+        RecordedDecoder.hidden, RecordedDecoder._recorded = self._kept  # type: ignore[method-assign]
 
 
 def _now(device: torch.device) -> float:

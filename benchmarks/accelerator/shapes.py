@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
+from posttrain.models.adapters import add_adapters
+from posttrain.models.cuda.four_bit import quantize
 from posttrain.models.layers import use_packed_attention
 from posttrain.models.policy import Policy, checkpoint_layers
-from posttrain.recipe.model import ModelRecipe
+from posttrain.recipe.model import LoraRecipe, ModelRecipe
 
 
 @dataclass(frozen=True)
@@ -45,16 +47,17 @@ class Shape:
         """All parameters of matrices, the embedding included."""
         return self.body + self.head * (1 if self.tied else 2)
 
-    def training_flops(self, lengths: Sequence[int], trained: int) -> float:
+    def training_flops(self, lengths: Sequence[int], trained: int, frozen: bool = False) -> float:
         """Floating-point operations of a forward and backward pass over streams of `lengths` tokens.
 
         6 per parameter of the layers and token (2 forward, 4 backward), 6 per parameter of the output projection and
         *trained* token, and 12 x heads x head size per layer and pair of a token and one that it sees (two products
-        of 2 forward, twice that backward). Embedding, norms, softmax and whatever is computed twice do not count.
+        of 2 forward, twice that backward). Embedding, norms, softmax and whatever is computed twice do not count. `frozen`
+        weights, beside which adapters are trained, have no gradient: 4 in place of 6.
         """
         pairs = sum(length * (length + 1) / 2 for length in lengths)
         attention = 12 * self.layers * self.heads * self.head_size * pairs
-        return 6.0 * self.body * sum(lengths) + 6.0 * self.head * trained + attention
+        return (4.0 if frozen else 6.0) * (self.body * sum(lengths) + self.head * trained) + attention
 
     def decoding_bytes(self, contexts: Sequence[float]) -> float:
         """Bytes that one decoding step must read in bfloat16: all weights once, and each sequence's keys and values."""
@@ -72,17 +75,20 @@ SHAPES = {
     for shape in (
         Shape("0.5B", "qwen2", 896, 4864, 24, 14, 2, 64, tokens_per_batch=32_768),
         Shape("1.5B", "qwen2", 1536, 8960, 28, 12, 2, 128),
+        Shape("1.7B", "qwen3", 2048, 6144, 28, 16, 8, 128),
         Shape("4B", "qwen3", 2560, 9728, 36, 32, 8, 128, tokens_per_batch=4096),
         Shape("8B", "qwen3", 4096, 12_288, 36, 32, 8, 128, tied=False),
     )
 }
-"""As Qwen2.5-0.5B, Qwen2.5-1.5B, Qwen3-4B and Qwen3-8B."""
+"""As Qwen2.5-0.5B, Qwen2.5-1.5B, Qwen3-1.7B, Qwen3-4B and Qwen3-8B."""
 TINY = {
     shape.name: shape
     for shape in (
         Shape("0.5B", "qwen2", 32, 64, 2, 4, 2, 8, vocabulary=512, tokens_per_batch=256),
         Shape("1.5B", "qwen2", 48, 64, 2, 6, 2, 8, vocabulary=512, tokens_per_batch=256),
+        Shape("1.7B", "qwen3", 32, 64, 2, 4, 2, 8, vocabulary=512, tokens_per_batch=256),
         Shape("4B", "qwen3", 32, 64, 3, 4, 2, 8, vocabulary=512, tokens_per_batch=128),
+        Shape("8B", "qwen3", 32, 64, 4, 4, 2, 8, vocabulary=512, tied=False, tokens_per_batch=128),
     )
 }
 """The same code in no time."""
@@ -134,14 +140,31 @@ def _random(kind: Any, shape: Shape, device: torch.device, attention: str, **mor
 class RandomPolicy(Policy):
     """A policy without files: random weights, no tokenizer, no token that ends an answer."""
 
-    def __init__(self, shape: Shape, device: torch.device, checkpointing: bool = False) -> None:
-        self.recipe = ModelRecipe(gradient_checkpointing=checkpointing)
+    def __init__(
+        self,
+        shape: Shape,
+        device: torch.device,
+        checkpointing: bool = False,
+        lora: bool = False,
+        four_bit: bool = False,
+    ) -> None:
+        """`lora`: adapters of rank 16 are trained. `four_bit`: the layers' weights have 4 bits, on a GPU."""
+        self.recipe = ModelRecipe(gradient_checkpointing=checkpointing, lora=LoraRecipe() if lora else None)
         self.seed = 0
         self.tokenizer = None
         self.end_tokens = frozenset()
         self.model = random_model(shape, device)
+        if four_bit:  # drawn on the GPU, where that takes no minute
+            self.model = self.model.cpu()
+            quantize(self.model, device)
+            self.model = self.model.to(device)
+        if lora:
+            self.model = add_adapters(self.model, self.recipe.lora, self.task).eval()
         if checkpointing:
             checkpoint_layers(self.model)
         self.version = 0
         self.sharded = None
         self._reference = None
+        if lora:
+            for _, parameter in self.trainable():
+                parameter.data = parameter.data.to(self.model.get_input_embeddings().weight.dtype)

@@ -20,7 +20,7 @@ from posttrain.losses.policy import nll
 from posttrain.models.forward import TokenScores, logits_of, token_scores
 from posttrain.models.layers import use_fused_layers
 from posttrain.recipe.hardware import HardwareRecipe
-from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
+from posttrain.recipe.model import LearnerRecipe, LoraRecipe, OptimizerRecipe
 from posttrain.seeds import random_stream
 from posttrain.training.objectives import token_batch, token_forward
 from posttrain.training.optimizer import Optimizer
@@ -43,29 +43,45 @@ class Setting:
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     checkpointing: bool = False
     offload: Literal["none", "optimizer"] = "none"
+    lora: bool = False
+    four_bit: bool = False
 
     def __str__(self) -> str:
         words = [f"{self.tokens:,} tokens a pass"]
         words += ["8-bit AdamW"] if self.optimizer == "adamw_8bit" else []
         words += ["gradient checkpointing"] if self.checkpointing else []
+        words += ["LoRA" + (" on 4-bit weights" if self.four_bit else "")] if self.lora else []
         words += ["AdamW in CPU memory"] if self.offload == "optimizer" else []
         return ", ".join(words)
 
 
-def settings_of(shape: Shape, device: torch.device) -> list[Setting]:
-    """Settings to try in this order until one fits into the device's memory."""
+def settings_of(shape: Shape, device: torch.device, mode: str = "") -> list[Setting]:
+    """Settings to try in this order until one fits into the device's memory. `mode`: `lora`, `qlora`, or all weights."""
     most = shape.tokens_per_batch
+    four_bit = mode == "qlora" and device.type == "cuda"
     if device.type != "cuda":
-        return [Setting(most)]
+        return [Setting(most, lora=bool(mode))]
+    if mode:
+        found = [(most * 4 >> step, checkpointing) for step in range(4) for checkpointing in (False, True)]
+        return [Setting(tokens, "adamw", checkpointing, "none", True, four_bit) for tokens, checkpointing in found]
     halves = [most]
     while halves[-1] > 1024:
         halves.append(halves[-1] // 2)
-    found = [*(Setting(tokens) for tokens in halves), Setting(most, checkpointing=True)]
+    settings = [*(Setting(tokens) for tokens in halves), Setting(most, checkpointing=True)]
     if find_spec("bitsandbytes") is not None:
-        found += [Setting(tokens, "adamw_8bit") for tokens in halves]
-        found.append(Setting(most, "adamw_8bit", checkpointing=True))
-    found += [Setting(tokens, offload="optimizer") for tokens in halves]
-    return [*found, Setting(most, checkpointing=True, offload="optimizer")]
+        settings += [Setting(tokens, "adamw_8bit") for tokens in halves]
+        settings.append(Setting(most, "adamw_8bit", checkpointing=True))
+    settings += [Setting(tokens, offload="optimizer") for tokens in halves]
+    return [*settings, Setting(most, checkpointing=True, offload="optimizer")]
+
+
+def fitting(shape: Shape, device: torch.device, mode: str = "") -> Setting:
+    """The first setting whose plan leaves a fifth of the free memory for an engine."""
+    settings = settings_of(shape, device, mode)
+    if device.type != "cuda":
+        return settings[0]
+    most = 0.8 * torch.cuda.mem_get_info(device)[0]
+    return next((setting for setting in settings if planned_bytes(shape, setting) < most), settings[-1])
 
 
 def planned_bytes(shape: Shape, setting: Setting) -> float:
@@ -90,7 +106,12 @@ def planned_bytes(shape: Shape, setting: Setting) -> float:
     )
     settings: Any = {"environment": {"type": "bandit"}}
     recipe = SftRecipe(
-        model=ModelRecipe(dtype="bfloat16", gradient_checkpointing=setting.checkpointing),
+        model=ModelRecipe(
+            dtype="bfloat16",
+            gradient_checkpointing=setting.checkpointing,
+            lora=LoraRecipe() if setting.lora else None,
+            load_in_4bit=setting.four_bit,
+        ),
         optimizer=OptimizerRecipe(type=setting.optimizer),
         learner=LearnerRecipe(tokens_per_batch=setting.tokens, logits_per_chunk=CHUNK),
         hardware=HardwareRecipe(offload=setting.offload),
@@ -145,7 +166,7 @@ class Training:
 
     def __init__(self, shape: Shape, device: torch.device, setting: Setting) -> None:
         self.shape = shape
-        self.policy = RandomPolicy(shape, device, setting.checkpointing)
+        self.policy = RandomPolicy(shape, device, setting.checkpointing, setting.lora, setting.four_bit)
         recipe = LearnerRecipe(tokens_per_batch=setting.tokens, logits_per_chunk=CHUNK)
         self.learner: Any = Updater(
             self.policy,
@@ -157,7 +178,7 @@ class Training:
         lengths = row_lengths(int(0.95 * MICRO_BATCHES * setting.tokens), min(4096, setting.tokens // 2), 0)
         self.samples = samples_of(lengths, 0.3, shape.vocabulary, 0)
         self.tokens = sum(lengths)
-        self.flops = shape.training_flops(lengths, sum(sample.sampled_tokens for sample in self.samples))
+        self.flops = shape.training_flops(lengths, sum(s.sampled_tokens for s in self.samples), setting.lora)
 
     def update(self) -> None:
         totals = self.learner.update(self.samples, TokenLoss())
@@ -208,11 +229,11 @@ def offloaded(shape: Shape, device: torch.device, limits: Limits, until: float) 
 
 
 def supervised_that_fits(
-    shape: Shape, device: torch.device, limits: Limits, until: float, fused: str = "own"
+    shape: Shape, device: torch.device, limits: Limits, until: float, fused: str = "own", mode: str = ""
 ) -> Iterator[Row]:
     """`supervised` with the first setting that fits into the device's memory. Settings whose plans do not are skipped."""
     least = ""
-    for setting in settings_of(shape, device):
+    for setting in settings_of(shape, device, mode):
         if device.type == "cuda":
             # Frees the model of the previous setting, which did not fit.
             gc.collect()
@@ -230,7 +251,8 @@ def supervised_that_fits(
 
 
 def log_probabilities(shape: Shape, device: torch.device, positions: int, until: float) -> Iterator[Row]:
-    """Log-probabilities and entropies of `positions` tokens, forward and backward: chunks against full logits."""
+    """Log-probabilities and entropies of `positions` tokens, forward and backward: chunks against full logits, and against the
+    loss alone of Liger and of cut-cross-entropy where they are installed."""
     small = Shape(shape.name, shape.family, shape.hidden, 64, 1, 4, 2, 8, vocabulary=shape.vocabulary)
     model = RandomPolicy(small, device).model
     hidden = torch.randn(positions, shape.hidden, device=device, dtype=next(model.parameters()).dtype)
@@ -250,8 +272,24 @@ def log_probabilities(shape: Shape, device: torch.device, positions: int, until:
         chosen = logprobs.gather(1, targets[:, None])[:, 0]
         backward(TokenScores(chosen, -(logprobs.exp() * logprobs).sum(-1)))
 
-    for name, work in (("in chunks, ours", chunked), ("full logits, plain", plain)):
+    def liger() -> None:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        LigerFusedLinearCrossEntropyLoss()(model.get_output_embeddings().weight, hidden, targets).backward()
+
+    def cut() -> None:
+        from cut_cross_entropy import linear_cross_entropy
+
+        linear_cross_entropy(hidden, model.get_output_embeddings().weight, targets).backward()
+
+    ways = [("in chunks, ours", chunked), ("full logits, plain", plain)]
+    if device.type == "cuda":
+        peers = (("liger_kernel", "loss alone, Liger", liger), ("cut_cross_entropy", "loss alone, cut", cut))
+        ways += [(name, work) for package, name, work in peers if find_spec(package) is not None]
+    for name, work in ways:
+        hidden.grad = None
+        model.zero_grad()
         peak = peak_memory(work, device)
         took = seconds(work, device, until)
-        case = f"{positions:,} x {shape.vocabulary:,}, {name}"
+        case = f"{positions:,} x {shape.vocabulary:,} x {shape.hidden:,}, {name}"
         yield Row("log-probabilities", case, 1000 * took, "ms", memory=peak)

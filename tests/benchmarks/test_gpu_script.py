@@ -32,8 +32,9 @@ QUICK = argparse.Namespace(device="cpu", tiny=True)
 @pytest.mark.parametrize(
     ("part", "rows"),
     [
-        *(("device", 2), ("limits", 2), ("parity", 7), ("agree-0.5B", 3), ("log-probabilities", 2)),
-        *(("sft-4B", 1), ("decode-0.5B", 3), ("rl-0.5B", 1), ("offload-4B", 1)),
+        *(("device", 2), ("limits", 2), ("parity", 7), ("agree-0.5B", 3), ("log-probabilities", 4)),
+        *(("sft-4B", 1), ("decode-0.5B", 3), ("rl-4B-lora", 2), ("ragged-4B", 2), ("offload-4B", 1)),
+        *(("attention", 5), ("optimizers", 2), ("profile-4B", 18), ("lora-8B", 1)),
     ],
 )
 def test_every_part_prints_numbers(part, rows):
