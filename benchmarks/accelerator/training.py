@@ -62,15 +62,14 @@ def settings_of(shape: Shape, device: torch.device, mode: str = "") -> list[Sett
     if device.type != "cuda":
         return [Setting(most, lora=bool(mode))]
     if mode:
-        found = [(most * 4 >> step, checkpointing) for step in range(4) for checkpointing in (False, True)]
-        return [Setting(tokens, "adamw", checkpointing, "none", True, four_bit) for tokens, checkpointing in found]
+        tried = [(tokens, checkpointing) for checkpointing in (False, True) for tokens in (16_384, 8192, 4096, 2048)]
+        return [Setting(tokens, "adamw", checkpointing, "none", True, four_bit) for tokens, checkpointing in tried]
     halves = [most]
-    while halves[-1] > 1024:
+    while halves[-1] > 2048:
         halves.append(halves[-1] // 2)
-    settings = [*(Setting(tokens) for tokens in halves), Setting(most, checkpointing=True)]
-    if find_spec("bitsandbytes") is not None:
-        settings += [Setting(tokens, "adamw_8bit") for tokens in halves]
-        settings.append(Setting(most, "adamw_8bit", checkpointing=True))
+    kinds = ["adamw", *(["adamw_8bit"] if find_spec("bitsandbytes") is not None else [])]
+    settings = [Setting(tokens, kind) for kind in kinds for tokens in halves]  # type: ignore[arg-type]
+    settings += [Setting(most, kind, checkpointing=True) for kind in kinds]  # type: ignore[arg-type]
     settings += [Setting(tokens, offload="optimizer") for tokens in halves]
     return [*settings, Setting(most, checkpointing=True, offload="optimizer")]
 

@@ -1,5 +1,6 @@
 """Memory plans against what an update allocates on the fake device, for layers of published shapes."""
 
+import contextlib
 import gc
 
 import pytest
@@ -12,6 +13,7 @@ from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.plan import ACTIVATIONS, ModelSizes, Plan
 from posttrain.recipe.supervised import SftRecipe
 from posttrain.training.objectives import SupervisedObjective, logprobs
+from posttrain.training.optimizer import Optimizer
 from posttrain.training.reference import move_towards
 from tests.cuda_fake import made
 
@@ -67,6 +69,29 @@ def test_activations_of_a_layer(device, thin_model, shape, lora):
     hidden, intermediate, heads, key_heads, size = numbers
     sizes = ModelSizes(1, 2, hidden, intermediate, heads, key_heads, size, 1000, head_norms=family == "qwen3")
     assert counted == pytest.approx(2 * sizes.kept_activations, rel=0.05)
+
+
+def test_gradients_in_bfloat16_are_not_all_held(device, thin_model, monkeypatch):
+    def most_held():
+        policy = policy_of("Qwen3-4B", 4, thin_model)
+        learner = made.policy_updater(policy, made.LENGTH)
+        gc.collect()
+        before = device.live
+        device.reset()
+        # Two passes: those of the second have gradients beside the float32 ones of the first.
+        made.updated(learner, [made.samples(1)[0], made.samples(3)[2]], SupervisedObjective())
+        return device.peak - before, sum(2 * p.numel() for p in learner.optimizer.parameters)
+
+    freed, gradients = most_held()
+
+    @contextlib.contextmanager
+    def at_the_end(optimizer):
+        yield
+        optimizer.collect()
+
+    monkeypatch.setattr(Optimizer, "collecting", at_the_end)
+    piled, _ = most_held()
+    assert piled - freed > 0.8 * gradients
 
 
 def test_an_offloaded_optimizer_leaves_weights_alone_on_the_device(device, thin_model, monkeypatch):

@@ -386,7 +386,7 @@ def test_the_default_sft_of_a_4b_model_says_what_makes_it_fit_on_an_h100():
     assert "parameters of 2 bytes" in text
     (warning,) = [line for line in text.splitlines() if "the run needs an estimated" in line]
     keys = warning.rpartition("it fits with ")[2].split()
-    assert keys == ["optimizer.type=adamw_8bit"]
+    assert keys == ["model.gradient_checkpointing=true"]
     fitting = recipe_of("model.path=Qwen/Qwen3-4B", "data.train=a.jsonl", *keys, stage="sft")
     again = Console(file=StringIO(), width=300)
     show_plan(fitting, published_sizes("Qwen/Qwen3-4B"), again, DEVICES["h100"])

@@ -1,5 +1,7 @@
 """Where the optimizer keeps its state, and 8-bit AdamW: the same on a CPU as on a GPU."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -114,3 +116,28 @@ def test_an_optimizer_that_slept_makes_the_same_steps(dtype, monkeypatch):
     optimizer.sleep()
     optimizer.wake()
     assert all(map(torch.equal, stepped(optimizer, 2, 4), expected))
+
+
+def test_gradients_of_bfloat16_weights_are_freed_within_the_backward_pass():
+    def gradients_and_counts(freed):
+        torch.manual_seed(0)
+        layers = torch.nn.ModuleList([torch.nn.Linear(16, 16, bias=False, dtype=torch.bfloat16) for _ in range(3)])
+        optimizer = Optimizer(list(layers.named_parameters()), OptimizerRecipe(), 10)
+        held = []  # number of gradients in bfloat16 when that of a layer arrives
+        for layer in layers:
+            layer.weight.register_hook(lambda _: held.append(sum(p.grad is not None for p in layers.parameters())))
+        for number in range(2):
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(number)).bfloat16()
+            for layer in layers:
+                x = layer(x)
+            with optimizer.collecting() if freed else contextlib.nullcontext():
+                x.sum().backward()
+            optimizer.collect()
+            assert all(p.grad is None for p in layers.parameters())
+        return [master.grad for master in optimizer.masters], held
+
+    freed, plain = gradients_and_counts(True), gradients_and_counts(False)
+    assert freed[1] == [0] * 6
+    assert plain[1] == [0, 1, 2] * 2
+    assert all(map(torch.equal, freed[0], plain[0]))
+    assert all(gradient.dtype == torch.float32 for gradient in freed[0])

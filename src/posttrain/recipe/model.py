@@ -238,10 +238,11 @@ class OptimizerRecipe(BaseConfig):
     max_gradient_norm: float = Field(1.0, gt=0)
     """Clip the global gradient norm to this."""
 
-    def memory_items(self, trained: int, width: int, offloads: bool) -> Items:
-        """Gradients, float32 masters and moments of `trained` parameters of `width` bytes. `offloads`: masters and moments
-        are in CPU memory."""
-        items = {"gradients": (width * trained, f"{trained:,} trained parameters of {width} bytes")}
+    def memory_items(self, trained: int, held: int, width: int, offloads: bool) -> Items:
+        """Gradients, float32 masters and moments of `trained` parameters of `width` bytes. `held`: parameters whose gradients
+        in bfloat16 exist at the same time. `offloads`: masters and moments are in CPU memory."""
+        held = held if width == 2 else trained
+        items = {"gradients": (width * held, f"{held:,} trained parameters of {width} bytes, at a time")}
         if offloads:
             return items | {MASTERS: (0, IN_CPU_MEMORY), "AdamW state": (0, IN_CPU_MEMORY)}
         if width == 2:

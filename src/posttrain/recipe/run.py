@@ -308,9 +308,10 @@ class TrainedRecipe(StageRecipe):
     def state_items(self, plan: Plan) -> Items:
         """The models of the run, and the state of the optimizers."""
         trained, offloads = self.model.trained_parameters(plan.sizes, self.scores), self.hardware.offload == "optimizer"
+        held = trained if offloads or plan.placement.shard > 1 else min(trained, plan.sizes.head)
         return {
             **self.model.memory_items(plan.sizes, self.scores),
-            **self.optimizer.memory_items(trained, self.model.weight_bytes, offloads),
+            **self.optimizer.memory_items(trained, held, self.model.weight_bytes, offloads),
             **self.model_items(plan),
         }
 

@@ -2,7 +2,9 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,20 +137,43 @@ class Optimizer:
         for group in self._adamw.param_groups:
             group["params"] = [moved.get(id(tensor), tensor) for tensor in group["params"]]
 
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Context manager for a backward pass, at whose end the gradients are added to those of the masters, in float32.
+
+        Those of whole bfloat16 parameters are added and freed as soon as they are complete, so that they do not exist at the
+        same time.
+        """
+        handles = [
+            parameter.register_post_accumulate_grad_hook(partial(self._collect, number))
+            for number, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True))
+            if not (master is parameter or self._offloads or is_sharded(parameter))
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.collect()
+
     def collect(self) -> None:
         """Add the gradients of the last backward pass to those of the masters, in float32."""
-        pairs = [
-            (parameter, master)
-            for parameter, master in zip(self.parameters, self.masters, strict=True)
-            if master is not parameter and parameter.grad is not None
+        pairs = zip(self.parameters, self.masters, strict=True)
+        numbers = [
+            i for i, (parameter, master) in enumerate(pairs) if master is not parameter and parameter.grad is not None
         ]
+        copies: Sequence[torch.Tensor | None] = [None] * len(numbers)
         if self._offloads:
-            copies = copied_to_cpu([local_shard(parameter.grad) for parameter, _ in pairs])  # type: ignore[arg-type]
-        for number, (parameter, master) in enumerate(pairs):
-            gradient = copies[number] if self._offloads else local_shard(parameter.grad)  # type: ignore[arg-type]
-            gradient = gradient.float()
-            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-            parameter.grad = None
+            copies = copied_to_cpu([local_shard(self.parameters[i].grad) for i in numbers])  # type: ignore[arg-type]
+        for number, copy in zip(numbers, copies, strict=True):
+            self._collect(number, self.parameters[number], copy)
+
+    def _collect(self, number: int, parameter: torch.Tensor, copy: torch.Tensor | None = None) -> None:
+        """Move the gradient of a parameter, or its `copy` in CPU memory, to the master."""
+        gradient = (local_shard(parameter.grad) if copy is None else copy).float()  # type: ignore[arg-type]
+        master = self.masters[number]
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        parameter.grad = None
 
     def add_up(self) -> None:
         """Sum the gradients over all processes, after the last `collect` of an update. Gradients of sharded parameters

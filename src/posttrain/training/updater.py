@@ -10,6 +10,7 @@ Each process gets all samples of an update. A process without a micro-batch comp
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -293,9 +294,10 @@ class Updater(Generic[Output]):
                 output = self.forward(chosen)
                 loss, metrics = objective(output, chosen, [weights[signal[i]] for i in group])
                 self.model.set_last_backward(number == len(shares) - 1)
-                (loss / divisor if counts else loss * 0).backward()
-            for optimizer in self._optimizers:
-                optimizer.collect()
+                with ExitStack() as collecting:
+                    for optimizer in self._optimizers:
+                        collecting.enter_context(optimizer.collecting())
+                    (loss / divisor if counts else loss * 0).backward()
             # Processes that share a micro-batch have the same metrics.
             counts = counts and self._world.sequence_rank == 0
             parts.append(metrics | {"loss/total": (loss.detach(), 0.0)} if counts else {})
