@@ -11,9 +11,10 @@ PLUGINS := -e plugins/environments -e plugins/imports -e plugins/memory
 VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
 
-# A process for each core (or as many as PROCESSES says), whole files in each, in the order of tests/conftest.py, and one
-# thread each: tiny models gain nothing from more.
-PROCESSES := auto
+# Three processes for two cores (or as many as PROCESSES says), since a third of the time of a test is waiting for servers
+# and other processes; whole files in each, in the order of tests/conftest.py, and one thread each: tiny models gain nothing
+# from more.
+PROCESSES := $(shell $(PYTHON) -c 'import os; print(max(2, 3 * len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)) // 2))')
 TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(PROCESSES) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-all test-avx2 soak lint format docs figures screenshots clean vllm

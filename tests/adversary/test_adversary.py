@@ -8,7 +8,7 @@ from tests.adversary.soak import soak
 from tests.adversary.surfaces import SURFACES, attempt
 
 CASES = {
-    "architecture": 12,
+    "architecture": 6,
     "interpreter": 3,
     "run_directory": 8,
     "run_folder": 3,
@@ -31,7 +31,7 @@ CASES = {
     "resumed": 25,
     "chat_template": 12,
     "model_directory": 12,
-    "mcp": 4,
+    "mcp": 2,
 }
 """Surface -> number of cases, about a second each; 40 for others."""
 SLOW = {
