@@ -57,18 +57,20 @@ def held_by_a_pass(device, policy):
     return held
 
 
+@pytest.mark.parametrize("selective", [False, True], ids=["all", "selective"])
 @pytest.mark.parametrize(
     ("shape", "lora"),
     [("Qwen2.5-0.5B", None), ("Qwen3-4B", None), ("Llama-3-8B", {"rank": 16})],
     ids=["qwen2", "qwen3", "llama with adapters"],
 )
-def test_activations_of_a_layer(device, thin_model, shape, lora):
-    held = [held_by_a_pass(device, policy_of(shape, layers, thin_model, lora=lora)) for layers in (1, 2)]
+def test_activations_of_a_layer(device, thin_model, shape, lora, selective):
+    settings = {"lora": lora} | ({"gradient_checkpointing": "selective"} if selective else {})
+    held = [held_by_a_pass(device, policy_of(shape, layers, thin_model, **settings)) for layers in (1, 2)]
     counted = (held[1] - held[0]) / TOKENS
     family, *numbers = SHAPES[shape]
     hidden, intermediate, heads, key_heads, size = numbers
     sizes = ModelSizes(1, 2, hidden, intermediate, heads, key_heads, size, 1000, head_norms=family == "qwen3")
-    assert counted == pytest.approx(2 * sizes.kept_activations, rel=0.05)
+    assert counted == pytest.approx(2 * (sizes.kept_products if selective else sizes.kept_activations), rel=0.05)
 
 
 def test_gradients_in_bfloat16_are_not_all_held(device, thin_model, monkeypatch):

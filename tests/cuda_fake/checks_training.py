@@ -227,7 +227,7 @@ def test_passes_without_gradient(device, policy):
     assert next(iter(energies.without_gradient(batch)))[1].shape == (4 * (made.LENGTH - made.PROMPT),)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
 @pytest.mark.parametrize("lora", [None, {"rank": 4, "dropout": 0.1}], ids=["full", "lora"])
 def test_adapters_and_gradient_checkpointing(device, thin_model, lora, checkpointing):
     policy = Policy(made.recipe(thin_model, lora=lora, gradient_checkpointing=checkpointing))

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from posttrain.errors import RunError
 from posttrain.losses.surrogates import PpoLoss
-from posttrain.models.policy import Policy
+from posttrain.models.policy import _PRODUCT, Policy
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.loss import EntropyRecipe
 from posttrain.recipe.model import LearnerRecipe, LoraRecipe, ModelRecipe, OptimizerRecipe
@@ -134,18 +135,34 @@ def test_the_reference_is_the_start_with_and_without_adapters(tiny_model):
         assert np.abs(np.concatenate(logprobs(subject, samples())) - np.concatenate(start)).max() > 1e-3
 
 
-def test_gradient_checkpointing_changes_nothing(tiny_model):
-    plain, checkpointed = (
-        Policy(ModelRecipe(path=str(tiny_model), gradient_checkpointing=flag)) for flag in (False, True)
-    )
-    found = []
-    for policy in (plain, checkpointed):
-        streams = [s.stream.ids for s in samples()]
-        with policy.training_mode():
-            scores = policy.score(streams, [s.stream.sampled for s in samples()], 1.0, 64)
-        scores.logprobs.sum().backward()
-        found.append(torch.cat([p.grad.flatten() for _, p in policy.trainable()]))
-    torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-4)
+class Products(TorchDispatchMode):
+    """Counts products with weights."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += _PRODUCT.search(func.name()) is not None
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_gradient_checkpointing_changes_nothing(lora, tiny_model, monkeypatch):
+    monkeypatch.setattr("posttrain.models.policy._WIDE", 8)  # the model is 32 wide
+    gradients, products = {}, {}
+    for flag in (False, True, "selective"):
+        policy = Policy(ModelRecipe(path=str(tiny_model), gradient_checkpointing=flag, lora=lora))
+        batch = samples()
+        with policy.training_mode(), Products() as counted:
+            scores = policy.score([s.stream.ids for s in batch], [s.stream.sampled for s in batch], 1.0, 64)
+            scores.logprobs.sum().backward()
+        gradients[flag] = torch.cat([p.grad.flatten() for _, p in policy.trainable()])
+        products[flag] = counted.count
+    assert torch.equal(gradients[True], gradients[False])
+    assert torch.equal(gradients["selective"], gradients[False])
+    # Two layers of seven products, and as many with an adapter's first matrix. The second has four terms only.
+    assert products[True] - products["selective"] == (14 if lora is None else 28)
+    if lora is None:
+        assert products["selective"] == products[False]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gpt2", "adapters", "reward"])

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from posttrain.distributed.sharding import ShardedModel, full_tensor, gather_to_rank0, set_shard
 from posttrain.distributed.world import current_world, threads_per_process
@@ -90,7 +90,7 @@ class TrainedModel:
                 for parameter in (p for p in self.model.parameters() if p.requires_grad):
                     parameter.data = parameter.data.to(dtype)
         if recipe.gradient_checkpointing:
-            checkpoint_layers(self.model)
+            checkpoint_layers(self.model, recipe.gradient_checkpointing == "selective")
         self.sharded = self.shard(self.model, trained)
 
     def load(self) -> torch.nn.Module:
@@ -301,15 +301,16 @@ def _write_weights(
     model.save_pretrained(directory, **keywords, **({} if tensors is None else {"state_dict": tensors}))
 
 
-def checkpoint_layers(model: torch.nn.Module) -> None:
-    """Make `model` recompute the activations of its layers in backward passes: `model.gradient_checkpointing`."""
+def checkpoint_layers(model: torch.nn.Module, selective: bool = False) -> None:
+    """Make `model` recompute the activations of its layers in backward passes: `model.gradient_checkpointing`. `selective`: all
+    but products with weights and attention."""
     inner = transformer(model)
     # The method has two names in the supported versions of transformers.
     enable = getattr(inner, "activation_checkpointing_enable", None) or inner.gradient_checkpointing_enable
     enable({"use_reentrant": False})
     inner.enable_input_require_grads()
     for layer in _checkpointed_layers(inner):
-        layer._gradient_checkpointing_func = partial(_checkpoint_in_evaluation_mode, layer)
+        layer._gradient_checkpointing_func = partial(_checkpoint_in_evaluation_mode, layer, selective)
 
 
 def _checkpointed_layers(model: torch.nn.Module) -> list[Any]:
@@ -320,7 +321,25 @@ def _checkpointed_layers(model: torch.nn.Module) -> list[Any]:
     return [layer for layer in layers if layer.gradient_checkpointing]
 
 
-def _checkpoint_in_evaluation_mode(layer: torch.nn.Module, forward: Callable[..., T], *inputs: Any) -> T:
+_PRODUCT = re.compile(r"^aten::(mm|addmm|_grouped_mm)$|_linear_pointwise$")
+_ATTENTION = re.compile(r"flash|varlen|efficient_attention")
+_WIDE = 256
+"""Selective checkpointing recomputes products of fewer terms, such as those of adapters."""
+
+
+def _is_kept(_: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
+    """Keeps products with weights, and attention on a GPU. A processor's attention returns numbers for each pair of tokens."""
+    name, kept = operation.name(), False
+    if _PRODUCT.search(name):
+        kept = arguments[name == "aten::addmm"].shape[-1] > _WIDE
+    elif _ATTENTION.search(name):
+        kept = True
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _checkpoint_in_evaluation_mode(
+    layer: torch.nn.Module, selective: bool, forward: Callable[..., T], *inputs: Any
+) -> T:
     """Compute a checkpointed layer without the dropout of its configuration, now and when it is recomputed."""
 
     def compute(*inputs: Any) -> T:
@@ -330,7 +349,8 @@ def _checkpoint_in_evaluation_mode(layer: torch.nn.Module, forward: Callable[...
         finally:
             layer.training = True
 
-    return checkpoint(compute, *inputs, use_reentrant=False)
+    options = {"context_fn": partial(create_selective_checkpoint_contexts, _is_kept)} if selective else {}
+    return checkpoint(compute, *inputs, use_reentrant=False, **options)
 
 
 class Policy(TrainedModel):

@@ -148,7 +148,7 @@ def _smaller(recipe: StageRecipe, heads: int) -> Iterator[dict[str, Any]]:
     if recipe.hardware.processes > 1 and recipe.hardware.gradient_sync == "per_update":
         yield {"hardware.gradient_sync": "per_forward"}
     checkpointed, eight = {"model.gradient_checkpointing": True}, {"optimizer.type": "adamw_8bit"}
-    yield checkpointed
+    yield from ({"model.gradient_checkpointing": "selective"}, checkpointed)
     for count in range(recipe.hardware.sequence_parallel + 1, recipe.hardware.processes + 1):
         if recipe.hardware.processes % count == 0 and heads % count == 0:
             yield checkpointed | {"hardware.sequence_parallel": count}

@@ -125,8 +125,8 @@ class ModelRecipe(BaseConfig):
     """File with a Jinja chat template, for tokenizers without one."""
     thinking: Thinking = "template"
     """Whether the model thinks before it answers, for chat templates with a switch (`enable_thinking` or `thinking`). `template`: the template's default. `on`, `off`: set the switch wherever conversations are rendered, and in the chat template of the exported model. For Qwen3, `off` puts an empty thinking block before every answer."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    gradient_checkpointing: bool | Literal["selective"] = False
+    """Recompute activations in the backward pass: less memory, about a third more compute. `selective`: keep the results of products with weights, and of attention on a GPU, and recompute the rest, which is little compute."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of torch. Null: one per processor, or as many as processors are free if a short test at the start of the run shows that fewer are faster. The number is stored with the run. `OMP_NUM_THREADS` takes precedence over null."""
 

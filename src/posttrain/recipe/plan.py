@@ -99,6 +99,14 @@ class ModelSizes:
         normalized = queries + keys if self.head_norms else 0
         return (4 + copies) * self.hidden + 2 * (queries + keys) + normalized + 3 * networks * self.intermediate
 
+    @property
+    def kept_products(self) -> int:
+        """`kept_activations` with `model.gradient_checkpointing: selective`: the layer's input, and what products with weights
+        and attention return."""
+        queries, keys = self.heads * self.head_size, self.key_value_heads * self.head_size
+        networks = self.experts_per_token if self.experts else 1
+        return (2 + networks) * self.hidden + 2 * (queries + keys) + 2 * networks * self.intermediate
+
     def cache_bytes(self, width: int, tensor: int = 1) -> int:
         """Bytes of KV cache per token on one of `tensor` devices, at `width` bytes per number. Heads are not split."""
         heads = -(-self.key_value_heads // tensor)

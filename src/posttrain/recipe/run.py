@@ -328,7 +328,10 @@ class TrainedRecipe(StageRecipe):
         if count > 1:  # outputs of attention, before and after heads and tokens change places
             kept += sizes.heads * sizes.head_size
         per_token, how = width * sizes.layers * kept, "every layer"
-        if self.model.gradient_checkpointing:
+        if self.model.gradient_checkpointing == "selective":
+            per_token = width * (sizes.layers * sizes.kept_products + kept)
+            how = "all of one layer, products of the others"
+        elif self.model.gradient_checkpointing:
             per_token = width * (sizes.layers * sizes.hidden + kept)
             how = "all of one layer, inputs of the others"
         items = {ACTIVATIONS: (tokens * per_token, f"{limit}, {how}")}
