@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal
+from unittest import mock
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from accelerator.shapes import RandomPolicy, Shape
 from posttrain.distributed import world
 from posttrain.episode import Stream
 from posttrain.losses.policy import nll
+from posttrain.models import forward
 from posttrain.models.forward import TokenScores, logits_of, token_scores
 from posttrain.models.layers import use_fused_layers
 from posttrain.recipe.hardware import HardwareRecipe
@@ -281,8 +283,13 @@ def log_probabilities(shape: Shape, device: torch.device, positions: int, until:
 
         linear_cross_entropy(hidden, model.get_output_embeddings().weight, targets).backward()
 
+    def separate() -> None:
+        with mock.patch.object(forward, "vocabulary_kernels", return_value=None):
+            chunked()
+
     ways = [("in chunks, ours", chunked), ("full logits, plain", plain)]
     if device.type == "cuda":
+        ways.append(("in chunks, without Triton", separate))
         peers = (("liger_kernel", "loss alone, Liger", liger), ("cut_cross_entropy", "loss alone, cut", cut))
         ways += [(name, work) for package, name, work in peers if find_spec(package) is not None]
     for name, work in ways:

@@ -11,7 +11,7 @@ from posttrain.distributed.world import join_world
 from posttrain.errors import InputError
 from posttrain.losses.distillation import TeacherScores
 from posttrain.losses.surrogates import CispoLoss, DppoLoss, GmpoLoss, GspoLoss, PpoLoss, ReinforceLoss, SapoLoss
-from posttrain.models import layers
+from posttrain.models import forward, layers
 from posttrain.models.critic import Critic, SharedCritic
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
@@ -314,3 +314,18 @@ def test_flash_attention_is_activated_through_torch(device, thin_model, monkeypa
         InputError, match=r"model\.attention: fa3 could not be activated .*install flash_attn_interface"
     ):
         Policy(made.recipe(thin_model, attention="fa3"))
+
+
+def test_a_chunk_of_logits_is_read_once_each_way(device):
+    hidden, weight = (
+        torch.zeros(count, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for count in (512, 1024)
+    )
+    targets = torch.zeros(512, device="cuda", dtype=torch.int64)
+    device.reset()
+    logprobs, entropies = forward.projected_scores(hidden, weight, targets, 1.0, 128 * 1024)
+    (logprobs + entropies).sum().backward()
+    # Four chunks of rows, and four of columns: with the products, 4 + 10 bytes per logit.
+    assert (device.kernels["read_rows"], device.kernels["differentiate"]) == (4, 4)
+    assert device.kernels["mm"] == 4 + 3 * 4
+    assert not {"_softmax", "amax", "gather", "scatter"} & set(device.kernels)
+    assert device.kernel_count < 64

@@ -279,3 +279,17 @@ def fake_cuda() -> Any:
         torch._C._set_only_lift_cpu_tensors(False)
         for (owner, name), original in before.items():
             setattr(owner, name, original)
+
+
+class VocabularyKernels:
+    """`models.cuda.vocabulary`, whose kernels are launched by Triton, with results of the same shapes."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._kernels = device.kernels
+
+    def read_rows(self, logits: torch.Tensor, *numbers: Any) -> list[torch.Tensor]:
+        self._kernels["read_rows"] += 1
+        return [logits.new_empty(len(logits), dtype=torch.float32) for _ in range(3)]
+
+    def differentiate(self, *numbers: Any) -> None:
+        self._kernels["differentiate"] += 1

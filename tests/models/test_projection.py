@@ -1,5 +1,10 @@
 """Fused log-probabilities and entropies equal the plain ones, for any upstream gradient and any slicing."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -49,6 +54,23 @@ def test_values_and_gradients_equal_the_plain_ones(monkeypatch, elements, diviso
     for one, other in zip(mine, theirs, strict=True):
         assert other.abs().max() > 1e-3
         torch.testing.assert_close(one, other, atol=1e-10, rtol=0)
+
+
+def test_triton_kernels_equal_the_operations():
+    pytest.importorskip("triton", reason="needs Triton: pip install triton")
+    # Triton reads the variable when it is imported, and leaves messages on standard error when its process ends.
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        Path(__file__).parent / "triton_checks.py",
+    ]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
 
 
 def test_only_requested_tensors_get_a_gradient():

@@ -1,5 +1,6 @@
 """The forward pass of a packed row (`models.packing`), and log-probabilities without full logits."""
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -243,6 +244,11 @@ class _ProjectedScores(torch.autograd.Function):
         for start in range(0, count, chunk):
             stop = min(start + chunk, count)
             logits = _logits(hidden[start:stop], weight, wide, buffer[: stop - start])
+            if (kernels := vocabulary_kernels(logits)) is not None:
+                rows = slice(start, stop)
+                found = kernels.read_rows(logits, targets[rows], divisor)
+                normalizers[rows], logprobs[rows], entropies[rows] = found
+                continue
             for part in _row_blocks(logits):
                 rows = slice(start + part.start, start + part.stop)
                 scores = _divided(logits[part].to(kind), divisor)
@@ -272,10 +278,9 @@ class _ProjectedScores(torch.autograd.Function):
         at_target = -upstream * torch.expm1(logprobs) / divisor
         slope = None
         if entropies_gradient is not None:
-            slope = (-entropies_gradient / divisor)[:, None]
+            slope = -entropies_gradient / divisor
             factor = factor - entropies_gradient * entropies / divisor
             at_target = at_target - entropies_gradient * logprobs.exp() * (logprobs + entropies) / divisor
-        factor, at_target = factor[:, None], at_target[:, None]
         inputs = hidden.float() if wide else hidden
         hidden_gradient = torch.zeros_like(hidden, dtype=normalizers.dtype) if wants_hidden else None
         weight_gradient = torch.empty_like(weight) if wants_weight else None
@@ -286,20 +291,11 @@ class _ProjectedScores(torch.autograd.Function):
             part = weight[start:stop]
             out = buffer[: count * (stop - start)].view(-1, stop - start)
             logits = _logits(hidden, part, wide, out)
-            # Scatter for all rows, even if the target is in another slice: selecting rows would synchronize a GPU.
-            index = (targets - start).clamp(0, stop - start - 1)[:, None]
-            outside = ((targets < start) | (targets >= stop))[:, None]
-            for rows in _row_blocks(logits):
-                logs = _divided(logits[rows].to(normalizers.dtype), divisor).sub_(normalizers[rows, None])
-                if slope is None:
-                    gradient = logs.exp_().mul_(factor[rows])
-                else:
-                    probabilities = logs.exp()
-                    gradient = logs.mul_(slope[rows]).add_(factor[rows]).mul_(probabilities)
-                at = index[rows]
-                gradient.scatter_(1, at, torch.where(outside[rows], gradient.gather(1, at), at_target[rows]))
-                if logits.dtype != gradient.dtype:
-                    logits[rows] = gradient
+            if (kernels := vocabulary_kernels(logits)) is not None:
+                slopes = torch.zeros_like(factor) if slope is None else slope
+                kernels.differentiate(logits, targets, divisor, normalizers, factor, slopes, at_target, start)
+            else:
+                _differentiate(logits, targets - start, divisor, normalizers, factor, slope, at_target)
             # The gradient of the logits has replaced them.
             if hidden_gradient is not None:
                 hidden_gradient += matmul(logits, part.to(logits.dtype))
@@ -311,6 +307,41 @@ class _ProjectedScores(torch.autograd.Function):
         if hidden_gradient is not None:
             hidden_gradient = hidden_gradient.to(hidden.dtype)
         return hidden_gradient, weight_gradient, None, None, None, None
+
+
+def _differentiate(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    divisor: float,
+    normalizers: torch.Tensor,
+    factor: torch.Tensor,
+    slope: torch.Tensor | None,
+    at_target: torch.Tensor,
+) -> None:
+    """`models.cuda.vocabulary.differentiate` by operations of torch. `targets` may be outside; `slope` None: 0."""
+    # Scatter for all rows, even if the target is in another slice: selecting rows would synchronize a GPU.
+    index = targets.clamp(0, logits.shape[1] - 1)[:, None]
+    outside = ((targets < 0) | (targets >= logits.shape[1]))[:, None]
+    for rows in _row_blocks(logits):
+        logs = _divided(logits[rows].to(normalizers.dtype), divisor).sub_(normalizers[rows, None])
+        if slope is None:
+            gradient = logs.exp_().mul_(factor[rows, None])
+        else:
+            probabilities = logs.exp()
+            gradient = logs.mul_(slope[rows, None]).add_(factor[rows, None]).mul_(probabilities)
+        at = index[rows]
+        gradient.scatter_(1, at, torch.where(outside[rows], gradient.gather(1, at), at_target[rows, None]))
+        if logits.dtype != gradient.dtype:
+            logits[rows] = gradient
+
+
+def vocabulary_kernels(logits: torch.Tensor) -> Any:
+    """The module of Triton kernels for `logits`; None for those of a processor, and without Triton."""
+    if not logits.is_cuda or logits.dtype == torch.float64 or importlib.util.find_spec("triton") is None:
+        return None
+    from posttrain.models.cuda import vocabulary
+
+    return vocabulary
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, wide: bool, out: torch.Tensor) -> torch.Tensor:

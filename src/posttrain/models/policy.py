@@ -349,7 +349,9 @@ def _checkpoint_in_evaluation_mode(
         finally:
             layer.training = True
 
-    options = {"context_fn": partial(create_selective_checkpoint_contexts, _is_kept)} if selective else {}
+    options: dict[str, Any] = (
+        {"context_fn": partial(create_selective_checkpoint_contexts, _is_kept)} if selective else {}
+    )
     return checkpoint(compute, *inputs, use_reentrant=False, **options)
 
 
