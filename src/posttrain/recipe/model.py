@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from posttrain.recipe.base import BaseConfig, Loads, Mark, Reads, Text
 from posttrain.recipe.metrics import Metric, Panel
@@ -130,13 +130,11 @@ class ModelRecipe(BaseConfig):
     threads: int | None = Field(None, ge=1)
     """CPU threads of torch. Null: one per processor, or as many as processors are free if a short test at the start of the run shows that fewer are faster. The number is stored with the run. `OMP_NUM_THREADS` takes precedence over null."""
 
-    @model_validator(mode="after")
-    def _four_bits_fit(self):
+    def _check(self) -> None:
         if self.load_in_4bit and self.lora is None:
             raise ValueError("`load_in_4bit` freezes the matrices, so adapters must learn; set `model.lora.rank: 16`")
         if self.load_in_4bit and self.dtype == "float32":
             raise ValueError("`load_in_4bit` computes in bfloat16; remove `model.dtype: float32`")
-        return self
 
     @property
     def weight_bytes(self) -> int:

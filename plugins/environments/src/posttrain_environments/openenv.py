@@ -4,8 +4,6 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Protocol, get_args, get_origin, get_type_hints
 
-from pydantic import model_validator
-
 from posttrain.engines.http import bounded
 from posttrain.environments.global_random import GlobalRandom
 from posttrain.errors import InputError
@@ -40,13 +38,11 @@ class OpenEnvRecipe(AdapterRecipe):
     observation_field: Text | None = None
     """The field of an observation that the policy sees. Default: the only field of text, else all of them as JSON."""
 
-    @model_validator(mode="after")
-    def _one_source(self) -> "OpenEnvRecipe":
+    def _check(self) -> None:
         if (self.url is None) == (self.in_process is None):
             raise ValueError("give exactly one of `url` (a running server) and `in_process` (`module:Class`)")
         if self.url is not None and self.keys:
             raise ValueError("`keys` are arguments of the class of `in_process`, so they have no effect with `url`")
-        return self
 
 
 class OpenEnv(Adapter):
