@@ -90,7 +90,8 @@ class OpenEnv(Adapter):
                 raise InputError(
                     f"environment.observation_field: observations have {', '.join(observation)}, not {name!r}"
                 )
-            return _as_text(observation[name])
+            value = observation[name]
+            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         shown = {key: value for key, value in observation.items() if key not in _NOT_SHOWN}
         texts = [value for value in shown.values() if isinstance(value, str)]
         return texts[0] if len(texts) == 1 == len(shown) else json.dumps(shown, ensure_ascii=False, default=str)
@@ -251,7 +252,3 @@ def _action(answer: str, field: str | None, kind: str) -> dict[str, Any]:
     if not isinstance(value, fits) or (kind != "boolean" and isinstance(value, bool)):  # type: ignore[arg-type]
         raise ValueError(f"the answer is not {_ARTICLES[kind]}")
     return {field: value}
-
-
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
