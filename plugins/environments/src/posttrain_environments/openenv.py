@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Protocol, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from posttrain.engines.http import bounded
 from posttrain.environments.global_random import GlobalRandom
@@ -54,7 +54,7 @@ class OpenEnv(Adapter):
         """InputError if openenv is not installed, the class does not exist, or the server does not answer."""
         super().__init__(recipe)
         require_module("openenv.core", "environment.type openenv")
-        self._session: _Session | None = None
+        self._session: _Server | _Local | None = None
 
     def _start(self, seed: int) -> tuple[str, str]:
         recipe = self.recipe
@@ -113,20 +113,6 @@ class _InvalidAction(Exception):
     """The environment rejected the action."""
 
 
-class _Session(Protocol):
-    """One episode of an environment."""
-
-    def action_schema(self) -> Mapping[str, Any]:
-        """JSON schema of an action."""
-        ...
-
-    def reset(self, seed: int, arguments: Mapping[str, Any]) -> Observed: ...
-
-    def step(self, action: Mapping[str, Any]) -> Observed: ...
-
-    def close(self) -> None: ...
-
-
 def _served_schema(url: str) -> Mapping[str, Any]:
     """The action schema of the server at `url`, which has `_SECONDS` for the whole reply and may not redirect to another."""
     httpx = require_module("httpx", "environment.url")
@@ -139,7 +125,9 @@ def _served_schema(url: str) -> Mapping[str, Any]:
     return schema
 
 
-class _Server(_Session):
+class _Server:
+    """A session of a running server."""
+
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
         client = require_module("openenv", "environment.url").GenericEnvClient
@@ -167,7 +155,9 @@ class _Server(_Session):
         self._client.close()
 
 
-class _Local(_Session):
+class _Local:
+    """An instance in this process."""
+
     def __init__(self, place: str, keys: Mapping[str, Any], seed: int) -> None:
         module, _, name = place.partition(":")
         kind = getattr(require_module(module, "environment.in_process"), name, None)
