@@ -1,34 +1,13 @@
 """Recipe keys of generated worlds, their tasks, and rewards."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, field_validator
 
 from posttrain.recipe.base import BaseConfig, Text
+from posttrain_memory.worlds.task import Variant
 from posttrain_memory.worlds.theme import Style, themes
 
-Variant = Literal[
-    "hop0",
-    "hop1",
-    "hop2",
-    "aggregate",
-    "time",
-    "add",
-    "change",
-    "delete",
-    "new",
-    "remove",
-    "relink",
-    "mention",
-    "no_entity",
-    "no_attribute",
-    "contradiction",
-    "control",
-    "hide_all",
-    "hide_some",
-    "allow_only",
-    "unrelated",
-]
 Range = tuple[Annotated[int, Field(ge=0, le=200)], Annotated[int, Field(ge=0, le=200)]]
 
 

@@ -39,7 +39,7 @@ class Attribute(BaseConfig):
     label: Text
     """The name of the fact, as written in notes."""
     type: Literal["text", "number", "money", "date", "phone", "email", "enum", "list"]
-    """The type of its values, see `values.TYPES`."""
+    """The type of its values."""
     values: str = ""
     """The range or choices of its values: `2-60` (number), `20-400 EUR` (money), `2019-2024` (date: years), `calm/nervous`
     (enum), `a/b/c` (list), a pattern of `naming.fill` (text). Empty for phone and email."""
