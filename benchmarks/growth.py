@@ -1,4 +1,4 @@
-"""How costs grow with model, context, group, turns, streams and steps: a table with fitted exponents, and a plot.
+"""How costs grow with model, context, group, turns, streams and steps: a table with fitted exponents.
 
 One size varies at a time, in doublings; an exponent is the slope of log cost over log size, and a verdict says whether
 it is no larger than the task requires.
@@ -7,7 +7,6 @@ it is no larger than the task requires.
 import argparse
 import tempfile
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -71,43 +70,8 @@ def row(series: Series) -> dict[str, str | float]:
     }
 
 
-def plot(found: Sequence[Series], file: str) -> None:
-    """Write a panel per series, both axes logarithmic, with the line of the expected exponent through the first point."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.ticker import EngFormatter, NullFormatter
-
-    columns = min(4, len(found))
-    lines = -(-len(found) // columns)
-    figure, axes = pyplot.subplots(lines, columns, figsize=(3.4 * columns, 2.9 * lines), squeeze=False)
-    for panel, series in zip(chain.from_iterable(axes), found, strict=False):
-        panel.loglog(series.x, series.y, "o-", label=f"measured, exponent {series.exponent:.2f}")
-        bound = [series.y[0] * (x / series.x[0]) ** series.expected for x in series.x]
-        panel.loglog(series.x, bound, "--", color="gray", label=f"exponent {series.expected:g}")
-        panel.set(title=f"{series.part}: {series.size}", xlabel=series.size, ylabel=series.cost)
-        panel.title.set_size(9)
-        panel.set_xticks(series.x[:: -(-len(series.x) // 5)])
-        for axis in (panel.xaxis, panel.yaxis):
-            axis.set_minor_formatter(NullFormatter())
-            axis.set_major_formatter(EngFormatter(places=None, sep=""))
-        low, high = panel.get_ylim()
-        if high < 10 * low:
-            # A cost that hardly changes would fill the panel with its noise.
-            panel.set_ylim(low / 3, high * 3)
-        panel.tick_params(labelsize=7, which="both")
-        panel.xaxis.label.set_size(8)
-        panel.yaxis.label.set_size(7)
-        panel.legend(fontsize=6)
-    for panel in list(chain.from_iterable(axes))[len(found) :]:
-        panel.axis("off")
-    figure.tight_layout()
-    figure.savefig(file, dpi=140)
-
-
 def main() -> None:
-    """Evaluator, print the table, and draw."""
+    """Measure the parts and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--parts", type=names(PARTS), default=",".join(PARTS), help=f"of {', '.join(PARTS)}, separated by commas"
@@ -115,14 +79,11 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=5, choices=range(2, 7), help="sizes, each twice the one before")
     parser.add_argument("--steps", type=int, default=1000, help="steps over which memory is watched")
     parser.add_argument("--threads", type=int, default=available_threads(), help="processor threads")
-    parser.add_argument("--plot", metavar="FILE", help="also draw the series there")
     parser.add_argument("--json", metavar="FILE", help="also write the table there")
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
     with tempfile.TemporaryDirectory(prefix="posttrain-benchmark-") as place:
         found = measure(chosen.parts, chosen.points, chosen.steps, chosen.threads, Path(place))
-    if chosen.plot:
-        plot(found, chosen.plot)
     notes = [
         f"random Qwen3 models of 4 layers, float32, {chosen.threads} threads; the least of several repeats",
         f"as it must: the fitted exponent is at most {TOLERANCE} above the expected one, {memory.FLAT} for memory, 0.1 for counts",

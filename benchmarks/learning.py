@@ -4,7 +4,7 @@
 
 Every run starts from a small model that plays like the random policy, another one for each training seed, and is evaluated
 on other seeds of the task during training and at its end. A run's outcome is one line of OUT/results.jsonl; runs that are there are
-not run again. OUT/learning.md has a row per variant, and OUT/learning.svg a panel per variant.
+not run again. OUT/learning.md has a row per variant.
 """
 
 import argparse
@@ -347,24 +347,6 @@ def small_multiples(axes: Any, lines: list[Keys], curve: str, base: str, text: s
             spine.set_color(base)
 
 
-def draw(lines: list[Keys], file: Path) -> None:
-    """The small multiples of all environments, one below the other."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    by = by_environment(lines)
-    heights = [height_of(runs) for runs in by.values()]
-    figure, axes = pyplot.subplots(
-        len(by), 1, squeeze=False, layout="constrained", figsize=(8.4, sum(heights)), height_ratios=heights
-    )
-    for axis, (name, runs) in zip(axes[:, 0], by.items(), strict=True):
-        axis.set_title(f"{name}: held-out success by step", fontsize=9, loc="left")
-        small_multiples(axis, runs, "#0072B2", "#8a90a0", "black")
-    figure.savefig(file)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -419,7 +401,6 @@ def main() -> None:
         sys.exit("no run has finished, so there is no table")
     text = "\n".join(sections(lines))
     (chosen.out / "learning.md").write_text(text)
-    draw(lines, chosen.out / "learning.svg")
     print(text)
     if failed:
         sys.exit("a run failed, so a row has fewer seeds; the same command runs it again")

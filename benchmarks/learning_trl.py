@@ -198,7 +198,7 @@ def _train_trl(name: str, learning_rate: float, seed: int, model: str, folder: P
     return successes, stopwatch.updates[UPDATES - 1 :: UPDATES]
 
 
-# -- the table and the picture --------------------------------------------------------------------------------------------
+# -- the tables and the panels --------------------------------------------------------------------------------------------
 
 
 def best_runs(lines: list[Line], task: str, side: str) -> list[Line]:
@@ -329,18 +329,6 @@ def panels(axes: Any, lines: list[Line], colors: dict[str, str], faint: str, ink
                     text.set_color(ink)
 
 
-def draw(lines: list[Line], file: Path) -> None:
-    """The panels in a file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8.4, 2.5 * len({line["task"] for line in lines})))
-    panels(axes, lines, {"posttrain": "tab:blue", "trl": "tab:orange"}, "grey", "black")
-    figure.savefig(file, bbox_inches="tight")
-
-
 def main() -> None:
     """Run what is missing and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -349,7 +337,7 @@ def main() -> None:
         "--learning-rates", default=",".join(f"{rate:g}" for rate in LEARNING_RATES), help="comma-separated"
     )
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="folder of results.jsonl and the picture")
+    parser.add_argument("--out", type=Path, help="folder of results.jsonl and table.json")
     parser.add_argument("--table", type=Path, help="only print the tables of this file")
     chosen = parser.parse_args()
     if chosen.table is not None:
@@ -378,7 +366,6 @@ def main() -> None:
                 file.write(json.dumps(line) + "\n")
             print(*one, f"final {line['final']:.1%} after {line['seconds'][-1]:.0f} s", flush=True)
     show_tables(lines, json_file=chosen.out / "table.json")
-    draw(lines, chosen.out / "learning_trl.svg")
 
 
 if __name__ == "__main__":

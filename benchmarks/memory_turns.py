@@ -6,7 +6,6 @@ other; there are as many players as asked for, and one or more workers that run 
 """
 
 import argparse
-import os
 import tempfile
 import threading
 import time
@@ -14,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 from harness.options import named_sides, numbers
 from harness.table import show
 from harness.timing import in_turn, middle
@@ -120,19 +120,8 @@ def _together(jobs: list[Any]) -> None:
 
 def _processor_seconds() -> float:
     """Processor time of this process and of all that it started and that still run."""
-    facts = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                # The name in brackets may hold blanks; after it: state, parent, ..., user and system time in ticks.
-                fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            facts[int(folder.name)] = (int(fields[1]), int(fields[11]) + int(fields[12]))
-    ours = {os.getpid()}
-    for _ in range(3):
-        ours |= {pid for pid, (parent, _) in facts.items() if parent in ours}
-    return sum(facts[pid][1] for pid in ours if pid in facts) / os.sysconf("SC_CLK_TCK")
+    this = psutil.Process()
+    return sum(sum(process.cpu_times()[:2]) for process in [this, *this.children(recursive=True)])
 
 
 def main() -> None:

@@ -1,13 +1,10 @@
-"""Where the time of each training stage goes: shares of torch's operators and, by py-spy, of Python's lines.
+"""Where the time of each training stage goes: shares of torch's operators.
 
-One process for each stage runs the product's own path on made-up rows; the steps after the first are profiled. `--spy`
-samples the same steps from outside instead (it needs `pip install py-spy` and the right to look at a process).
+One process for each stage runs the product's own path on made-up rows; the steps after the first are profiled.
 """
 
 import argparse
-import collections
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -53,19 +50,6 @@ def shares(operators: Mapping[str, float], seconds: float) -> dict[str, float]:
     return found
 
 
-def lines(raw: str, least: float) -> list[tuple[str, float]]:
-    """The Python functions that were on top of the stack in at least the share `least` of py-spy's samples (its raw
-    format: frames joined by `;`, then a count).
-    """
-    counts: collections.Counter[str] = collections.Counter()
-    for line in raw.splitlines():
-        stack, _, count = line.rpartition(" ")
-        frame = re.sub(r":\d+\)$", ")", stack.rsplit(";", 1)[-1])
-        counts[frame] += int(count)
-    total = sum(counts.values())
-    return [(frame, count / total) for frame, count in counts.most_common() if count >= least * total]
-
-
 def main() -> None:
     """Profile the stages one after the other and print one table."""
     chosen = _options()
@@ -82,18 +66,16 @@ def main() -> None:
             rows = write_rows(ROWS[stage](tokenizer, count), Path(place) / f"{stage}.jsonl")
             settings = {"model.dtype": chosen.dtype}
             job = Job(stage, str(model), str(rows), 1, chosen.steps, chosen.rows, group, 0, settings)
-            module = "learners.spied_side" if chosen.spy else "learners.profiled_side"
-            result = run_side(module, job.as_json(), chosen.threads)
-            if chosen.spy:
-                found[stage] = dict(lines(result["samples"], 0.015))
-                continue
+            result = run_side("learners.profiled_side", job.as_json(), chosen.threads)
             found[stage], seconds[stage] = shares(result["operators"], result["seconds"]), result["seconds"]
-    names = list(dict.fromkeys(name for each in found.values() for name in each))
-    table = [{"what": name, **{stage: _percent(found[stage].get(name)) for stage in found}} for name in names]
-    notes = [f"{chosen.model}, {chosen.rows} rows or answers a step, {chosen.steps} steps, {chosen.threads} threads"]
-    if seconds:
-        notes.append("seconds of a step: " + ", ".join(f"{k} {v / chosen.steps:.2f}" for k, v in seconds.items()))
-    show("Shares of the samples" if chosen.spy else "Shares of the time of a step", table, notes, chosen.json)
+    table = [
+        {"what": name, **{stage: f"{found[stage][name]:.1%}" for stage in found}} for name in [*CLASSES, OTHER, OUTSIDE]
+    ]
+    notes = [
+        f"{chosen.model}, {chosen.rows} rows or answers a step, {chosen.steps} steps, {chosen.threads} threads",
+        "seconds of a step: " + ", ".join(f"{stage} {spent / chosen.steps:.2f}" for stage, spent in seconds.items()),
+    ]
+    show("Shares of the time of a step", table, notes, chosen.json)
 
 
 def _options() -> argparse.Namespace:
@@ -104,16 +86,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1, help="steps that are profiled, after one that is not")
     parser.add_argument("--dtype", default="auto", help="model.dtype of the recipe")
     parser.add_argument("--threads", type=int, default=available_threads(), help="processor threads")
-    parser.add_argument("--spy", action="store_true", help="sample Python's stacks by py-spy instead")
     parser.add_argument("--json", metavar="FILE", help="also write the table there")
-    chosen = parser.parse_args()
-    if chosen.spy and shutil.which("py-spy") is None:
-        parser.error("--spy needs py-spy; `pip install py-spy`")
-    return chosen
-
-
-def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{share:.1%}"
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from learners.utilisation import STREAMS, Utilisation
 
 @dataclass(frozen=True)
 class Size:
-    """How much a script does by default; on two quiet cores about four minutes for `qwen3` and eight for `smollm2`."""
+    """How much a part does by default; on two quiet cores about four minutes for `qwen3` and eight for `smollm2`."""
 
     rows: int
     """Rows, pairs or answers of an optimizer step."""
@@ -28,25 +28,25 @@ class Size:
     rounds: int
 
 
-def options(description: str | None, sizes: dict[str, Size], group: int = 1) -> argparse.Namespace:
-    """The command line of a script; `sizes` (by model) and `group` are its defaults."""
+def options(description: str | None, sizes: dict[str, dict[str, Size]]) -> argparse.Namespace:
+    """The command line; `sizes`, by part and by model, are its defaults."""
     parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
+    parser.add_argument("part", choices=sizes, help="what is trained")
     parser.add_argument("--model", choices=MODELS, default="qwen3", help="SmolLM2-135M or a small random Qwen3")
     parser.add_argument("--steps", type=int, help="optimizer steps that are measured in a round")
     parser.add_argument("--warmup", type=int, help="optimizer steps before those, on every side")
     parser.add_argument("--rounds", type=int, help="times that every side runs")
     parser.add_argument("--threads", type=int, default=available_threads(), help="processor threads of a side")
     parser.add_argument("--rows", type=int, help="rows, pairs or answers of an optimizer step")
-    if group > 1:
-        parser.add_argument("--group", type=int, default=group, help="answers to one prompt")
+    parser.add_argument("--group", type=int, default=4, help="answers to one prompt in rl")
     parser.add_argument("--limit", type=seconds, default=120.0, help="seconds after which a side is left out")
     parser.add_argument("--sides", help="run those whose name holds one of these words, separated by commas")
     parser.add_argument("--json", metavar="FILE", help="also write the table there")
     chosen = parser.parse_args()
-    for name, default in asdict(sizes[chosen.model]).items():
-        if getattr(chosen, name, None) is None:
+    for name, default in asdict(sizes[chosen.part][chosen.model]).items():
+        if getattr(chosen, name) is None:
             setattr(chosen, name, default)
-    chosen.group = getattr(chosen, "group", 1)
+    chosen.group = chosen.group if chosen.part == "rl" else 1
     # TRL takes rows in micro-batches of 8, whole groups among them.
     if (
         min(chosen.rows, chosen.steps, chosen.rounds) < 1

@@ -1,5 +1,6 @@
 """Model FLOPs utilisation of training: how much of what the machine multiplies at most goes into real tokens."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,15 +36,10 @@ class Utilisation:
         found = model_sizes(model)
         assert found is not None
         self.sizes = found
-        self._peaks: dict[torch.dtype, float] = {}
+        self._peak = cache(lambda dtype: measure_products(dtype, side=2048))
 
     def of(self, stage: Stage, side: Side, outcome: dict[str, Any]) -> float:
         """The share of the peak in the precision that the side multiplies in, in the steps of `outcome`."""
         halved = side.precision == "mixed" and outcome["dtype"] != "float32"
         peak = self._peak(torch.bfloat16 if halved else torch.float32)
         return useful_flops(stage, self.sizes, outcome["rows"], outcome["tokens"]) / outcome["seconds"] / peak
-
-    def _peak(self, dtype: torch.dtype) -> float:
-        if dtype not in self._peaks:
-            self._peaks[dtype] = measure_products(dtype, side=2048)
-        return self._peaks[dtype]

@@ -269,11 +269,9 @@ def test_limits_are_measured(cache):
 
 
 @pytest.mark.slow
-def test_growth_fits_counts_exactly_and_draws(cache):
-    file = cache / "growth.png"
-    table, _ = run(cache, "growth", "--points=2", "--steps=20", "--plot", str(file), "--parts=engine,memory")
+def test_growth_fits_counts_exactly(cache):
+    table, _ = run(cache, "growth", "--points=2", "--steps=20", "--parts=engine,memory")
     rows = {(row["against"], row["cost"]): row for row in table["rows"]}
-    assert file.stat().st_size > 10_000
     # The shared prompt of 256 tokens is computed once; the last token by each answer for itself.
     group = rows["group size", "prompt tokens computed"]
     assert (group["at the first"], group["at the last"]) == (257, 259)

@@ -10,7 +10,7 @@ from tests.benchmarks.conftest import output_of
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 ELSEWHERE = {
-    "test_benchmarks": "dpo learning reward rl sft",
+    "test_benchmarks": "learning speed_trl",
     "test_engine_benchmarks": "generation growth limits turns",
     "test_gpu_script": "gpu",
     **{f"test_{name}": name for name in ("contention", "coverage", "credit_quality", "crosscheck")},
@@ -36,7 +36,6 @@ HERE = {
     "intervals": ("--samples 5 --groups Differences", "mean of paired differences"),
     "learning_trl": ("--tasks bandit --seeds 1 --learning-rates 1e-3 --out {out}", "posttrain"),
     "long_context": ("--only 4096-False", "peak, GiB"),
-    "long_logs": ("--steps 200 --metrics 6", "report a "),
     "prefixes": ("{run} --model {model} --rounds 1 --threads 1 --dtype float32", "times as fast"),
     "tiny_families": ("llama mamba gemma3n", "| llama | "),
 }

@@ -1,4 +1,4 @@
-"""Profiles of the stages: how operators and samples are summed up, and one real profile."""
+"""Profiles of the stages: how operators are summed up, and one real profile."""
 
 import profiles
 import pytest
@@ -17,12 +17,6 @@ def test_time_outside_of_operators_is_listed():
 
 def test_operators_that_run_beside_the_steps_make_no_negative_share():
     assert profiles.shares({"aten::mm": 12.0}, 10.0)[profiles.OUTSIDE] == 0
-
-
-def test_samples_count_for_the_function_on_top_at_any_line():
-    raw = "main (a.py:1);step (b.py:7) 6\nmain (a.py:1);step (b.py:9) 2\nmain (a.py:2) 2\n"
-    assert profiles.lines(raw, 0.01) == [("step (b.py)", 0.8), ("main (a.py)", 0.2)]
-    assert profiles.lines(raw, 0.5) == [("step (b.py)", 0.8)]
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from posttrain.errors import InputError
-from posttrain.evaluation.model_metrics import Encoder, _bert_score, _pair_batches, bert_scores
+from posttrain.evaluation.model_metrics import Encoder, _batches, _bert_score, bert_scores
 from posttrain.evaluation.predictions import read_predictions
 from posttrain.evaluation.workers import ModelOptions, ModelWorkers
 from tests.evaluation.made import write
@@ -107,10 +107,10 @@ def test_results_report_truncated_rows_and_missing_columns(encoder_path, tmp_pat
 
 def test_groups_contain_every_pair_once_within_the_budget():
     lengths = [5, 1, 9, 200, 3, 3]
-    groups = list(_pair_batches(lengths, 40))
+    groups = list(_batches(lengths, 20, padded=True))
     assert sorted(place for group in groups for place in group) == list(range(6))
     assert all(len(group) == 1 or 2 * len(group) * max(lengths[i] for i in group) <= 40 for group in groups)
-    assert list(_pair_batches([], 10)) == []
+    assert list(_batches([], 10, padded=True)) == []
 
 
 def test_a_missing_or_broken_encoder(tmp_path):

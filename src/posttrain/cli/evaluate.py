@@ -237,7 +237,6 @@ def judge(
         judge_predictions,
         load_rubric,
         questions_of,
-        questions_of_pairs,
     )
     from posttrain.evaluation.predictions import column_names, read_predictions
     from posttrain.recipe.compose import section
@@ -274,7 +273,7 @@ def judge(
             )
     options = Options(chosen, server, workers)
     if dry_run:
-        questions = questions_of_pairs(rows, others, options) if others else questions_of(rows, options)
+        questions = questions_of(rows, options, others)
         for message in questions[0].prompt if questions else []:
             typer.echo(f"--- {message['role']}\n{message['content']}")
         typer.echo(f"--- {len(questions):,} requests, fewer if replies are cached")

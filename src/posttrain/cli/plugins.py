@@ -93,7 +93,7 @@ def _flags_without_value(params: Any) -> Any:
 
 def usage_message(error: Any) -> str:
     """One sentence for an error in options or arguments, with the command whose help has the right ones."""
-    text = " ".join(error.format_message().split()).rstrip(".")
+    text = " ".join(error.format_message().replace("Value error, ", "").split()).rstrip(".")
     command = error.ctx.command_path if error.ctx is not None else "posttrain"
     return f"{text[:1].lower()}{text[1:]}; `{command} --help` shows the options and arguments" if text else ""
 

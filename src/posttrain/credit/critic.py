@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from posttrain.credit.returns import gae, length_adaptive_lambda, whiten
 from posttrain.credit.turns import turn_indices, turn_starts
@@ -57,13 +57,11 @@ class ValueCredit(CriticCredit):
     length_alpha: float | None = Field(None, gt=0)
     """Length-adaptive GAE lambda of VAPO: an episode of n sampled tokens has 1 - 1 / (length_alpha x n), at least 0, instead of `gae_lambda`. VAPO uses 0.05. Null: off."""
 
-    @model_validator(mode="after")
-    def _one_lambda(self):
+    def _check(self) -> None:
         if self.length_alpha is not None and self.gae_lambda != type(self).model_fields["gae_lambda"].default:
             raise ValueError(
                 "`length_alpha` sets the GAE lambda from the length; remove `gae_lambda` or `length_alpha`"
             )
-        return self
 
     def estimate(self, episodes: Sequence[Episode], rewards: Arrays, values: Arrays) -> list[np.ndarray]:
         """`gae`."""

@@ -191,10 +191,12 @@ def pair(row: Any, origin: str, columns: ColumnsRecipe) -> PairExample | str:
         rejected = _answer(row, columns.rejected, prompt)
         for side in (chosen, rejected):
             check_conversation([*prompt, *side])
-        if list(map(without_training_keys, chosen)) == list(map(without_training_keys, rejected)):
+        compared = [list(map(without_training_keys, side)) for side in (chosen, rejected)]
+        if compared[0] == compared[1]:
             raise UnusableRow("chosen equals rejected")
         if not prompt:
-            shared = _shared(chosen, rejected)
+            last = min(map(len, compared)) - 1  # the last message of either is its answer
+            shared = next((i for i in range(last) if compared[0][i] != compared[1][i]), last)
             prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
         for side in (chosen, rejected):
             _check_trained(side)
@@ -264,8 +266,9 @@ def _usual_columns(row: Any, columns: ColumnsRecipe, origin: str, problems: Prob
         return row
     system = row.get("system")
     opened = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
-    chat = row.get(columns.messages)
-    if opened and isinstance(chat, list) and chat and _role(chat[0]) not in ("system", "developer", ""):
+    chat: Any = row.get(columns.messages)
+    first = chat[0] if isinstance(chat, list) and chat and isinstance(chat[0], dict) else {}
+    if opened and (first.get("role") or first.get("from") or "system") not in ("system", "developer"):
         problems.note("system message from the column system", origin)
         return {**row, columns.messages: [*opened, *chat]}
     names = (
@@ -295,10 +298,6 @@ def _usual_columns(row: Any, columns: ColumnsRecipe, origin: str, problems: Prob
         problems.note("read as ShareGPT: messages from conversations and system", origin)
         return {**row, columns.messages: [*opened, *row["conversations"]]}
     return row
-
-
-def _role(message: Any) -> str:
-    return str(message.get("role") or message.get("from") or "") if isinstance(message, dict) else ""
 
 
 def _are_pairs(value: Any) -> bool:
@@ -358,13 +357,6 @@ def _answer(row: dict[str, Any], name: str, prompt: list[Message]) -> list[Messa
     if messages[-1]["role"] != "assistant":
         raise UnusableRow("answer ends with another role", f"`{name}` ends with {messages[-1]['role']}")
     return messages
-
-
-def _shared(chosen: list[Message], rejected: list[Message]) -> int:
-    """Return the number of common first messages, not counting the last message of either."""
-    limit = min(len(chosen), len(rejected)) - 1
-    plain_chosen, plain_rejected = (list(map(without_training_keys, side)) for side in (chosen, rejected))
-    return next((i for i in range(limit) if plain_chosen[i] != plain_rejected[i]), limit)
 
 
 def _check_trained(messages: list[Message]) -> None:

@@ -112,7 +112,9 @@ class Problems:
 def _count(entries: dict[str, _Entry], category: str, origin: str, detail: str) -> None:
     count, places = entries.get(category, (0, []))
     if count < SHOWN:
-        places.append((_printable(origin), _printable(detail)))
+        # On one line, with code points escaped that terminals cannot print.
+        shown = [" ".join(text.encode("utf-8", "backslashreplace").decode().split()) for text in (origin, detail)]
+        places.append((shown[0], shown[1]))
     entries[category] = (count + 1, places)
 
 
@@ -133,8 +135,3 @@ def _places(count: int, places: list[tuple[str, str]]) -> str:
 
 def _number(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-def _printable(text: str) -> str:
-    """Return `text` on one line, with code points escaped that terminals cannot print."""
-    return " ".join(text.encode("utf-8", "backslashreplace").decode().split())

@@ -53,8 +53,7 @@ class TextEncoder:
         self._control = either([_ESCAPED, *(self._added[number].content for number in self.control)])
         self._normalizer = tokenizer.backend_tokenizer.normalizer
 
-    # -- messages
-    # -------------------------------------------------------------------------------------------------------
+    # -- messages -----------------------------------------------------------------------------------------------------
 
     def marked(self, value: Any) -> Any:
         """Return a message, a tool or a text with a mark in every control token that its texts contain."""
@@ -90,8 +89,7 @@ class TextEncoder:
         """Return rendered text in which a template has escaped the marks, as in ASCII JSON."""
         return rendered.replace(_ESCAPED, MARK)
 
-    # -- tokens
-    # ---------------------------------------------------------------------------------------------------------
+    # -- tokens -------------------------------------------------------------------------------------------------------
 
     def encode(self, text: str, after: str = "") -> list[int]:
         """Return the token ids of rendered text that continues the rendered text `after`."""
@@ -446,6 +444,3 @@ def limit_chat_templates() -> None:
     if utilities.ImmutableSandboxedEnvironment is not LimitedEnvironment:
         utilities.ImmutableSandboxedEnvironment = LimitedEnvironment  # type: ignore[misc]
         utilities._compile_jinja_template.cache_clear()
-
-
-# -- rendered text to tokens ------------------------------------------------------------------------------------------

@@ -56,8 +56,7 @@ class ParsedAnswer:
         return message
 
 
-# -- syntaxes
-# -----------------------------------------------------------------------------------------------------------
+# -- syntaxes ---------------------------------------------------------------------------------------------------------
 
 _JSON = json.JSONDecoder()
 _ID = re.compile(r"[A-Za-z0-9]{9}")
@@ -229,8 +228,7 @@ def json_or_text(text: str) -> Any:
     return text if text.strip()[end:] else value
 
 
-# -- tools in a conversation
-# --------------------------------------------------------------------------------------------
+# -- tools in a conversation ------------------------------------------------------------------------------------------
 
 
 def schema(name: str, description: str, parameters: dict[str, Any]) -> dict[str, Any]:

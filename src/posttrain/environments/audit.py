@@ -151,7 +151,10 @@ def audit(
     }
     reports = processes.play(task)
     first, second = reports
-    findings = list(_failures(name, seeds, reports))
+    findings = []
+    for report in dict.fromkeys(report for report in reports if isinstance(report, NoReport)):
+        command = _command(name, [at.seed], [at.player]) if (at := report.during) else _command(name, seeds, ())
+        findings.append(Finding("exceptions", True, report.text, command))
     if isinstance(first, NoReport) or isinstance(second, NoReport):
         return Audit(name, (seeds.start, len(seeds)), {}, 0, math.nan, math.nan, findings)
     results = {player: _score([one for one in first if one.player == player]) for player in players}
@@ -195,15 +198,6 @@ def _command(name: str, seeds: Iterable[int], players: Iterable[str], show: bool
     options = f" --first {numbers[0]} --seeds {numbers[-1] - numbers[0] + 1}"
     options += "".join(f" --player {player}" for player in dict.fromkeys(players))
     return f"posttrain env audit {name}{options}{' --show' if show else ''}"
-
-
-def _failures(name: str, seeds: range, reports: "tuple[Report, Report]") -> Iterator[Finding]:
-    for report in dict.fromkeys(report for report in reports if isinstance(report, NoReport)):
-        if report.player is not None and report.seed is not None:
-            command = _command(name, [report.seed], [report.player])
-        else:
-            command = _command(name, seeds, ())
-        yield Finding("exceptions", True, report.text, command)
 
 
 def _findings(
@@ -304,21 +298,20 @@ def _who(episodes: Sequence[Episodes]) -> str:
 
 
 @dataclass(frozen=True)
-class NoReport:
-    """Why a process has no report."""
-
-    text: str
-    player: str | None = None
-    """The player whose episode was running when the time was over."""
-    seed: int | None = None
-
-
-@dataclass(frozen=True)
 class _Started:
     """A process starts the episodes of one player on one seed."""
 
     player: str
     seed: int
+
+
+@dataclass(frozen=True)
+class NoReport:
+    """Why a process has no report."""
+
+    text: str
+    during: _Started | None = None
+    """The episodes that were running when the time was over."""
 
 
 Report = list[Episodes] | NoReport
@@ -399,7 +392,7 @@ class AuditProcesses:
         calls = [re.match(r'File "(.*)", line (\d+) in (\w+)', line.strip()) for line in lines]
         place = next((f" in {Path(call[1]).name}, line {call[2]} ({call[3]})" for call in calls if call), "")
         done = f"{len(played) - 1} of {total} done, then {played[-1].player} on seed {played[-1].seed}{place}"
-        return NoReport(f"no result within {self._seconds:g} s: {done}", played[-1].player, played[-1].seed)
+        return NoReport(f"no result within {self._seconds:g} s: {done}", played[-1])
 
     def _death(self, hash_seed: str) -> NoReport:
         """The reason why the process ended: its exit status and the last line that it wrote."""

@@ -106,11 +106,7 @@ def _play_twice(
 
 def _digest(played: Played) -> str:
     first = None if played.first is None else [played.first.messages, played.first.state]
-    steps = [
-        [step.messages, step.reward, step.terminated, step.truncated, str(step.info.get("success")), step.state]
-        for step in played.steps
-    ]
-    return _hash([first, steps, str(played.error and type(played.error).__name__)])
+    return _hash([first, played.seen, str(played.error and type(played.error).__name__)])
 
 
 def _hash(value: object) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from posttrain.environments.game import FormatRecipe, Game, GameRecipe, play, require, require_sound
 from posttrain.environments.protocol import Baseline
@@ -38,13 +38,11 @@ class BanditRecipe(GameRecipe):
     high_risk: ArmRecipe = ArmRecipe(name="dragon")
     """The arm whose reward is 1 in a quarter of the pulls and else 0.1 on average; the better one."""
 
-    @model_validator(mode="after")
-    def _has_a_better_arm(self) -> "BanditRecipe":
+    def _check(self) -> None:
         if self.format.actions_per_turn > 1:
             raise ValueError("`format.actions_per_turn` must be 1, because one pull ends the episode")
         if self.low_risk.name.casefold() == self.high_risk.name.casefold():
             raise ValueError(f"`low_risk.name` and `high_risk.name` are both {self.low_risk.name!r}; rename one")
-        return self
 
 
 class Bandit(Game):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from posttrain.environments.frozen_lake_dynamics import DIRECTIONS, best_answer, best_success, lake_of, random_success
 from posttrain.environments.game import (
@@ -48,13 +48,11 @@ class FrozenLakeRecipe(GameRecipe):
     edges: Annotated[bool, needs("observation", "local", refused=True)] = False
     """With `observation: local`: also name adjacent edges of the board. On slippery ice, a move against an edge is often the safest."""
 
-    @model_validator(mode="after")
-    def _can_be_computed(self) -> "FrozenLakeRecipe":
+    def _check(self) -> None:
         if self.slippery and self.format.actions_per_turn > 5:
             raise ValueError(
                 "`format.actions_per_turn` must be at most 5 on slippery ice: the optimal policy searches all action sequences"
             )
-        return self
 
 
 class FrozenLake(Game):

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from posttrain.data.tools import schema
 from posttrain.engines.http import bounded_async
@@ -47,11 +47,9 @@ class McpRecipe(BaseConfig):
     timeout: float = Field(30.0, gt=0)
     """Time-out of a call in seconds. A call that takes longer fails its episode."""
 
-    @model_validator(mode="after")
-    def _one_address(self) -> "McpRecipe":
+    def _check(self) -> None:
         if (self.command is None) == (self.url is None):
             raise ValueError("give exactly one of `command` and `url`")
-        return self
 
 
 def mcp_tools(server: McpRecipe) -> list[Tool]:

@@ -101,9 +101,12 @@ class Played:
         return self.random_before != self.random_after
 
     @property
-    def total_reward(self) -> float:
-        """The undiscounted return."""
-        return sum(step.reward for step in self.steps)
+    def seen(self) -> list[object]:
+        """Everything that the steps showed and scored."""
+        return [
+            [step.messages, step.reward, step.terminated, step.truncated, step.info.get("success"), step.state]
+            for step in self.steps
+        ]
 
     def broken_end(self, limit: int) -> str | None:
         """Which rule of the protocol the end of a whole episode of at most `limit` steps breaks; None for a correct end."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from posttrain.environments.game import (
     Game,
@@ -69,15 +69,13 @@ class SokobanRecipe(GameRecipe):
     """`grid`: a drawing; `coordinates`: positions in words; `both`; `local`: boxes, targets and walls relative to the
     player."""
 
-    @model_validator(mode="after")
-    def _fits(self) -> "SokobanRecipe":
+    def _check(self) -> None:
         if max(self.dim_x, self.dim_y) < 5:
             raise ValueError("`dim_x` and `dim_y` are both below 5, too small to push a box; raise one to 5 or more")
         if 3 * self.num_boxes > (self.dim_x - 2) * (self.dim_y - 2):
             raise ValueError(
                 f"`num_boxes` {self.num_boxes} do not fit into {self.dim_x} x {self.dim_y}; enlarge the room"
             )
-        return self
 
     def move_reward(self, room: Room, before: State, after: State) -> float:
         """Return the reward of the move from `before` to `after`."""

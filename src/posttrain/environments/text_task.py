@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from posttrain.data.examples import read_examples
 from posttrain.data.held_out import TaskRow
@@ -126,8 +126,7 @@ class TextTaskRecipe(EnvironmentRecipe):
             return value
         return [{"function": item} if isinstance(item, str) else item for item in value]
 
-    @model_validator(mode="after")
-    def _one_source_and_one_score(self) -> "TextTaskRecipe":
+    def _check(self) -> None:
         if bool(self.prompts) == (self.reasoning_gym is not None):
             raise ValueError("give exactly one of `prompts` (files of rows) and `reasoning_gym` (generated tasks)")
         if self.columns.weight is not None:
@@ -142,7 +141,6 @@ class TextTaskRecipe(EnvironmentRecipe):
             )
         if any(source.weight != 1 for source in self.prompts):
             raise ValueError("`prompts.weight` has no effect here, because the seed selects the row; remove it")
-        return self
 
 
 @dataclass(frozen=True)
@@ -505,7 +503,9 @@ def _gym_task(recipe: ReasoningGymRecipe, seed: int) -> _Task:
         with GlobalRandom("reasoning_gym", number).active():
             dataset = make(recipe.dataset, seed=number, size=1, **recipe.config)
             item = dataset[0]
-        if recipe.part in ("all", "held_out" if _is_held_out(item["question"]) else "training"):
+        # A fifth of the questions is held out, the same on every machine.
+        held_out = derive_seed("held-out question", item["question"]) % 5 == 0
+        if recipe.part in ("all", "held_out" if held_out else "training"):
             break
     else:
         raise InputError(
@@ -518,11 +518,6 @@ def _gym_task(recipe: ReasoningGymRecipe, seed: int) -> _Task:
     return _Task(
         messages, row, reference, f"{recipe.dataset} seed {seed}", lambda answer: dataset.score_answer(answer, item)
     )
-
-
-def _is_held_out(question: str) -> bool:
-    """Whether a question belongs to the fifth that is held out, the same on every machine."""
-    return derive_seed("held-out question", question) % 5 == 0
 
 
 def _with_references(row: Mapping[str, Any], columns: ColumnsRecipe) -> dict[str, Any]:

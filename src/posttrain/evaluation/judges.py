@@ -6,7 +6,7 @@ A rubric turns every prediction into a prompt. Each row has a record, and the sc
 import difflib
 import json
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -268,21 +268,17 @@ class Judgement:
 
 def judge_predictions(predictions: Predictions, options: Options, progress: Progress = lambda *_: None) -> Judgement:
     """Score every prediction. Rows without a readable reply have no score and are counted."""
-    asked = [_try(options, row) for row in predictions.rows]
-    questions = [question for question in asked if isinstance(question, Question)]
-    replies = iter(ask_all(options.server, questions, options.workers, progress))
     records, samples = [], []
-    for row, question in zip(predictions.rows, asked, strict=True):
-        reply = next(replies) if isinstance(question, Question) else Reply(None, question, f"the row has {question}")
+    for (row,), questions, (reply, *_) in _replies([(row,) for row in predictions.rows], options, progress):
         score = None if reply.judged is None else reply.judged.score
         records.append(
             {
                 **location(row),
                 **options.source(),
-                "prompt_hash": question.digest if isinstance(question, Question) else None,
+                "prompt_hash": questions[0].digest if questions else None,
                 "score": score,
                 "reason": reply.judged.reason if reply.judged else None,
-                "shown_in_part": list(question.in_part) if isinstance(question, Question) else [],
+                "shown_in_part": list(questions[0].in_part) if questions else [],
                 **failure(reply),
             }
         )
@@ -298,17 +294,55 @@ def judge_predictions(predictions: Predictions, options: Options, progress: Prog
     return Judgement(records, results, unanswered(records), warnings)
 
 
-def questions_of(predictions: Predictions, options: Options) -> list[Question]:
-    """The requests of `judge_predictions`."""
-    return [question for row in predictions.rows if isinstance(question := _try(options, row), Question)]
+Row = tuple[Prediction, ...]
+"""One prediction to score, or two to compare."""
 
 
-def _try(options: Options, row: Prediction) -> Question | str:
-    """The request for a row, or the reason why there is none."""
+def questions_of(predictions: Predictions, options: Options, against: Predictions | None = None) -> list[Question]:
+    """The requests of `judge_predictions`, or with `against` those of `judge_pairs`."""
+    rows: Sequence[Row] = [(row,) for row in predictions.rows]
+    if against is not None:
+        rows, _ = pair_up(predictions, against)
+    asked = [_questions(options, *row) for row in rows]
+    return [question for questions in asked if not isinstance(questions, str) for question in questions]
+
+
+def _questions(options: Options, row: Prediction, other: Prediction | None = None) -> list[Question] | str:
+    """The request to score `row`, or those to compare it with `other` in both orders (none for equal texts); or the
+    reason why there are none."""
     try:
-        return score_question(options.rubric, row, options.longest)
+        if other is None:
+            return [score_question(options.rubric, row, options.longest)]
+        orders = [] if row.text == other.text else [(row.text, other.text), (other.text, row.text)]
+        return [
+            _question(
+                options.rubric,
+                row,
+                _COMPARE_TASK,
+                [("first", first), ("second", second)],
+                ChoiceReply(),
+                options.longest,
+                "Compare the framed first and second",
+            )
+            for first, second in orders
+        ]
     except MissingField as error:
         return str(error)
+
+
+def _replies(
+    rows: Sequence[Row], options: Options, progress: Progress
+) -> Iterator[tuple[Row, list[Question], list[Reply]]]:
+    """Each row, its requests and their replies. A row without a request has one reply, which says why, or none if its
+    texts are equal."""
+    asked = [_questions(options, *row) for row in rows]
+    questions = [question for those in asked if not isinstance(those, str) for question in those]
+    replies = iter(ask_all(options.server, questions, options.workers, progress))
+    for row, those in zip(rows, asked, strict=True):
+        if isinstance(those, str):
+            yield row, [], [Reply(None, those, f"the row has {those}")]
+        else:
+            yield row, those, [next(replies) for _ in those]
 
 
 def location(row: Prediction) -> Record:
@@ -357,17 +391,14 @@ def record_warnings(records: Sequence[Record], longest: int) -> list[str]:
     return warnings
 
 
-Pair = tuple[Prediction, Prediction]
-
-
-def pair_up(one: Predictions, other: Predictions) -> tuple[list[Pair], dict[str, int]]:
+def pair_up(one: Predictions, other: Predictions) -> tuple[list[Row], dict[str, int]]:
     """Pairs with equal item and sample, in the order of `one`, and the number of predictions in no pair by reason.
 
     Rows without `sample` are paired in order within an item. Raises `InputError` if there are no pairs.
     """
     mine, theirs = _numbered(one.rows), _numbered(other.rows)
     shared = [key for key in mine if key in theirs]
-    pairs = [(mine[key], theirs[key]) for key in shared if mine[key].prompt == theirs[key].prompt]
+    pairs: list[Row] = [(mine[key], theirs[key]) for key in shared if mine[key].prompt == theirs[key].prompt]
     missing = {
         f"only in {one.path}": len(mine) - len(shared),
         f"only in {other.path}": len(theirs) - len(shared),
@@ -386,24 +417,12 @@ def judge_pairs(
 ) -> Judgement:
     """Win rate of `one` against `other`. Pairs without two readable replies have no value."""
     pairs, unpaired = pair_up(one, other)
-    asked = [_try_pairs(options, pair) for pair in pairs]
-    questions = [question for pair in asked if not isinstance(pair, str) for question in pair]
-    replies = iter(ask_all(options.server, questions, options.workers, progress))
-    records = []
-    for pair, pair_questions in zip(pairs, asked, strict=True):
-        verdicts = [] if isinstance(pair_questions, str) else [next(replies) for _ in pair_questions]
-        records.append(_record(pair, pair_questions, verdicts, options))
+    records = [_record(*asked, options) for asked in _replies(pairs, options, progress)]
     results = empty_results(one, other)
     missing = {**unpaired, **left_out(records)}
     if any(record["value"] is not None for record in records):
         results.metrics = _pair_metrics(pairs, records, missing, options)
     return Judgement(records, results, unanswered(records), record_warnings(records, options.longest))
-
-
-def questions_of_pairs(one: Predictions, other: Predictions, options: Options) -> list[Question]:
-    """The requests of `judge_pairs`."""
-    asked = [_try_pairs(options, pair) for pair in pair_up(one, other)[0]]
-    return [question for pair in asked if not isinstance(pair, str) for question in pair]
 
 
 def _numbered(rows: Sequence[Prediction]) -> dict[tuple[str, str], Prediction]:
@@ -418,40 +437,13 @@ def _numbered(rows: Sequence[Prediction]) -> dict[tuple[str, str], Prediction]:
     return numbered
 
 
-def _try_pairs(options: Options, pair: Pair) -> list[Question] | str:
-    """The two requests for a pair (none for equal texts), or the reason why there are none."""
-    first, second = (row.text for row in pair)
-    if first == second:
-        return []
-    try:
-        return [
-            _question(
-                options.rubric,
-                pair[0],
-                _COMPARE_TASK,
-                [("first", one), ("second", other)],
-                ChoiceReply(),
-                options.longest,
-                "Compare the framed first and second",
-            )
-            for one, other in ((first, second), (second, first))
-        ]
-    except MissingField as error:
-        return str(error)
-
-
-def _record(pair: Pair, asked: list[Question] | str, replies: Sequence[Reply], options: Options) -> Record:
+def _record(pair: Row, questions: list[Question], replies: Sequence[Reply], options: Options) -> Record:
     """`first_shown`: per order, the preference for the text shown first (1, 1/2 or 0)."""
-    questions = [] if isinstance(asked, str) else asked
-    outcome = Reply(None)
-    if isinstance(asked, str):
-        outcome = Reply(None, asked, f"the row has {asked}")
-    elif missing := [reply for reply in replies if reply.judged is None]:
-        outcome = missing[0]
+    outcome = next((reply for reply in replies if reply.judged is None), Reply(None))
     judged = [reply.judged for reply in replies if reply.judged is not None]
     value = None
     if not outcome.kind:
-        value = (judged[0].score + 1 - judged[1].score) / 2 if questions else 0.5
+        value = (judged[0].score + 1 - judged[1].score) / 2 if judged else 0.5
     return {
         **location(pair[0]),
         "against": pair[1].origin,
@@ -466,7 +458,7 @@ def _record(pair: Pair, asked: list[Question] | str, replies: Sequence[Reply], o
 
 
 def _pair_metrics(
-    pairs: Sequence[Pair], records: Sequence[Record], missing: dict[str, int], options: Options
+    pairs: Sequence[Row], records: Sequence[Record], missing: dict[str, int], options: Options
 ) -> list[MetricResult]:
     judged = [
         (pair[0].item, record) for pair, record in zip(pairs, records, strict=True) if record["value"] is not None

@@ -110,7 +110,7 @@ class Encoder:
         lengths = [len(ids) for ids in self.tokenizer(texts, truncation=False, verbose=False)["input_ids"]]
         pair_lengths = list(zip(lengths[::2], lengths[1::2], strict=True))
         scores: dict[int, tuple[float, float, float]] = {}
-        for group in _pair_batches([max(pair) for pair in pair_lengths], self.tokens_per_batch):
+        for group in _batches([max(pair) for pair in pair_lengths], self.tokens_per_batch // 2, padded=True):
             scores |= dict(zip(group, self.score([pairs[i] for i in group]), strict=True))
         truncated = [sum(length > self.limit for length in pair) for pair in pair_lengths]
         return [(scores[i], count) for i, count in enumerate(truncated)]
@@ -121,7 +121,7 @@ def bert_scores(rows: Sequence[Prediction], encoder: ModelWorkers[Encoder]) -> l
     known, missing = with_reference(rows)
     scored = encoder.map(Encoder.score_all, [(row.text, row.reference or "") for row in known])
     about = {
-        **encoder.map(describe, [None])[0],
+        **encoder.map(attribute, ["about"])[0],
         "share of texts truncated": sum(truncated for _, truncated in scored) / (2 * len(scored)),
         "empty predictions, scored 0": sum(not row.text.strip() for row in known),
     }
@@ -138,18 +138,20 @@ def bert_scores(rows: Sequence[Prediction], encoder: ModelWorkers[Encoder]) -> l
     ]
 
 
-def describe(model: Any, items: Sequence[object]) -> list[dict[str, Any]]:
-    """The description of the model for results, for each of `items`."""
-    return [model.about for _ in items]
+def attribute(model: Any, names: Sequence[str]) -> list[Any]:
+    """The attributes of the model with these names, for `ModelWorkers.map`."""
+    return [getattr(model, name) for name in names]
 
 
-def _pair_batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Indices of pairs, sorted by length, in batches of at most `tokens` padded tokens (or one pair)."""
+def _batches(lengths: Sequence[int], tokens: int, padded: bool) -> Iterator[list[int]]:
+    """Indices of texts in batches of at most `tokens` tokens (or one text): in order, or `padded` and sorted by length."""
     group: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        if group and 2 * (len(group) + 1) * lengths[index] > tokens:
+    total = 0
+    for index in sorted(range(len(lengths)), key=lambda i: lengths[i]) if padded else range(len(lengths)):
+        total = (len(group) + 1) * lengths[index] if padded else total + lengths[index]
+        if group and total > tokens:
             yield group
-            group = []
+            group, total = [], lengths[index]
         group.append(index)
     if group:
         yield group
@@ -200,7 +202,7 @@ class LanguageModel:
         import torch
 
         nats: dict[int, Nats] = {}
-        for group in _text_batches([len(ids) for ids, _ in texts], self.tokens_per_batch):
+        for group in _batches([len(ids) for ids, _ in texts], self.tokens_per_batch, padded=False):
             ids, scored = [texts[i][0] for i in group], [texts[i][1] for i in group]
             with torch.no_grad():
                 logprobs = self.policy.score(ids, scored, 1.0, _POSITIONS_PER_CHUNK).logprobs
@@ -258,7 +260,7 @@ def conditional(
     counted = _finite(nats, left_out, name)
     scores = item_sums("perplexity", counted)
     tokens = int(sum(count for _, (_, count) in counted))
-    about = {**model.map(describe, [None])[0], "tokens": tokens}
+    about = {**model.map(attribute, ["about"])[0], "tokens": tokens}
     return MetricResult(name, scores, "lower", len(counted), left_out, about)
 
 
@@ -275,20 +277,6 @@ def _finite(nats: Sequence[tuple[str, Nats]], left_out: dict[str, int], name: st
         reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items()) or "there are no rows"
         raise InputError(f"{name}: no text could be scored ({reasons}); add the missing fields to the rows")
     return counted
-
-
-def _text_batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Indices of texts in order, in batches of at most `tokens` tokens (or one text)."""
-    group: list[int] = []
-    total = 0
-    for index, length in enumerate(lengths):
-        if group and total + length > tokens:
-            yield group
-            group, total = [], 0
-        group.append(index)
-        total += length
-    if group:
-        yield group
 
 
 class Rewards(Protocol):
@@ -334,7 +322,7 @@ def rewards_of(rows: Sequence[Prediction], model: ModelWorkers[Rewards]) -> tupl
         else:
             usable.append((place, ([*row.prompt, {"role": "assistant", "content": row.text}], row.cut_off)))
     raw = model.map(_raw_rewards, [answer for _, answer in usable]) if usable else []
-    mean, std = model.map(_statistics, [None])[0] or (0.0, 1.0)
+    mean, std = model.map(attribute, ["statistics"])[0] or (0.0, 1.0)
     rewards: list[float | None] = [None] * len(rows)
     for (place, _), reward in zip(usable, raw, strict=True):
         if math.isfinite(reward):
@@ -348,17 +336,13 @@ def _raw_rewards(model: Rewards, answers: list[tuple[list[Message], bool]]) -> l
     return model.scores([messages for messages, _ in answers], [cut_off for _, cut_off in answers])
 
 
-def _statistics(model: Rewards, items: Sequence[object]) -> list[tuple[float, float] | None]:
-    return [model.statistics for _ in items]
-
-
 def _mean_reward(name: str, path: str, predictions: Predictions, model: ModelWorkers[Rewards]) -> MetricResult:
     rewards, left_out = rewards_of(predictions.rows, model)
     values = [(row.item, reward) for row, reward in zip(predictions.rows, rewards, strict=True) if reward is not None]
     if not values:
         reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
         raise InputError(f"{path}: no prediction could be scored ({reasons}); add the missing fields to the rows")
-    statistics = model.map(_statistics, [None])[0]
+    statistics = model.map(attribute, ["statistics"])[0]
     mean, std = statistics or (0.0, 1.0)
     average = math.fsum(reward for _, reward in values) / len(values)
     about = {"model": path, "mean of raw rewards": mean + std * average}

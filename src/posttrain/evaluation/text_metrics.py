@@ -176,13 +176,7 @@ def _compute(
     if name == "verifier":
         assert options.verifier is not None
         return [verified(rows, options.verifier)]
-    from posttrain.evaluation.model_metrics import (
-        Encoder,
-        LanguageModel,
-        bert_scores,
-        conditional,
-        describe,
-    )
+    from posttrain.evaluation.model_metrics import Encoder, LanguageModel, attribute, bert_scores, conditional
 
     if name == "bertscore":
         assert options.encoder is not None
@@ -192,7 +186,7 @@ def _compute(
     assert options.model is not None
     results: list[MetricResult] = []
     with ModelWorkers(partial(LanguageModel, options.model, options.models), options.models.processes) as model:
-        model.map(describe, [None])  # load the model first, so that a failure is reported once and not three times
+        model.map(attribute, ["about"])  # load the model first, so that a failure is reported once and not three times
         computations: dict[str, Callable[[], MetricResult]] = {
             "perplexity_prediction": lambda: conditional(rows, model, "prediction")
         }

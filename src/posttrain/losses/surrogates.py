@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from posttrain.losses.policy import (
     LOG_RATIO_LIMIT,
@@ -21,7 +21,7 @@ from posttrain.losses.policy import (
 )
 from posttrain.recipe.loss import PolicyLoss, register_loss
 from posttrain.recipe.metrics import Metric
-from posttrain.recipe.needs import Around, Needs
+from posttrain.recipe.needs import Needs, several_updates
 
 if TYPE_CHECKING:
     import torch
@@ -32,12 +32,9 @@ CLIPPED = (
 )
 
 
-def _leaves_one(find: Around) -> bool:
-    learner = find("learner")
-    return learner is None or learner.several_updates or find("old") == "rollout"
-
-
-LEAVES_ONE = Needs(_leaves_one, "with one update per step the ratio is always 1")
+LEAVES_ONE = Needs(
+    lambda find: several_updates(find) or find("old") == "rollout", "with one update per step the ratio is always 1"
+)
 """The need of clip ranges of ratios to old log-probabilities."""
 
 
@@ -153,14 +150,12 @@ class DppoLoss(PolicyLoss):
     delta: float = Field(0.15, gt=0)
     """Largest divergence of a token that may move further from the sampling policy: a difference of probabilities for `tv`, nats for `kl`. The authors' script in verl takes 0.15 for `tv`, the default here, and 0.05 for `kl`."""
 
-    @model_validator(mode="after")
-    def _ratio_has_the_engine_in_it(self):
+    def _check(self) -> None:
         if self.correction is not None:
             raise ValueError(
                 "`type: dppo` takes its ratio to the sampling policy, which includes the difference of engine and learner; "
                 "remove `correction`"
             )
-        return self
 
     def compute(self, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
         """L_t = -M rho A, rho = pi / mu with the sampling policy mu at the token. Returns [N].

@@ -2,8 +2,6 @@
 
 from typing import ClassVar
 
-from pydantic import model_validator
-
 from posttrain.recipe.base import BaseConfig, Reads
 from posttrain.recipe.components import AnyEnvironment
 from posttrain.recipe.metrics import Metric
@@ -23,8 +21,6 @@ class AuditRecipe(BaseConfig):
     path: Reads | None = None
     """Reward model that scores the episodes again, for example one of other pairs or another seed. Null: none."""
 
-    @model_validator(mode="after")
-    def _one_scorer(self):
+    def _check(self) -> None:
         if (self.environment is None) == (self.path is None):
             raise ValueError("an audit has one scorer; set one of `audit.environment` and `audit.path`")
-        return self

@@ -43,7 +43,10 @@ Text = Annotated[str, NOTHING]
 
 
 class BaseConfig(BaseModel):
-    """A section of a recipe: typed and immutable. Unknown keys are errors; the docstring of a field describes its key."""
+    """A section of a recipe: typed and immutable. Unknown keys are errors; the docstring of a field describes its key.
+
+    A method `_check(self)` raises ValueError for keys that do not fit together. Those of all parents run, too, before it.
+    """
 
     # Validators are built on first use, and `recipe.reference` reads the docstrings: both would be most of a short command.
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, defer_build=True)
@@ -52,11 +55,14 @@ class BaseConfig(BaseModel):
     """The metrics of runs whose recipe has this section."""
 
     @model_validator(mode="after")
-    def _keys_have_an_effect_and_numbers_fit(self):
+    def _valid(self):
         for _, sentence in unmet_needs(self, Around((("", self),)), refused=True):
             raise ValueError(sentence)
         for name, value in self:
             for number in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(number, int) and not -(2**63) <= number < 2**63:
                     raise ValueError(f"`{name}` does not fit into 64 bits; use a smaller number")
+        for kind in reversed(type(self).__mro__):
+            if "_check" in vars(kind):
+                vars(kind)["_check"](self)
         return self

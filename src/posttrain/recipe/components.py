@@ -75,9 +75,8 @@ _looking: ContextVar[bool] = ContextVar("looking", default=False)
 @contextmanager
 def looking() -> Iterator[None]:
     """Inside the block, environments that are neither games of this package nor plug-ins are not imported:
-    `environment_class`
-    returns a class that accepts all keys and cannot be played. Run directories may come from other people, and reading
-    one must not execute the code that it names.
+    `environment_class` returns a class that accepts all keys and cannot be played. Run directories may come from other
+    people, and reading one must not execute the code that it names.
     """
     before = _looking.set(True)
     try:

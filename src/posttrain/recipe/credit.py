@@ -9,7 +9,7 @@ from posttrain.episode import Episode
 from posttrain.recipe.base import BaseConfig, Reads
 from posttrain.recipe.metrics import HELD_OUT, TRAINING, Metric, Panel
 from posttrain.recipe.model import Dtype, LoraRecipe, ModelRecipe, OptimizerRecipe, dtype_bytes
-from posttrain.recipe.needs import Around, Needs, needs
+from posttrain.recipe.needs import Needs, needs, several_updates
 from posttrain.recipe.plan import ModelSizes
 from posttrain.recipe.registry import F, Registry, Section
 
@@ -104,11 +104,6 @@ def register_credit(
 VALUES = Panel("Mean over sampled tokens", "reward", from_zero=False, smoothed=True, figure="critic")
 
 
-def _values_change(find: Around) -> bool:
-    learner = find("learner")
-    return learner is None or learner.several_updates or find("rollout.async_rollouts") > 0
-
-
 class CriticRecipe(BaseConfig):
     """The critic: estimates the remaining return before each sampled token. Used by `gae` and `bilevel_gae`."""
 
@@ -151,9 +146,13 @@ class CriticRecipe(BaseConfig):
     """Optimizer of the critic; with `backbone: shared`, of the value head only."""
     updates_before_policy: int = Field(0, ge=0)
     """Critic warm-up: updates of the critic before the policy's first update. With `backbone: shared` only the value head is trained in them."""
-    clip: Annotated[float | None, Needs(_values_change, "with one update per step the values are unchanged")] = Field(
-        0.2, gt=0
-    )
+    clip: Annotated[
+        float | None,
+        Needs(
+            lambda find: several_updates(find) or find("rollout.async_rollouts") > 0,
+            "with one update per step the values are unchanged",
+        ),
+    ] = Field(0.2, gt=0)
     """Clip range of the value loss, in units of reward, around the values before the step's updates. Null: off."""
 
     def model(self, policy: ModelRecipe) -> ModelRecipe:

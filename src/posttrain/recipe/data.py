@@ -125,11 +125,9 @@ class DataRecipe(RowsRecipe):
     shuffle_buffer: Annotated[int, needs("streaming")] = Field(10_000, ge=1)
     """With `streaming`: size of the shuffle buffer, in rows."""
 
-    @model_validator(mode="after")
-    def _held_out_or_given(self):
+    def _check(self) -> None:
         if self.held_out and self.validation:
             raise ValueError("`held_out` and `validation` both define validation rows; remove one")
-        return self
 
 
 class FixedRowsRecipe(BaseConfig):

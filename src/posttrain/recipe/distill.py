@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from posttrain.recipe.components import environment_class
 from posttrain.recipe.data import FixedRowsRecipe
@@ -11,7 +11,7 @@ from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.loss import Aggregation
 from posttrain.recipe.metrics import Metric
 from posttrain.recipe.model import MISMATCH, LearnerRecipe, OptimizerRecipe
-from posttrain.recipe.needs import Around, Needs
+from posttrain.recipe.needs import Needs, several_updates
 from posttrain.recipe.plan import Items, Plan
 from posttrain.recipe.rollout import EvaluationRecipe, evaluated_environment
 from posttrain.recipe.run import CheckpointRecipe, SampledRecipe, refuse_longer
@@ -27,11 +27,6 @@ class _DistillationLoss(Aggregation):
     )
 
 
-def _weighted(find: Around) -> bool:
-    learner = find("learner")
-    return learner is None or learner.several_updates or find("engine.type") != "local"
-
-
 class ReverseKlLoss(_DistillationLoss):
     """Policy gradient on the reverse KL divergence, from the teacher's log-probability of each sampled token."""
 
@@ -39,9 +34,13 @@ class ReverseKlLoss(_DistillationLoss):
     """`reverse_kl`: the advantage of a token is log teacher - log policy."""
     discount: float = Field(0.0, ge=0, le=1)
     """Weight of the next token's advantage in that of a token. 0: each token alone. 1: the divergence of whole sequences, unbiased with more variance."""
-    cap: Annotated[float | None, Needs(_weighted, "with one update per step the importance weight is always 1")] = (
-        Field(2.0, gt=1)
-    )
+    cap: Annotated[
+        float | None,
+        Needs(
+            lambda find: several_updates(find) or find("engine.type") != "local",
+            "with one update per step the importance weight is always 1",
+        ),
+    ] = Field(2.0, gt=1)
     """Largest importance weight of a token, policy / rollout policy; it matters after the first update of a step. Null: no limit."""
 
 
@@ -144,8 +143,7 @@ class DistillRecipe(SampledRecipe):
             )
         return warnings
 
-    @model_validator(mode="after")
-    def _parts_fit(self):
+    def _check(self) -> None:
         rollout, off = self.rollout, self.off_policy
         refuse_other_temperature(self.teacher, rollout.sampling.temperature)
         if rollout.sampling.temperature == 0:
@@ -161,7 +159,7 @@ class DistillRecipe(SampledRecipe):
             )
         refuse_longer(self, "teacher", "rollout.tokens_per_episode", rollout.tokens_per_episode)
         if off is None:
-            return self
+            return
         if self.loss.type == "reverse_kl":
             raise ValueError(
                 "`loss.type: reverse_kl` is a policy gradient on tokens that the policy sampled, which rows of `off_policy` are "
@@ -175,4 +173,3 @@ class DistillRecipe(SampledRecipe):
             raise ValueError("`off_policy.rows_per_step` is less than `learner.updates_per_step`; raise it")
         for key in ("learner", "teacher"):
             refuse_longer(self, key, "off_policy.data.max_tokens", off.data.max_tokens, "one row")
-        return self

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from posttrain.recipe.base import CONNECTS, BaseConfig, Connects, Executes, Mark, Text
 from posttrain.recipe.components import EnvironmentRecipe
@@ -226,8 +226,7 @@ class VllmEngineRecipe(_Engine):
         """Number of engines."""
         return len(self.urls) or self.servers
 
-    @model_validator(mode="after")
-    def _check_servers(self):
+    def _check(self) -> None:
         if self.weight_transfer != "files" and self.adapters == "adapter_only":
             raise ValueError(
                 "`adapters: adapter_only` sends files; remove `weight_transfer`, or set `adapters: merged`"
@@ -239,7 +238,6 @@ class VllmEngineRecipe(_Engine):
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"`urls` contains {url}; it must begin with http:// or https://")
-        return self
 
     def check(self, model: ModelRecipe) -> None:
         """ValueError if only adapters would be sent but `model` has none."""

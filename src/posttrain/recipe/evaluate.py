@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from posttrain.recipe.agent import AgentRecipe, refuse_with_agent
 from posttrain.recipe.components import environment_class
@@ -57,8 +57,7 @@ class EvaluateRecipe(PlayedRecipe):
     def run(self, directory: Any, *, resume: bool, overwrite: bool, console: Any, callbacks: Sequence[Any]) -> None:
         imported("posttrain.training.evaluate:run")(self, directory, console)
 
-    @model_validator(mode="after")
-    def _what_an_engine_can_do(self):
+    def _check(self) -> None:
         self.engine.check(self.model)
         if self.agent is not None:
             refuse_with_agent(self, self.agent)
@@ -69,7 +68,6 @@ class EvaluateRecipe(PlayedRecipe):
                     "`reward.path` needs token ids, which a server does not return; remove `reward`, or set "
                     "environment.judge"
                 )
-        return self
 
     def models(self) -> dict[str, Any]:
         return super().models() | ({} if self.reward is None else {"reward": self.reward})

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from posttrain.recipe.base import BaseConfig, Text, Writes
 from posttrain.recipe.data import ColumnsRecipe, Sources
@@ -48,11 +48,9 @@ class PromptsRecipe(BaseConfig):
     strict: bool = False
     """true: a row that cannot be used, or leaves no room for an answer, is an error. false: such rows are dropped, counted and reported."""
 
-    @model_validator(mode="after")
-    def _each_once(self):
+    def _check(self) -> None:
         if any(source.weight != 1 for source in self.test):
             raise ValueError("`test.weight` has no effect, because every row is answered; remove it")
-        return self
 
 
 class LimitsRecipe(BaseConfig):
@@ -65,14 +63,12 @@ class LimitsRecipe(BaseConfig):
     stop_strings: list[StopString] = []
     """Strings that end an answer, in addition to the model's end token. The string is part of the answer."""
 
-    @model_validator(mode="after")
-    def _some_room(self):
+    def _check(self) -> None:
         if self.tokens_per_turn >= self.tokens_per_episode:
             raise ValueError(
                 f"`tokens_per_turn` {self.tokens_per_turn} leaves no room for a prompt within `tokens_per_episode` "
                 f"{self.tokens_per_episode}; raise `tokens_per_episode`"
             )
-        return self
 
 
 class GenerateRecipe(StageRecipe):
@@ -148,8 +144,7 @@ class GenerateRecipe(StageRecipe):
             f"predictions: {self.predictions}",
         ]
 
-    @model_validator(mode="after")
-    def _parts_fit(self):
+    def _check(self) -> None:
         self.engine.check(self.model)
         if self.remote is not None:
             refuse_unknown_sampling(self.sampling, "sampling")
@@ -164,4 +159,3 @@ class GenerateRecipe(StageRecipe):
         files = [Path(source.path).expanduser().absolute() for source in self.data.test]
         if self.out is not None and Path(self.out).expanduser().absolute() in files:
             raise ValueError(f"`out` is {self.out}, which `data.test` reads; choose another file")
-        return self

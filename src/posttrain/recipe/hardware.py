@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from posttrain.recipe.base import BaseConfig, Connects
 from posttrain.recipe.metrics import Metric
@@ -76,15 +76,13 @@ class HardwareRecipe(BaseConfig):
     environments: Annotated[EnvironmentPlacement, ON_RAY] = EnvironmentPlacement()
     dedicated: Annotated[DedicatedPlacement, ON_RAY] = DedicatedPlacement()
 
-    @model_validator(mode="after")
-    def _processes_form_groups(self):
+    def _check(self) -> None:
         for key, count in (("processes", self.processes), ("dedicated.critic", self.dedicated.critic)):
             if count % self.sequence_parallel:
                 raise ValueError(
                     f"`hardware.{key}` = {count} processes do not form groups of `hardware.sequence_parallel` = "
                     f"{self.sequence_parallel}; make the former a multiple of the latter"
                 )
-        return self
 
     @property
     def reduces_per_forward(self) -> bool:

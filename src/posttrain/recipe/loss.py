@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.metrics import GREEN, ORANGE, Metric, Panel
@@ -37,13 +37,11 @@ class CorrectionRecipe(BaseConfig):
     bounds: Annotated[tuple[float, float] | None, unless("reject", "none", refused=True)] = None
     """Smallest and largest ratio that is kept. Null: 0.5 to 2 for `token`, 1/3 to 3 for `sequence`, 0.999 to 1.001 for `geometric`."""
 
-    @model_validator(mode="after")
-    def _has_an_effect(self):
+    def _check(self) -> None:
         if self.weights == "none" and self.reject == "none":
             raise ValueError("a correction needs `weights` or `reject`; set one of them, or remove `correction`")
         if self.bounds is not None and not 0 <= self.bounds[0] < 1 < self.bounds[1]:
             raise ValueError("`bounds` must be a number below 1, at least 0, and one above 1")
-        return self
 
     @property
     def largest_weight(self) -> float | None:
@@ -64,11 +62,9 @@ class Aggregation(BaseConfig):
     constant: float | None = Field(None, gt=0)
     """Divisor for `aggregation: constant`. Dr. GRPO uses episodes x longest answer."""
 
-    @model_validator(mode="after")
-    def _constant_is_given(self):
+    def _check(self) -> None:
         if (self.aggregation == "constant") != (self.constant is not None):
             raise ValueError("set `constant` if and only if `aggregation: constant`")
-        return self
 
 
 class PolicyLoss(Aggregation, Section):
@@ -107,13 +103,11 @@ class PolicyLoss(Aggregation, Section):
     mask_truncated: bool = False
     """Leave episodes whose last answer a token limit cut out of the loss and of its divisor (DAPO's overlong filtering). They still count in group statistics."""
 
-    @model_validator(mode="after")
-    def _keys_fit(self):
+    def _check(self) -> None:
         if self.correction is not None and self.old == "rollout":
             raise ValueError(
                 "`correction` compares the learner's log-probabilities with the rollout's, so it needs `old: learner` or `auto`"
             )
-        return self
 
     @property
     def compares_with_rollout(self) -> bool:
@@ -233,8 +227,7 @@ class KlRecipe(BaseConfig):
     """Adaptive coefficient: number of episodes over which it adapts. Smaller is faster."""
     reference: Annotated[ReferenceRecipe, PENALIZED] = ReferenceRecipe()
 
-    @model_validator(mode="after")
-    def _estimator_fits_the_place(self):
+    def _check(self) -> None:
         unweighted = self.apply_to == "loss" and not self.importance_weighted
         if unweighted and self.estimator == "k1" and self.coefficient > 0:
             raise ValueError(
@@ -253,7 +246,6 @@ class KlRecipe(BaseConfig):
             )
         if self.target is not None and self.coefficient == 0:
             raise ValueError("an adaptive coefficient cannot leave 0; set `coefficient` above 0")
-        return self
 
     @property
     def estimator_in_use(self) -> Literal["k1", "k2", "k3"]:
@@ -281,11 +273,9 @@ class ClipCovRecipe(BaseConfig):
     high: float = 5.0
     """Largest covariance of such a token."""
 
-    @model_validator(mode="after")
-    def _bounds_are_ordered(self):
+    def _check(self) -> None:
         if self.low >= self.high:
             raise ValueError("`low` must be below `high`")
-        return self
 
 
 class KlCovRecipe(BaseConfig):
@@ -348,11 +338,9 @@ class EntropyRecipe(BaseConfig):
         """Whether the loss ever has a bonus."""
         return self.coefficient > 0 or self.target is not None
 
-    @model_validator(mode="after")
-    def _start_is_allowed(self):
+    def _check(self) -> None:
         if self.target is not None and self.coefficient > self.max_coefficient:
             raise ValueError("`coefficient` is above `max_coefficient`; lower it, or raise the latter")
-        return self
 
 
 class _Preference(BaseConfig):

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from posttrain.recipe.base import BaseConfig, Loads, Mark, Reads, Text
 from posttrain.recipe.metrics import Metric, Panel
@@ -51,13 +51,9 @@ def stored_thinking(path: str) -> Literal["on", "off"] | None:
         return None
 
 
-def _switch(value: Any) -> Any:
-    # YAML reads on and off as booleans.
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-
-
-def _with_defaults(value: Any) -> Any:
-    return {True: {}, False: None}[value] if isinstance(value, bool) else value
+def _boolean(true: Any, false: Any) -> BeforeValidator:
+    """Reads true and false, which YAML also makes of on and off, as these values."""
+    return BeforeValidator(lambda value: (true if value else false) if isinstance(value, bool) else value)
 
 
 def _device(value: Any) -> Any:
@@ -66,7 +62,7 @@ def _device(value: Any) -> Any:
     return value
 
 
-Thinking = Annotated[Literal["on", "off", "template"], BeforeValidator(_switch)]
+Thinking = Annotated[Literal["on", "off", "template"], _boolean("on", "off")]
 
 
 class LoraRecipe(BaseConfig):
@@ -111,7 +107,7 @@ class ModelRecipe(BaseConfig):
     """Precision of the output projection of a bfloat16 model, in the learner and in the local engine. `model`: the model's dtype. `float32`: logits are not rounded to bfloat16, which brings the log-probabilities of engine and learner closer and costs time in large vocabularies."""
     device: Annotated[Literal["auto", "cpu", "cuda"], BeforeValidator(_device)] = "auto"
     """Device of the model. `auto`: `cuda` if available, else `cpu`."""
-    lora: Annotated[LoraRecipe | None, BeforeValidator(_with_defaults)] = None
+    lora: Annotated[LoraRecipe | None, _boolean({}, None)] = None
     """LoRA adapters; true: with the defaults of its keys. Null: train all weights."""
     load_in_4bit: bool = False
     """Keep the frozen matrices in 4-bit NormalFloat numbers (QLoRA, bitsandbytes): an eighth of float32's memory. Needs `lora`, a GPU, and one process. Not for the critic."""
@@ -130,13 +126,11 @@ class ModelRecipe(BaseConfig):
     threads: int | None = Field(None, ge=1)
     """CPU threads of torch. Null: one per processor, or as many as processors are free if a short test at the start of the run shows that fewer are faster. The number is stored with the run. `OMP_NUM_THREADS` takes precedence over null."""
 
-    @model_validator(mode="after")
-    def _four_bits_fit(self):
+    def _check(self) -> None:
         if self.load_in_4bit and self.lora is None:
             raise ValueError("`load_in_4bit` freezes the matrices, so adapters must learn; set `model.lora.rank: 16`")
         if self.load_in_4bit and self.dtype == "float32":
             raise ValueError("`load_in_4bit` computes in bfloat16; remove `model.dtype: float32`")
-        return self
 
     @property
     def weight_bytes(self) -> int:

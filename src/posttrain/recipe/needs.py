@@ -71,6 +71,12 @@ def unless(key: str, *values: Any, **options: Any) -> Needs:
     return _on_key(key, lambda value: value not in values if values else not value, (), options)
 
 
+def several_updates(find: Around) -> bool:
+    """Whether a step has several updates, or their number is unknown; after the first one, the policy has changed."""
+    learner = find("learner")
+    return learner is None or learner.several_updates
+
+
 def _on_key(key: str, fits: Callable[[Any], bool], values: tuple[Any, ...], options: dict[str, Any]) -> Needs:
     def state(around: Around) -> str:
         path, value = around.look_up(key)

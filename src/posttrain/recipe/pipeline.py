@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,7 +13,7 @@ from posttrain.recipe.base import BaseConfig, Reads, Text, Writes
 from posttrain.recipe.catalogue import recipe_file
 from posttrain.recipe.compose import checked, merge_typed, typed_recipe
 from posttrain.recipe.reference import either
-from posttrain.recipe.sources import Layer, merge, read_file, read_overrides
+from posttrain.recipe.sources import KeyPath, Layer, merge, read_file, read_overrides
 from posttrain.recipe.stages import STAGES, Recipe
 from posttrain.recipe.trust import require_trust_of_run
 from posttrain.recipe.validation import nearest_type
@@ -93,8 +94,22 @@ class PipelineRecipe(BaseConfig):
         return Path(self.runs) / self.name
 
 
-_Earlier = dict[str, PipelineStage | None]
-"""Name -> stage that comes before another one, in order; None for a stage with problems."""
+@dataclass
+class _File:
+    """What the stages of one file have in common."""
+
+    folder: Path
+    """Where the file is; the recipes of its stages are relative to it."""
+    directory: Path
+    """Where the stages' runs are."""
+    names: list[str]
+    """Of all stages."""
+    common: Layer
+    """Keys beneath every stage."""
+    for_all: list[Layer]
+    """Overrides of every stage."""
+    earlier: dict[str, PipelineStage | None] = field(default_factory=dict)
+    """Name -> stage that has been read, in order; None for a stage with problems."""
 
 
 def load_pipeline(source: str, overrides: list[str], changes: Sequence[Layer] = ()) -> PipelineRecipe:
@@ -118,14 +133,17 @@ def load_pipeline(source: str, overrides: list[str], changes: Sequence[Layer] = 
         if names.count(name) > 1:
             raise InputError(f"{source}: two stages are called {name}; rename one")
     changed = [_change_of_stage(layer, names) for layer in changes if "stages" in layer.values]
-    directory = Path(given.values.get("runs", "runs")) / given.values.get("name", "pipeline")
-    common = given.part("common") if "common" in given.values else Layer({})
     for layer in changes:
         if not isinstance(layer.values.get("common", {}), dict):
             where = layer.origin(("common",))
             raise InputError(f"{where}: common must be a section of keys for every stage; write `common.KEY=value`")
-    for_all = [layer.part("common") for layer in changes if "common" in layer.values]
-    resolved: _Earlier = {}
+    file = _File(
+        Path(source).parent,
+        Path(given.values.get("runs", "runs")) / given.values.get("name", "pipeline"),
+        names,
+        given.part("common") if "common" in given.values else Layer({}),
+        [layer.part("common") for layer in changes if "common" in layer.values],
+    )
     problems: list[str] = []
     for name, entry in zip(names, entries, strict=True):
         stage_layers = [entry, *(layer for changed_name, layer in changed if changed_name == name)]
@@ -133,17 +151,15 @@ def load_pipeline(source: str, overrides: list[str], changes: Sequence[Layer] = 
             if merge(stage_layers).values.get("stage") == "convert":
                 # The default source is `data` of the pipeline.
                 data = Layer({"source": given.values.get("data")}, {("source",): given.origin(("data",)) or ""})
-                place = Layer({"name": name, "runs": str(directory)})
+                place = Layer({"name": name, "runs": str(file.directory)})
                 conversion = checked(merge([data, *stage_layers, place]), ConvertRecipe)
-                resolved[name] = PipelineStage(name=name, recipe=conversion)
+                file.earlier[name] = PipelineStage(name=name, recipe=conversion)
             else:
-                resolved[name] = _resolved(
-                    name, common, stage_layers, for_all, Path(source).parent, directory, resolved, names
-                )
+                file.earlier[name] = _resolved(name, stage_layers, file)
         except InputError as error:
-            resolved[name] = None
+            file.earlier[name] = None
             problems += [f"stage {name}: {sentence}" for sentence in str(error).splitlines()]
-    stages = [stage for stage in resolved.values() if stage is not None]
+    stages = [stage for stage in file.earlier.values() if stage is not None]
     converts = any(entry.values.get("stage") == "convert" for entry in entries)
     if given.values.get("data") is not None and not converts:
         problems.append(
@@ -154,17 +170,8 @@ def load_pipeline(source: str, overrides: list[str], changes: Sequence[Layer] = 
     return PipelineRecipe(stages=stages, **{key: given.values[key] for key in ("name", "runs") if key in given.values})
 
 
-def _resolved(
-    name: str,
-    common: Layer,
-    stage_layers: list[Layer],
-    for_all: list[Layer],
-    folder: Path,
-    directory: Path,
-    earlier: _Earlier,
-    names: list[str],
-) -> PipelineStage:
-    """One stage. `stage_layers`: its entry in the file and its overrides; `for_all`: overrides of every stage, between those."""
+def _resolved(name: str, stage_layers: list[Layer], pipeline: _File) -> PipelineStage:
+    """One stage. `stage_layers`: its entry in the file and its overrides, between which are those of every stage."""
     entry = merge(stage_layers)
     upstream, files = entry.values.get("from"), entry.values.get("recipe") or []
     if isinstance(files, str):
@@ -177,24 +184,24 @@ def _resolved(
         )
     if "runs" in entry.values:
         raise InputError(f"{entry.origin(('runs',))}: runs of a stage has no effect; set runs of the pipeline")
-    given_keys = merge([stage_layers[0], *for_all, *stage_layers[1:]])
+    given_keys = merge([stage_layers[0], *pipeline.for_all, *stage_layers[1:]])
     values = {key: value for key, value in given_keys.values.items() if key not in ("name", "from", "recipe")}
-    place: dict[str, Any] = {"name": name, "runs": str(directory)}
+    place: dict[str, Any] = {"name": name, "runs": str(pipeline.directory)}
     if upstream is not None:
         if isinstance(entry.values.get("model"), dict) and "path" in entry.values["model"]:
             where = entry.origin(("model", "path"))
             raise InputError(f"{where}: model.path and from: {upstream} both set the model to start from; keep one")
         place["model"] = {"path": f"{_STAGE}{upstream}"}
-    read = [read_file(str(folder / file)) for file in files]
-    layers = [common, *read, Layer(values, given_keys.origins)]
+    read = [read_file(str(pipeline.folder / file)) for file in files]
+    layers = [pipeline.common, *read, Layer(values, given_keys.origins)]
     where = entry.origin(("from",))
     layers.append(Layer(place, {("model", "path"): where} if where else {}))
     stage: Any = merge(layers).values.get("stage")
     for file, layer in zip(files if stage in STAGES else (), read, strict=False):
-        require_trust_of_run(folder / file, layer.values, str(stage), stage_layers)
+        require_trust_of_run(pipeline.folder / file, layer.values, str(stage), stage_layers)
     given = merge_typed(layers, stage) if stage in STAGES else merge(layers)
     inputs: list[str] = []
-    given = Layer(_with_models(given.values, (), given, directory, earlier, names, inputs), given.origins)
+    given = Layer(_with_models(given.values, (), given, pipeline, inputs), given.origins)
     if stage is None:
         raise InputError(f"{entry.origin(('name',))}: stage is missing; say {', '.join(STAGES)}")
     if stage not in STAGES:
@@ -204,38 +211,27 @@ def _resolved(
     return PipelineStage(name=name, upstream=upstream, inputs=inputs, recipe=typed_recipe(given, stage))
 
 
-def _with_models(
-    value: Any,
-    path: tuple[str, ...],
-    given: Layer,
-    directory: Path,
-    earlier: _Earlier,
-    names: list[str],
-    inputs: list[str],
-) -> Any:
+def _with_models(value: Any, path: KeyPath, given: Layer, pipeline: _File, inputs: list[str]) -> Any:
     """`value` with every `stage:NAME` as the directory of that stage's model and every `stage:NAME/FILE` as the path of that
     file; the names go to `inputs`."""
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        inside = {
-            key: _with_models(inner, (*path, str(key)), given, directory, earlier, names, inputs)
-            for key, inner in items
-        }
+        inside = {key: _with_models(inner, (*path, str(key)), given, pipeline, inputs) for key, inner in items}
         return inside if isinstance(value, dict) else list(inside.values())
     if not isinstance(value, str) or not value.startswith(_STAGE):
         return value
     name, _, file = value.removeprefix(_STAGE).partition("/")
     where = given.origin(path) or "from"
-    _require_made(name, file, where, earlier, names)
+    _require_made(name, file, where, pipeline)
     if name not in inputs:
         inputs.append(name)
-    return str(directory / name / (f"{file}.jsonl" if file else "model"))
+    return str(pipeline.directory / name / (f"{file}.jsonl" if file else "model"))
 
 
-def _require_made(upstream: str, file: str, where: str, earlier: _Earlier, names: list[str]) -> None:
+def _require_made(upstream: str, file: str, where: str, pipeline: _File) -> None:
     """`InputError` unless `upstream` is an earlier stage that exports a model, or that makes `file` where one is named."""
-    source = earlier.get(upstream)
-    if upstream in earlier and source is None:
+    source, names = pipeline.earlier.get(upstream), pipeline.names
+    if upstream in pipeline.earlier and source is None:
         raise InputError("")  # The messages about that stage suffice.
     if source is None and upstream in names:
         raise InputError(f"{where}: it names {upstream}, which is not an earlier stage; move it up or correct it")

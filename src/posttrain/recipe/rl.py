@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from posttrain.recipe.agent import AgentRecipe, refuse_with_agent
 from posttrain.recipe.audit import AuditRecipe
@@ -157,47 +157,9 @@ class RlRecipe(SampledRecipe):
         """Whether the reference model of the KL penalty is updated during training."""
         return self.kl.coefficient > 0 and self.kl.reference.update_every is not None
 
-    @model_validator(mode="after")
-    def _units_fit(self):
-        if self.unit_credit is None:
-            return self
-        if self.reward is None:
-            raise ValueError("`unit_credit` needs a reward model; set `reward.path`, or remove it")
-        if isinstance(self.unit_credit, CausalCredit) and self.credit.rewards_of != "token":
-            what = "a turn" if self.credit.rewards_of == "turn" else "an episode"
-            raise ValueError(
-                f"`credit.type: {self.credit.type}` adds up the rewards of {what}, so the position of the rewards of "
-                f"`unit_credit.type: {self.unit_credit.type}` has no effect; use gae, reinforce, "
-                "reinforce_pp or optimal_token_baseline, or give units advantages with loo or trunc"
-            )
-        if self.loss.averages_advantages:
-            raise ValueError(
-                f"`loss.type: {self.loss.type}` gives every token the mean advantage of its stream, so `unit_credit` has no effect; "
-                "use gspo_token or ppo"
-            )
-        refuse_longer(self, "reward", "rollout.tokens_per_episode", self.rollout.tokens_per_episode)
-        return self
-
-    @model_validator(mode="after")
-    def _reference_fits(self):
-        if not self.moves_reference:
-            return self
-        if self.model.lora is not None:
-            raise ValueError(f"`kl.reference.update_every` {ADAPTERS_OFF}")
-        if isinstance(getattr(self.unit_credit, "segmenter", None), EntropyUnits):
-            raise ValueError(
-                "`unit_credit.segmenter.type: entropy` needs a reference model that stays the initial model; remove "
-                "`kl.reference.update_every`, or use another segmenter"
-            )
-        if self.teacher is not None and self.teacher.policy == "initial":
-            raise ValueError(
-                "`teacher.policy: initial` needs a reference model that stays the initial model; remove "
-                "`kl.reference.update_every`, or use current"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _kinds_fit(self):
+    def _check(self) -> None:
+        self._check_units()
+        self._check_reference()
         if self.agent is not None:
             refuse_with_agent(self, self.agent)
         for problem in [*self.credit.problems(self), *self.loss.problems(self)]:
@@ -208,36 +170,12 @@ class RlRecipe(SampledRecipe):
                 "log-probabilities of the truncated distribution, which are larger at every token, so "
                 f"`{key}` would treat truncation as a change of the policy; use `loss.old: auto` and token corrections"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _audit_fits(self):
-        if self.audit is None:
-            return self
-        if self.evaluation.every == 0:
-            raise ValueError("`audit` scores the episodes of the learning curve; set `evaluation.every` above 0")
-        if self.audit.path is not None and (self.hardware.processes > 1 or self.hardware.ray is not None):
-            raise ValueError("`audit.path` is for one process without `hardware.ray`; use `audit.environment`")
-        played = self.evaluation.environment or self.environment
-        if self.audit.environment is not None and (self.agent or not same_tasks(played, self.audit.environment)):
-            raise ValueError(
-                f"`audit.environment` scores the answers to the tasks of `environment.type: {played.type}` again; give it the "
-                "same type and rows, and no `agent`, or set `audit.path`"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _teacher_fits(self):
-        if self.teacher is None:
-            return self
-        refuse_other_temperature(self.teacher, self.rollout.sampling.temperature)
-        if self.hardware.ray is not None:
-            raise ValueError("`teacher` is not supported with `hardware.ray`; remove one of them")
-        refuse_longer(self, "teacher", "rollout.tokens_per_episode", self.rollout.tokens_per_episode)
-        return self
-
-    @model_validator(mode="after")
-    def _parts_fit(self):
+        self._check_audit()
+        if self.teacher is not None:
+            refuse_other_temperature(self.teacher, self.rollout.sampling.temperature)
+            if self.hardware.ray is not None:
+                raise ValueError("`teacher` is not supported with `hardware.ray`; remove one of them")
+            refuse_longer(self, "teacher", "rollout.tokens_per_episode", self.rollout.tokens_per_episode)
         rollout, updates = self.rollout, self.steps * self.updates
         if self.credit.compared_with == "group" and rollout.episodes_per_group < 2:
             raise ValueError(
@@ -254,13 +192,61 @@ class RlRecipe(SampledRecipe):
             )
         if self.ptx is not None:
             refuse_longer(self, "learner", "ptx.data.max_tokens", self.ptx.data.max_tokens, "one row")
-        return self
+        self._check_async_rollouts()
 
-    @model_validator(mode="after")
-    def _async_rollouts_fit(self):
+    def _check_units(self) -> None:
+        if self.unit_credit is None:
+            return
+        if self.reward is None:
+            raise ValueError("`unit_credit` needs a reward model; set `reward.path`, or remove it")
+        if isinstance(self.unit_credit, CausalCredit) and self.credit.rewards_of != "token":
+            what = "a turn" if self.credit.rewards_of == "turn" else "an episode"
+            raise ValueError(
+                f"`credit.type: {self.credit.type}` adds up the rewards of {what}, so the position of the rewards of "
+                f"`unit_credit.type: {self.unit_credit.type}` has no effect; use gae, reinforce, "
+                "reinforce_pp or optimal_token_baseline, or give units advantages with loo or trunc"
+            )
+        if self.loss.averages_advantages:
+            raise ValueError(
+                f"`loss.type: {self.loss.type}` gives every token the mean advantage of its stream, so `unit_credit` has no effect; "
+                "use gspo_token or ppo"
+            )
+        refuse_longer(self, "reward", "rollout.tokens_per_episode", self.rollout.tokens_per_episode)
+
+    def _check_reference(self) -> None:
+        if not self.moves_reference:
+            return
+        if self.model.lora is not None:
+            raise ValueError(f"`kl.reference.update_every` {ADAPTERS_OFF}")
+        if isinstance(getattr(self.unit_credit, "segmenter", None), EntropyUnits):
+            raise ValueError(
+                "`unit_credit.segmenter.type: entropy` needs a reference model that stays the initial model; remove "
+                "`kl.reference.update_every`, or use another segmenter"
+            )
+        if self.teacher is not None and self.teacher.policy == "initial":
+            raise ValueError(
+                "`teacher.policy: initial` needs a reference model that stays the initial model; remove "
+                "`kl.reference.update_every`, or use current"
+            )
+
+    def _check_audit(self) -> None:
+        if self.audit is None:
+            return
+        if self.evaluation.every == 0:
+            raise ValueError("`audit` scores the episodes of the learning curve; set `evaluation.every` above 0")
+        if self.audit.path is not None and (self.hardware.processes > 1 or self.hardware.ray is not None):
+            raise ValueError("`audit.path` is for one process without `hardware.ray`; use `audit.environment`")
+        played = self.evaluation.environment or self.environment
+        if self.audit.environment is not None and (self.agent or not same_tasks(played, self.audit.environment)):
+            raise ValueError(
+                f"`audit.environment` scores the answers to the tasks of `environment.type: {played.type}` again; give it the "
+                "same type and rows, and no `agent`, or set `audit.path`"
+            )
+
+    def _check_async_rollouts(self) -> None:
         rollout, hardware, behind = self.rollout, self.hardware, self.updates_behind
         if not rollout.async_rollouts:
-            return self
+            return
         if hardware.processes > 1 and self.reward is not None:
             raise ValueError(
                 "with `rollout.async_rollouts` above 0 only the first process samples and scores, but with "
@@ -283,7 +269,6 @@ class RlRecipe(SampledRecipe):
                 "`hardware.offload: rollouts` moves the optimizer's state away while episodes are sampled, and with "
                 "`rollout.async_rollouts` updates are made meanwhile; use `optimizer`"
             )
-        return self
 
     # -- batches and memory
 

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from posttrain.recipe.base import BaseConfig, Text
 from posttrain.recipe.components import AnyEnvironment, EnvironmentRecipe
@@ -46,11 +46,9 @@ class SamplingRecipe(BaseConfig):
     min_p: Annotated[float, needs("temperature")] = Field(0.0, ge=0, lt=1)
     """Sample from tokens whose probability is at least `min_p` times that of the most probable token. 0: off."""
 
-    @model_validator(mode="after")
-    def _finite_logits(self):
+    def _check(self) -> None:
         if 0 < self.temperature < 1e-3:
             raise ValueError(f"`temperature` {self.temperature} is between 0 and 0.001; use 0 for greedy decoding")
-        return self
 
 
 class FailureRecipe(BaseConfig):
@@ -123,10 +121,8 @@ class RolloutRecipe(BaseConfig):
     missing_eos_penalty: Annotated[float, TRAINED, REWARDED] = Field(0.0, ge=0)
     """Subtracted from the training reward of an episode whose last answer has no end token, after reward normalization."""
 
-    @model_validator(mode="after")
-    def _few_enough(self):
+    def _check(self) -> None:
         refuse_many(self.groups_per_step, self.episodes_per_group, "episodes_per_group")
-        return self
 
     def warnings(self, *max_turns: int) -> list[str]:
         """Limits that episodes exceed or never reach. `max_turns`: of training, and of evaluation."""
@@ -277,13 +273,11 @@ class EvaluationRecipe(BaseConfig):
         """The seeds by recipe key."""
         return {"evaluation.seeds": self.seeds, "evaluation.final_seeds": self.final_seeds}
 
-    @model_validator(mode="after")
-    def _played_once(self):
+    def _check(self) -> None:
         for seeds in self.ranges.values():
             refuse_many(seeds.count or 1, self.episodes_per_seed, "episodes_per_seed")
         if self.sampling.temperature == 0 and self.episodes_per_seed > 1:
             raise ValueError("greedy episodes of one seed are identical; set `episodes_per_seed: 1` or a temperature")
-        return self
 
     def batch_lines(self, tasks: TaskSplit | None, steps: int) -> list[str]:
         """Episodes of the learning curve and of the final table in a run of `steps` steps."""

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from posttrain.recipe.base import CONNECTS, BaseConfig, Connects, Text, Writes
 from posttrain.recipe.components import AnyEnvironment, environment_recipe
@@ -243,8 +243,7 @@ class TrainedRecipe(StageRecipe):
     def run(self, directory: Any, *, resume: bool, overwrite: bool, console: Any, callbacks: Sequence[Any]) -> None:
         imported(self.run_by)(self, directory, resume, console, callbacks)
 
-    @model_validator(mode="after")
-    def _hardware_fits(self):
+    def _check(self) -> None:
         hardware = self.hardware
         if hardware.offload != "none" and any(optimizer.type == "adamw_8bit" for optimizer in self.optimizers):
             raise ValueError(
@@ -261,7 +260,6 @@ class TrainedRecipe(StageRecipe):
                 "with `hardware.deterministic`, vLLM sets up its communication differently from the learner, and "
                 "`engine.weight_transfer: nccl` would hang; use `ipc` or `files`"
             )
-        return self
 
     @property
     def optimizers(self) -> list[OptimizerRecipe]:
@@ -419,8 +417,7 @@ class SampledRecipe(PlayedRecipe, TrainedRecipe):
     on_policy: ClassVar[bool] = True
     chooses_engine: ClassVar[bool] = True
 
-    @model_validator(mode="after")
-    def _sampling_fits(self):
+    def _check(self) -> None:
         self.engine.check(self.model)
         rollout, learner = self.rollout, self.learner
         refuse_overlap({"seeds": self.seeds}, self.environment, self.evaluation)
@@ -435,7 +432,6 @@ class SampledRecipe(PlayedRecipe, TrainedRecipe):
                 f"({rollout.groups_per_step}); lower it, or raise `rollout.groups_per_step`"
             )
         refuse_longer(self, "learner", "rollout.tokens_per_episode", rollout.tokens_per_episode)
-        return self
 
     @property
     def training_seeds(self) -> tuple[SeedRange | None, str]:

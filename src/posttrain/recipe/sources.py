@@ -243,9 +243,8 @@ def _loader(text: str, where: str) -> RecipeLoader:
 
 
 def _bounded_node(loader: RecipeLoader, where: str) -> yaml.Node | None:
-    """The document of `loader`. InputError if its aliases expand to more than MAX_VALUES values, or if it is nested
-    deeper than
-    Python can read. A few hundred bytes can expand to billions of values.
+    """The document of `loader`. InputError if its aliases expand to more than MAX_VALUES values, as a few hundred bytes can, or
+    if it is nested deeper than Python can read.
     """
     try:
         node = loader.get_single_node()

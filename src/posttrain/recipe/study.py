@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from posttrain.errors import InputError
 from posttrain.recipe.base import EXECUTES, BaseConfig, Executes, Text, Writes
@@ -30,8 +30,7 @@ class Range(BaseConfig):
     step: float | None = Field(None, gt=0)
     """Distance between values, counted from `low`. Null: continuous (1 with `int`)."""
 
-    @model_validator(mode="after")
-    def _makes_sense(self):
+    def _check(self) -> None:
         if self.low >= self.high:
             raise ValueError(f"`low` ({self.low:g}) must be below `high` ({self.high:g})")
         if self.log and self.low <= 0:
@@ -45,7 +44,6 @@ class Range(BaseConfig):
         whole = [value for value in (self.low, self.high, self.step) if value is not None]
         if self.int and any(value != round(value) for value in whole):
             raise ValueError("with `int`, `low`, `high` and `step` must be whole numbers")
-        return self
 
 
 class Together(BaseConfig):
@@ -80,11 +78,13 @@ class Limit(BaseConfig):
     min: float | None = None
     """Smallest allowed value."""
 
-    @model_validator(mode="after")
-    def _one_of_them(self):
+    def _check(self) -> None:
         if (self.max is None) == (self.min is None):
             raise ValueError("a limit needs exactly one of `max` and `min`")
-        return self
+
+    def __str__(self) -> str:
+        """`at most 3`."""
+        return f"at least {self.min:g}" if self.max is None else f"at most {self.max:g}"
 
 
 class Objective(BaseConfig):
@@ -134,11 +134,9 @@ class Retest(BaseConfig):
     seeds: list[Annotated[int, Field(ge=0)]] = Field([1, 2, 3], min_length=2)
     """Run seeds; each point runs once per seed."""
 
-    @model_validator(mode="after")
-    def _different_seeds(self):
+    def _check(self) -> None:
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError("`seeds` contains a seed twice; remove one")
-        return self
 
 
 class Group(BaseConfig):
@@ -184,8 +182,7 @@ class StudyRecipe(BaseConfig):
     retest: Retest | None = None
     """Repeat the best points with several seeds. Null: no retest."""
 
-    @model_validator(mode="after")
-    def _parts_fit(self):
+    def _check(self) -> None:
         if bool(self.search) == bool(self.groups):
             raise ValueError("a study needs exactly one of `search` and `groups`")
         if self.groups and self.pruner.type != "none":
@@ -212,7 +209,6 @@ class StudyRecipe(BaseConfig):
                     raise ValueError(f"`start` gives {key}, which is not searched; put it under `keys` or `search`")
         if self.retest is not None and self.retest.best > self.number_of_trials:
             raise ValueError(f"`retest.best` is {self.retest.best}, but there are {self.number_of_trials} trials")
-        return self
 
     @property
     def number_of_trials(self) -> int:

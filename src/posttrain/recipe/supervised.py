@@ -3,7 +3,7 @@
 import math
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import AnyEnvironment
@@ -89,15 +89,13 @@ class ExpertsRecipe(BaseConfig):
     held_out: int = Field(0, ge=0)
     """Seeds, the last ones of `seeds`, whose traces are not trained on. Their loss is measured before, during and after training. 0: none."""
 
-    @model_validator(mode="after")
-    def _draws_are_used(self):
+    def _check(self) -> None:
         if self.random_share > 0 and self.expert == "random":
             raise ValueError("`random_share` replaces turns of `expert: optimal`; leave it out with `expert: random`")
         if self.per_seed > 1 and self.expert == "optimal" and self.random_share == 0:
             raise ValueError(
                 "`per_seed` would repeat the same trace; leave it out, or set `random_share` or `expert: random`"
             )
-        return self
 
 
 class SftEvaluation(EvaluationRecipe):
@@ -220,8 +218,7 @@ class SftRecipe(SupervisedRecipe):
     """Limits of evaluation episodes."""
     evaluation: SftEvaluation = SftEvaluation()
 
-    @model_validator(mode="after")
-    def _parts_fit(self):
+    def _check(self) -> None:
         self.engine.check(self.model)
         if self.data is None and self.environment is None:
             raise ValueError("no training data; set `data.train`, or set `environment.type` to train on expert traces")
@@ -240,7 +237,6 @@ class SftRecipe(SupervisedRecipe):
             raise ValueError(
                 f"`evaluation.metric: {self.evaluation.metric}` needs an environment; set `environment.type`"
             )
-        return self
 
     @property
     def chosen_by_loss(self) -> bool:
@@ -358,8 +354,7 @@ class DpoRecipe(SupervisedRecipe):
         """Whether the reference model is updated during training."""
         return self.reference.update_every is not None
 
-    @model_validator(mode="after")
-    def _parts_fit(self):
+    def _check(self) -> None:
         _check_rows(self, self.data, 1 if self.loss.type == "kto" else 2)
         if self.nll_coefficient and self.loss.type in ("kto", "orpo"):
             raise ValueError(f"`nll_coefficient` is not supported by `loss.type: {self.loss.type}`; set it to 0")
@@ -374,7 +369,6 @@ class DpoRecipe(SupervisedRecipe):
             raise ValueError(f"`reference.update_every` {ADAPTERS_OFF}")
         if self.loss.type == "kto" and self.rows_per_update < 2:
             raise ValueError("`loss.type: kto` compares the rows of an update; set `rows_per_update` to 2 or more")
-        return self
 
 
 class RewardRecipe(SupervisedRecipe):
@@ -393,10 +387,8 @@ class RewardRecipe(SupervisedRecipe):
     run_by: ClassVar[str] = "posttrain.training.reward:train"
     scores: ClassVar[bool] = True
 
-    @model_validator(mode="after")
-    def _parts_fit(self):
+    def _check(self) -> None:
         _check_rows(self, self.data, 2)
-        return self
 
     def model_items(self, plan: Plan) -> Items:
         if self.units is None or not isinstance(self.units.segmenter, EntropyUnits):

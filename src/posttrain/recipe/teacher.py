@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from posttrain.recipe.base import BaseConfig, Connects, Mark, Reads, Text
 from posttrain.recipe.metrics import Metric
@@ -51,8 +51,7 @@ class TeacherRecipe(BaseConfig):
     max_concurrent: Annotated[int, needs("urls", refused=True)] = Field(8, ge=1)
     """Maximum number of concurrent requests."""
 
-    @model_validator(mode="after")
-    def _one_teacher(self):
+    def _check(self) -> None:
         given = [key for key in ("path", "urls", "policy") if getattr(self, key)]
         if len(given) != 1:
             problem = f"{' and '.join(f'`{key}`' for key in given)} are set" if given else "there is no teacher"
@@ -62,7 +61,6 @@ class TeacherRecipe(BaseConfig):
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"`urls` contains {url}; it must begin with http:// or https://")
-        return self
 
     @property
     def fields(self) -> list[str]:

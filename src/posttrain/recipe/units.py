@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from posttrain.recipe.base import BaseConfig, Reads, Text
 from posttrain.recipe.metrics import HELD_OUT, TRAINING, Metric, Panel
@@ -147,11 +147,9 @@ class LearnedCredit(_Placed, _Mixed):
     fit: Text | None = Field(None, pattern=r"^[^>]+(>[^>]+){4}$")
     """Which fit of the file to use, as `model > dataset > method > aggregate > threshold`. Not needed if it has only one."""
 
-    @model_validator(mode="after")
-    def _fit_of_a_file(self) -> "LearnedCredit":
+    def _check(self) -> None:
         if self.fit is not None and self.normalizer is None:
             raise ValueError("`fit` needs `normalizer`; set it, or remove `fit`")
-        return self
 
 
 class TruncationCredit(_Probed, _Read):

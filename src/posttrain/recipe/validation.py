@@ -88,7 +88,11 @@ def _sentence(
         choices = [tag.strip(" '") for tag in problem["ctx"]["expected_tags"].split(",")]
         tag = _value(given.values, (*path, "type"))
         where = given.origin((*path, "type"))
-        others = (name for name, info in stage.model_fields.items() if tag in _types_of(info.annotation))
+        others = (
+            name
+            for name, info in stage.model_fields.items()
+            if any(tag in tags_of(section) for section in sections_of(info.annotation))
+        )
         hint = next(
             (f" (a type of {name}: write {name}.type={tag})" for name in others), nearest_type(str(tag), choices)
         )
@@ -117,11 +121,6 @@ def _sentence(
     if problem["type"] == "literal_error" and isinstance(value, str):
         hint = nearest_type(value, re.findall("'([^']*)'", problem["ctx"]["expected"]))
     return f"{start}{dotted} is {_show(value)}{hint}; it must be {words}"
-
-
-def _types_of(annotation: Any) -> list[str]:
-    """The types of the sections that a field with the annotation may be."""
-    return [tag for section in sections_of(annotation) for tag in tags_of(section)]
 
 
 def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[BaseConfig], prefix: KeyPath) -> str:

@@ -48,9 +48,7 @@ def no_best_reason(study: Study, trials: Sequence[FrozenTrial]) -> str:
         limits = study.recipe.objective.within
         over = [metric for metric, distance in nearest.constraints.items() if distance > 0]
         violated = ", ".join(
-            f"{metric} {nearest.user_attrs['limited'][metric]:.4g} where "
-            + (f"at most {limit.max:g}" if (limit := limits[metric]).max is not None else f"at least {limit.min:g}")
-            for metric in over
+            f"{metric} {nearest.user_attrs['limited'][metric]:.4g} where {limits[metric]}" for metric in over
         )
         return (
             f"{prefix}none of {len(finished)} finished trials satisfies the limits; the nearest is trial "

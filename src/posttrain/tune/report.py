@@ -145,11 +145,7 @@ def write_report(study: Study, tables: Sequence[Table], summary: Sequence[str], 
 def _note(study: Study) -> str:
     objective: Any = study.recipe.objective
     better = "smaller" if objective.direction == "minimize" else "larger"
-    limits = "; ".join(
-        f"{metric} {'at most' if limit.max is not None else 'at least'} "
-        f"{(limit.max if limit.max is not None else limit.min):g}"
-        for metric, limit in objective.within.items()
-    )
+    limits = "; ".join(f"{metric} {limit}" for metric, limit in objective.within.items())
     return (
         f"{objective.metric} is the best evaluation after step 0 ({better} is better), `step` its step, `minutes` "
         f"the working time of the run{f'; limits: {limits}' if limits else ''}. A pruned trial shows its last value."

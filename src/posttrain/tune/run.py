@@ -8,11 +8,11 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 
-from posttrain.errors import InputError, RunError
+from posttrain.errors import InputError, PosttrainError, RunError
 from posttrain.planning.dry_run import batch_arithmetic
 from posttrain.recipe.study import Group, Range, choices_of, grid_of
 from posttrain.recipe.study_file import Study, shown
-from posttrain.runs.tables import Table, show_line
+from posttrain.runs.tables import Table, read_verdict, show_line
 from posttrain.tune.best import RetestResult, best_of, no_best_reason, ranked, retest
 from posttrain.tune.report import (
     retest_table,
@@ -27,12 +27,11 @@ from posttrain.tune.study import (
     check_space,
     distributions,
     from_storage,
-    interrupted_trials,
     open_study,
     study_lock,
     to_storage,
 )
-from posttrain.tune.trial import Attempt, TrialJob, record_failure, run_jobs
+from posttrain.tune.trial import Attempt, Job, MissingMetric, curve, outcome, run_jobs
 
 
 def run_study(study: Study, resume: bool, console: Console, group: str | None = None) -> None:
@@ -134,11 +133,7 @@ def show_study(study: Study, console: Console, group: str | None = None) -> None
     objective = recipe.objective
     count = recipe.number_of_trials if chosen is None else len(grid_of(chosen))
     say(f"study {recipe.name}: {count} trials of {study.trained} in {study.directory}")
-    limits = [
-        f"{metric} {'at most' if limit.max is not None else 'at least'} "
-        f"{shown(limit.max if limit.max is not None else limit.min)}"
-        for metric, limit in objective.within.items()
-    ]
+    limits = [f"{metric} {limit}" for metric, limit in objective.within.items()]
     within = f", within {' and '.join(limits)}" if limits else ""
     say(f"{objective.direction} {objective.metric}, the best evaluation after step 0{within}")
     if recipe.groups:
@@ -194,11 +189,13 @@ class Search:
         self.optuna_study = optuna_study
         self.console = console
         self._distributions = distributions(study)
-        self._interrupted = interrupted_trials(optuna_study)
-        self._jobs: list[_ReportedTrial] = []
-        self._warned: set[str] = set()
+        # Trials that a killed process left running; this process holds the lock of the study.
+        self._interrupted = optuna_study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        self._jobs: list[TrialJob] = []
+        self.warned: set[str] = set()
+        """Warnings that were printed."""
 
-    def take(self) -> TrialJob | None:
+    def take(self) -> "TrialJob | None":
         """The next trial with a valid recipe; None if there is none now. Trials without a valid recipe fail at once.
 
         Raises `RunError` if a trial ended without a metric of the objective and no earlier trial had this metric,
@@ -227,7 +224,7 @@ class Search:
             attempt = Attempt(recipe)
             resumed = "resumed, " if attempt.run.path.exists() else ""
             show_line(self.console, f"trial {trial.number}: {resumed}{words}")
-            self._jobs.append(_ReportedTrial(self.study, self.optuna_study, trial, attempt, self.console, self._warned))
+            self._jobs.append(TrialJob(self, trial, attempt))
             return self._jobs[-1]
         return None
 
@@ -277,41 +274,109 @@ class Search:
         return {key: value for key, value in from_storage(self.study, best.params).items() if key in group.grid}
 
 
-class _ReportedTrial(TrialJob):
-    """A trial that prints its result and its warnings, except those already in `warned`."""
+class TrialJob(Job):
+    """Runs one Optuna trial, or resumes it after an interruption. Prints its result and its warnings, except those in
+    `warned`."""
 
-    def __init__(
-        self,
-        study: Study,
-        optuna_study: optuna.Study,
-        trial: optuna.Trial,
-        attempt: Attempt,
-        console: Console,
-        warned: set[str],
-    ) -> None:
-        super().__init__(study, optuna_study, trial, attempt)
-        self.console = console
-        self.warned = warned
+    def __init__(self, search: "Search", trial: optuna.Trial, attempt: Attempt) -> None:
+        super().__init__(search.study, attempt)
+        self.optuna_study, self.console, self.warned = search.optuna_study, search.console, search.warned
+        self.trial = trial
+        self._reported = set(_frozen(self.optuna_study, trial).intermediate_values)
+        self._pruned = False
+        self.damage = ""
+        """Why the metrics of the run are unreadable; empty if they are not."""
+        self.unmeasured = ""
+        """Why the finished run lacks a metric of the objective; empty otherwise."""
+
+    def begin(self, device: str | None) -> None:
+        """Start the run, unless it is finished or was about to be pruned when the study was interrupted."""
+        if self._reported and self.trial.should_prune():
+            self._pruned = True
+        self.poll()
+        if not self._pruned:
+            self.attempt.start(device)
+
+    def poll(self) -> None:
+        """Report new evaluations in order, and stop the run if one of them prunes the trial."""
+        try:
+            points = curve(self.attempt.lines(), self.study.recipe.objective)
+        except PosttrainError as error:
+            self.damage = str(error)
+            self.attempt.stop()
+            return
+        for step, value in points:
+            if self._pruned:
+                break
+            if step not in self._reported:
+                self.trial.report(value, step)
+                self._reported.add(step)
+                self._pruned = self.trial.should_prune()
+        if self._pruned:
+            self.attempt.stop()
 
     def end(self) -> None:
-        super().end()
+        """Report the result to Optuna: a value, pruned, or failed with a reason."""
+        reason = self.damage or ("" if self._pruned else self.attempt.failure() or "")
+        if not self.damage:
+            self.trial.set_user_attr("minutes", round(self.attempt.minutes, 3))
+        value = None
+        if not reason:
+            try:
+                value = self._measure()
+            except PosttrainError as error:
+                reason = str(error)
+                if isinstance(error, MissingMetric):
+                    self.unmeasured = reason
+        if reason:
+            record_failure(self.optuna_study, self.trial, reason)
+        elif self._pruned:
+            self.optuna_study.tell(self.trial, state=TrialState.PRUNED)
+        else:
+            self.optuna_study.tell(self.trial, value)
         for message in [] if self.damage else warning_messages(self.attempt.lines()):
             if message not in self.warned:
                 self.warned.add(message)
                 show_line(self.console, f"trial {self.trial.number}: warning: {message}")
         trials = self.optuna_study.get_trials(deepcopy=False)
         best = best_of(self.study, trials)
-        for trial in trials if self.study.recipe.weights == "best" else ():
-            if trial.state.is_finished() and trial is not best:
-                Attempt(self.attempt.recipe.model_copy(update={"name": f"{trial.number:04d}"})).delete_weights()
+        for other in trials if self.study.recipe.weights == "best" else ():
+            if other.state.is_finished() and other is not best:
+                Attempt(self.attempt.recipe.model_copy(update={"name": f"{other.number:04d}"})).delete_weights()
         ended = trials[self.trial.number]
-        metric = self.study.recipe.objective.metric
         if ended.state == TrialState.FAIL:
             result = f"failed, {ended.user_attrs['reason']}"
         else:
             how = "pruned, " if ended.state == TrialState.PRUNED else ""
+            metric = self.study.recipe.objective.metric
             result = f"{how}{metric} {ended.value:.4g} at step {ended.user_attrs['step']}"
         show_line(self.console, f"trial {ended.number}: {result}")
+
+    def _measure(self) -> float:
+        """The value of the trial. Its step, limited metrics and constraints are stored as well."""
+        lines, reached = self.attempt.lines(), max(self._reported, default=0)
+        # A pruned run may log more before it stops. Ignore that, because it depends on timing.
+        known = [line for line in lines if line["step"] <= reached] if self._pruned else lines
+        result = outcome(known, self.study.recipe.objective)
+        self.trial.set_user_attr("step", result.step)
+        if (verdict := read_verdict(self.attempt.run.path)) is not None:
+            self.trial.set_user_attr("verdict", verdict.outcome)
+        self.trial.set_user_attr("limited", result.limited)
+        have = _frozen(self.optuna_study, self.trial).constraints
+        for metric, distance in result.violations.items():
+            if metric not in have:
+                self.trial.set_constraint(metric, distance)
+        return result.value
+
+
+def record_failure(optuna_study: optuna.Study, trial: optuna.Trial, reason: str) -> None:
+    """Record the failure of a trial with its reason."""
+    trial.set_user_attr("reason", reason)
+    optuna_study.tell(trial, state=TrialState.FAIL)
+
+
+def _frozen(optuna_study: optuna.Study, trial: optuna.Trial) -> Any:
+    return optuna_study._storage.get_trial(trial._trial_id)
 
 
 def _of_group(optuna_study: optuna.Study, group: Group) -> list[FrozenTrial]:

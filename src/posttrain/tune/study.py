@@ -95,11 +95,6 @@ def study_lock(study: Study) -> Iterator[None]:
         os.close(descriptor)
 
 
-def interrupted_trials(optuna_study: optuna.Study) -> list[FrozenTrial]:
-    """Trials that a killed process left running, in order. The caller must hold `study_lock`."""
-    return optuna_study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-
-
 def _require_same(study: Study, optuna_study: optuna.Study, now: dict[str, Any]) -> None:
     """Store the search `now` of a new study. Raises `InputError` if the search of an existing study differs."""
     before = optuna_study.user_attrs.get("study")

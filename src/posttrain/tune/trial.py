@@ -15,9 +15,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import optuna
-from optuna.trial import TrialState
-
 from posttrain.distributed.launch import without_current_folder
 from posttrain.distributed.world import Interrupts
 from posttrain.errors import InputError, PosttrainError, RunError
@@ -27,7 +24,6 @@ from posttrain.recipe.study_file import Study
 from posttrain.runs.directory import RunDirectory, recipe_hash
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.reader import is_file
-from posttrain.runs.tables import read_verdict
 
 STOP_SECONDS = 300.0
 """A run that does not stop within this time is killed. It may be busy with an update or a checkpoint."""
@@ -204,93 +200,6 @@ class Job:
     def end(self) -> None:
         """Record the result; called when the process has ended or was never started."""
         raise NotImplementedError
-
-
-class TrialJob(Job):
-    """Runs one Optuna trial, or resumes it after an interruption."""
-
-    def __init__(self, study: Study, optuna_study: optuna.Study, trial: optuna.Trial, attempt: Attempt) -> None:
-        super().__init__(study, attempt)
-        self.optuna_study = optuna_study
-        self.trial = trial
-        self._reported = set(_frozen(optuna_study, trial).intermediate_values)
-        self._pruned = False
-        self.damage = ""
-        """Why the metrics of the run are unreadable; empty if they are not."""
-        self.unmeasured = ""
-        """Why the finished run lacks a metric of the objective; empty otherwise."""
-
-    def begin(self, device: str | None) -> None:
-        """Start the run, unless it is finished or was about to be pruned when the study was interrupted."""
-        if self._reported and self.trial.should_prune():
-            self._pruned = True
-        self.poll()
-        if not self._pruned:
-            self.attempt.start(device)
-
-    def poll(self) -> None:
-        """Report new evaluations in order, and stop the run if one of them prunes the trial."""
-        try:
-            points = curve(self.attempt.lines(), self.study.recipe.objective)
-        except PosttrainError as error:
-            self.damage = str(error)
-            self.attempt.stop()
-            return
-        for step, value in points:
-            if self._pruned:
-                break
-            if step not in self._reported:
-                self.trial.report(value, step)
-                self._reported.add(step)
-                self._pruned = self.trial.should_prune()
-        if self._pruned:
-            self.attempt.stop()
-
-    def end(self) -> None:
-        """Report the result to Optuna: a value, pruned, or failed with a reason."""
-        reason = self.damage or ("" if self._pruned else self.attempt.failure() or "")
-        if not self.damage:
-            self.trial.set_user_attr("minutes", round(self.attempt.minutes, 3))
-        value = None
-        if not reason:
-            try:
-                value = self._measure()
-            except PosttrainError as error:
-                reason = str(error)
-                if isinstance(error, MissingMetric):
-                    self.unmeasured = reason
-        if reason:
-            record_failure(self.optuna_study, self.trial, reason)
-        elif self._pruned:
-            self.optuna_study.tell(self.trial, state=TrialState.PRUNED)
-        else:
-            self.optuna_study.tell(self.trial, value)
-
-    def _measure(self) -> float:
-        """The value of the trial. Its step, limited metrics and constraints are stored as well."""
-        lines, reached = self.attempt.lines(), max(self._reported, default=0)
-        # A pruned run may log more before it stops. Ignore that, because it depends on timing.
-        known = [line for line in lines if line["step"] <= reached] if self._pruned else lines
-        result = outcome(known, self.study.recipe.objective)
-        self.trial.set_user_attr("step", result.step)
-        if (verdict := read_verdict(self.attempt.run.path)) is not None:
-            self.trial.set_user_attr("verdict", verdict.outcome)
-        self.trial.set_user_attr("limited", result.limited)
-        have = _frozen(self.optuna_study, self.trial).constraints
-        for metric, distance in result.violations.items():
-            if metric not in have:
-                self.trial.set_constraint(metric, distance)
-        return result.value
-
-
-def record_failure(optuna_study: optuna.Study, trial: optuna.Trial, reason: str) -> None:
-    """Record the failure of a trial with its reason."""
-    trial.set_user_attr("reason", reason)
-    optuna_study.tell(trial, state=TrialState.FAIL)
-
-
-def _frozen(optuna_study: optuna.Study, trial: optuna.Trial) -> Any:
-    return optuna_study._storage.get_trial(trial._trial_id)
 
 
 _POLL_SECONDS = 0.25

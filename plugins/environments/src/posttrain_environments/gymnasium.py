@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -48,6 +47,8 @@ _SPECS = {
     ),
 }
 _SPECS["Taxi-v3"], _SPECS["CliffWalking-v0"] = _SPECS["Taxi-v4"], _SPECS["CliffWalking-v1"]
+_best: dict[tuple[str, str], tuple[int, ...]] = {}
+"""Name and keys of an environment -> its optimal actions, by state."""
 _DISCOUNT = 0.999
 """Discount of value iteration. Below 1, so that the expert takes the shortest path."""
 
@@ -191,37 +192,23 @@ class Gymnasium(Game):
         model = getattr(self._env.unwrapped, "P", None)
         if model is None or not self._discrete:
             raise NotImplementedError(f"{self.recipe.id} has no transition table, so no expert is known")
-        keys = repr(sorted(self.recipe.keys.items()))
-        best = _optimal_actions(self.recipe.id, keys, _Table(model))
-        return [self.actions[best[int(self._env.unwrapped.s)]]], "The best action by value iteration."
+        key = self.recipe.id, repr(sorted(self.recipe.keys.items()))
+        if key not in _best:
+            _best[key] = _optimal_actions(model)
+        return [self.actions[_best[key][int(self._env.unwrapped.s)]]], "The best action by value iteration."
 
 
-class _Table:
-    """A transition table as an argument of a cached function. Tables compare equal: the other arguments identify
-    them.
+def _optimal_actions(transitions: Any) -> tuple[int, ...]:
+    """The optimal action of every state, by value iteration.
+
+    `transitions[state][action]` is a list of (probability, next state, reward, whether the episode ends).
     """
-
-    def __init__(self, transitions: Any) -> None:
-        self.transitions = transitions
-
-    def __hash__(self) -> int:
-        return 0
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Table)
-
-
-@lru_cache(maxsize=16)
-def _optimal_actions(name: str, keys: str, table: _Table) -> tuple[int, ...]:
-    """The optimal action of every state, by value iteration on `P[state][action] = [(probability, next, reward, end),
-    ...]`.
-    """
-    states, actions = len(table.transitions), len(table.transitions[0])
+    states, actions = len(transitions), len(transitions[0])
     rewards = np.zeros((states, actions))
     following = np.zeros((states, actions, states))
     for state in range(states):
         for action in range(actions):
-            for probability, reached, reward, end in table.transitions[state][action]:
+            for probability, reached, reward, end in transitions[state][action]:
                 rewards[state, action] += probability * reward
                 if not end:
                     following[state, action, reached] += probability

@@ -2,9 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Protocol, get_args, get_origin, get_type_hints
-
-from pydantic import model_validator
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from posttrain.engines.http import bounded
 from posttrain.environments.global_random import GlobalRandom
@@ -40,13 +38,11 @@ class OpenEnvRecipe(AdapterRecipe):
     observation_field: Text | None = None
     """The field of an observation that the policy sees. Default: the only field of text, else all of them as JSON."""
 
-    @model_validator(mode="after")
-    def _one_source(self) -> "OpenEnvRecipe":
+    def _check(self) -> None:
         if (self.url is None) == (self.in_process is None):
             raise ValueError("give exactly one of `url` (a running server) and `in_process` (`module:Class`)")
         if self.url is not None and self.keys:
             raise ValueError("`keys` are arguments of the class of `in_process`, so they have no effect with `url`")
-        return self
 
 
 class OpenEnv(Adapter):
@@ -58,7 +54,7 @@ class OpenEnv(Adapter):
         """InputError if openenv is not installed, the class does not exist, or the server does not answer."""
         super().__init__(recipe)
         require_module("openenv.core", "environment.type openenv")
-        self._session: _Session | None = None
+        self._session: _Server | _Local | None = None
 
     def _start(self, seed: int) -> tuple[str, str]:
         recipe = self.recipe
@@ -94,7 +90,8 @@ class OpenEnv(Adapter):
                 raise InputError(
                     f"environment.observation_field: observations have {', '.join(observation)}, not {name!r}"
                 )
-            return _as_text(observation[name])
+            value = observation[name]
+            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         shown = {key: value for key, value in observation.items() if key not in _NOT_SHOWN}
         texts = [value for value in shown.values() if isinstance(value, str)]
         return texts[0] if len(texts) == 1 == len(shown) else json.dumps(shown, ensure_ascii=False, default=str)
@@ -116,20 +113,6 @@ class _InvalidAction(Exception):
     """The environment rejected the action."""
 
 
-class _Session(Protocol):
-    """One episode of an environment."""
-
-    def action_schema(self) -> Mapping[str, Any]:
-        """JSON schema of an action."""
-        ...
-
-    def reset(self, seed: int, arguments: Mapping[str, Any]) -> Observed: ...
-
-    def step(self, action: Mapping[str, Any]) -> Observed: ...
-
-    def close(self) -> None: ...
-
-
 def _served_schema(url: str) -> Mapping[str, Any]:
     """The action schema of the server at `url`, which has `_SECONDS` for the whole reply and may not redirect to another."""
     httpx = require_module("httpx", "environment.url")
@@ -142,7 +125,9 @@ def _served_schema(url: str) -> Mapping[str, Any]:
     return schema
 
 
-class _Server(_Session):
+class _Server:
+    """A session of a running server."""
+
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
         client = require_module("openenv", "environment.url").GenericEnvClient
@@ -170,7 +155,9 @@ class _Server(_Session):
         self._client.close()
 
 
-class _Local(_Session):
+class _Local:
+    """An instance in this process."""
+
     def __init__(self, place: str, keys: Mapping[str, Any], seed: int) -> None:
         module, _, name = place.partition(":")
         kind = getattr(require_module(module, "environment.in_process"), name, None)
@@ -255,7 +242,3 @@ def _action(answer: str, field: str | None, kind: str) -> dict[str, Any]:
     if not isinstance(value, fits) or (kind != "boolean" and isinstance(value, bool)):  # type: ignore[arg-type]
         raise ValueError(f"the answer is not {_ARTICLES[kind]}")
     return {field: value}
-
-
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -64,7 +64,9 @@ class ToolUse(ToolEnvironment):
             self._expression = " + ".join(
                 f"{count} * {self._prices[item]}" for count, item in zip(counts, self._wanted, strict=True)
             )
-            things = " and ".join(f"{n} {_plural(item)}" for n, item in zip(counts, self._wanted, strict=True))
+            things = " and ".join(
+                f"{n} {_PLURALS.get(item, f'{item}s')}" for n, item in zip(counts, self._wanted, strict=True)
+            )
             question = f"What do {things} cost?"
         self._right = calculate(self._expression) if self._expression else self._prices[self._wanted[0]]
         return [{"role": "user", "content": f"{question} Answer with the number only."}]
@@ -144,7 +146,3 @@ def _value(node: ast.AST) -> int:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     raise ValueError("an expression has numbers, + - * and parentheses only")
-
-
-def _plural(item: str) -> str:
-    return _PLURALS.get(item, f"{item}s")

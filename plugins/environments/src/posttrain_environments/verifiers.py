@@ -67,15 +67,15 @@ class Verifiers(Environment):
         """Raises InputError if verifiers or the taskset is not installed, or if the taskset needs more than
         answers in turns."""
         super().__init__(recipe)
-        self._tasks = _tasks(self.recipe)
+        self._env, self._tasks = _loaded(self.recipe)
         self._task: Any = None
         self._exchange: _Exchange | None = None
 
     @classmethod
     def task_rows(cls, recipe: VerifiersRecipe) -> Sequence[TaskRow]:
         """Return the prompts, or the data of tasks that an `Env` plays, which are read once per process."""
-        tasks = _tasks(recipe)
-        if list(_env(recipe)._agent_specs) == ["agent"]:
+        env, tasks = _loaded(recipe)
+        if list(env._agent_specs) == ["agent"]:
             return [TaskRow(json.dumps(_messages(task), sort_keys=True)) for task in tasks]
         return [TaskRow(task.data.model_dump_json(exclude={"idx", "name"})) for task in tasks]
 
@@ -92,12 +92,9 @@ class Verifiers(Environment):
                 "`seeds`, `evaluation.seeds` or `environment.tasks`"
             )
         self.close()
-        self._task, self._name, self._turns_left = (
-            self._tasks[seed],
-            self.task_name(self.recipe, seed),
-            self.recipe.max_turns,
-        )
-        self._exchange = _Exchange(_env(self.recipe), self._task)
+        self._task, self._name = self._tasks[seed], self.task_name(self.recipe, seed)
+        self._turns_left = self.recipe.max_turns
+        self._exchange = _Exchange(self._env, self._task)
         return Observation([*_messages(self._task), *self._received()])
 
     def step(self, action: str) -> Step:
@@ -208,25 +205,21 @@ class _Exchange:
         reply = v1.AssistantMessage(content=text)
         _add(self.trace, reply, sampled=True)
         stops = self._task.hooks("stop")
-        asked = [
-            await found if inspect.isawaitable(found) else found for found in (self._asked(stop) for stop in stops)
-        ]
+        invoke = require_module("verifiers.v1.utils.decorators", _OWNER).invoke
+        facts = {"task": self._task.data, "trace": self.trace}
+        asked = []
+        for stop in stops:
+            reply = invoke(stop, facts)
+            asked.append(await reply if inspect.isawaitable(reply) else reply)
         if any(asked):
             self.trace.stop(stops[asked.index(True)].__name__)
         self._ended = last or any(asked)
         return segment([reply], root_reply=text)
 
-    def _asked(self, stop: Any) -> Any:
-        invoke = require_module("verifiers.v1.utils.decorators", _OWNER).invoke
-        return invoke(stop, {"task": self._task.data, "trace": self.trace})
 
-
-def _tasks(recipe: VerifiersRecipe) -> Sequence[Any]:
-    return _read(recipe.taskset, json.dumps(recipe.keys, sort_keys=True), recipe.tasks)[1]
-
-
-def _env(recipe: VerifiersRecipe) -> Any:
-    return _read(recipe.taskset, json.dumps(recipe.keys, sort_keys=True), recipe.tasks)[0]
+def _loaded(recipe: VerifiersRecipe) -> tuple[Any, Sequence[Any]]:
+    """The `Env` and the tasks of the taskset, which are read once per process."""
+    return _read(recipe.taskset, json.dumps(recipe.keys, sort_keys=True), recipe.tasks)
 
 
 @lru_cache(maxsize=16)

@@ -1,29 +1,13 @@
 """`posttrain memory`: chat with the memory agent, serve a vault over MCP, list and undo changes."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 app = typer.Typer(
     help="Use the memory agent: a model that keeps Markdown notes by writing Python.", no_args_is_help=True
 )
-
-
-class PromptLength(StrEnum):
-    """The system prompt."""
-
-    full = "full"
-    brief = "brief"
-
-
-class Opener(StrEnum):
-    """What writes the opening `<think>`."""
-
-    policy = "policy"
-    environment = "environment"
-    template = "template"
 
 
 VaultFolder = Annotated[Path, typer.Argument(help="Folder of the vault.")]
@@ -44,8 +28,10 @@ Temperature = Annotated[
 ]
 MaxTurns = Annotated[int | None, typer.Option(help="Maximum number of model messages per question. Default: 8.", min=2)]
 NoThinking = Annotated[bool, typer.Option("--no-thinking", help="For models trained without `<think>`.")]
-Prompt = Annotated[PromptLength, typer.Option(help="The system prompt that the model was trained with.")]
-OpenedBy = Annotated[Opener, typer.Option(help="`environment.opened_by` of the model's training.")]
+Prompt = Annotated[Literal["full", "brief"], typer.Option(help="The system prompt that the model was trained with.")]
+OpenedBy = Annotated[
+    Literal["policy", "environment", "template"], typer.Option(help="`environment.opened_by` of the model's training.")
+]
 ReadOnly = Annotated[bool, typer.Option("--read-only", help="Never change notes; take no lock.")]
 
 
@@ -59,8 +45,8 @@ def chat(
     temperature: Temperature = None,
     max_turns: MaxTurns = None,
     no_thinking: NoThinking = False,
-    prompt: Prompt = PromptLength.full,
-    opened_by: OpenedBy = Opener.policy,
+    prompt: Prompt = "full",
+    opened_by: OpenedBy = "policy",
     read_only: ReadOnly = False,
     new: Annotated[
         bool, typer.Option("--new", help="Create the folder and an empty user.md if they are missing.")
@@ -87,7 +73,7 @@ def chat(
     from posttrain_memory.interpreter.pool import Interpreter
     from posttrain_memory.privacy.rules import vault_rules
 
-    settings = live_settings(max_turns, not no_thinking, prompt.value, opened_by.value)
+    settings = live_settings(max_turns, not no_thinking, prompt, opened_by)
     opened = open_vault(vault, new, read_only)
     try:
         chat_client = open_chat_client(model, url, key, temperature, settings.thinking)
@@ -116,8 +102,8 @@ def mcp(
     temperature: Temperature = None,
     max_turns: MaxTurns = None,
     no_thinking: NoThinking = False,
-    prompt: Prompt = PromptLength.full,
-    opened_by: OpenedBy = Opener.policy,
+    prompt: Prompt = "full",
+    opened_by: OpenedBy = "policy",
     read_only: ReadOnly = False,
     http: Annotated[
         int | None,
@@ -163,7 +149,7 @@ def mcp(
         wire = stack.enter_context(private_wire()) if http is None else None
         notes = SharedNotes(vault, [*vault_rules(vault, "mcp"), *(rules or [])])
         notes.check(writable=not read_only)
-        settings = live_settings(max_turns, not no_thinking, prompt.value, opened_by.value)
+        settings = live_settings(max_turns, not no_thinking, prompt, opened_by)
         token = read_token(token_variable) if http is not None else ""
         on = stack.enter_context(open_listener(http, "--http")) if http is not None else None
         answers = None

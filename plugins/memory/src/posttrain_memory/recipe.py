@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from posttrain.recipe.base import BaseConfig, Reads
 from posttrain.recipe.components import EnvironmentRecipe
@@ -35,11 +35,9 @@ class AgentRecipe(BaseConfig):
     interpreter: InterpreterLimits = InterpreterLimits()
     """Resource limits of a block of code."""
 
-    @model_validator(mode="after")
-    def _opened(self):
+    def _check(self) -> None:
         if not self.thinking and self.opened_by != "policy":
             raise ValueError("`opened_by` has no effect without `thinking`; drop one")
-        return self
 
 
 class MemoryRecipe(AgentRecipe, EnvironmentRecipe):
@@ -87,8 +85,7 @@ class MemoryRecipe(AgentRecipe, EnvironmentRecipe):
         """`environment.tasks`, unless tasks are generated."""
         return "environment.tasks" if self.tasks else None
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "MemoryRecipe":
+    def _check(self) -> None:
         if self.memories is not None and not self.tasks:
             raise ValueError("`memories` requires `tasks`")
         weights = self.weights
@@ -110,4 +107,3 @@ class MemoryRecipe(AgentRecipe, EnvironmentRecipe):
                 f"a successful episode with rejected messages could earn as little as {least:g}, no more "
                 "than a wrong one; move `rejected` towards 0, or lower `max_turns` or `weights.judge`"
             )
-        return self

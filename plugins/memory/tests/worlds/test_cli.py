@@ -47,7 +47,12 @@ def test_rows_and_columns_of_each_split(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("word", "told"),
-    [("nodes=4", "expected key=value"), ("notes=2", "notes"), ("facts=[3,2]", "exchange"), ("themes=[none]", "theme")],
+    [
+        ("nodes=4", "the nearest is environment.worlds.notes"),
+        ("notes=2", "notes"),
+        ("facts=[3,2]", "exchange"),
+        ("themes=[none]", "theme"),
+    ],
 )
 def test_wrong_keys_are_reported(word, told, capsys):
     assert main(["data", "worlds", word]) == 2

@@ -1,5 +1,7 @@
 """Values are parsed in every spelling, and other text is not parsed as values."""
 
+from typing import get_args
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,8 +9,8 @@ from hypothesis import strategies as st
 from posttrain.seeds import random_stream
 from posttrain_memory.worlds.graph import ValueSampler
 from posttrain_memory.worlds.naming import Namer, fill, matcher, slug
-from posttrain_memory.worlds.theme import themes
-from posttrain_memory.worlds.values import TYPES, canonical, find, mentions, plain, spell
+from posttrain_memory.worlds.theme import Attribute, themes
+from posttrain_memory.worlds.values import canonical, find, mentions, plain, spell
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,8 @@ def test_patterns_are_filled_and_found():
 
 def test_all_types_are_used_and_themes_are_distinct():
     assert len(themes()) >= 12
-    assert {item.type for theme in themes().values() for item in theme.attributes.values()} == set(TYPES)
+    types = get_args(Attribute.model_fields["type"].annotation)
+    assert {item.type for theme in themes().values() for item in theme.attributes.values()} == set(types)
     assert {kind.about for theme in themes().values() for kind in theme.kinds} == {
         "person", "place", "organisation", "thing", "event"
     }  # fmt: skip

@@ -25,14 +25,13 @@ from posttrain.distributed.sharding import compute_dtype
 from posttrain.distributed.world import current_world
 from posttrain.engines.protocol import Completion, EngineCounters, Request
 from posttrain.engines.vllm.replicas import (
-    TOKEN,
     EngineDied,
     EngineRefused,
     HangDetector,
     LaunchedServerReplica,
     ServerReplica,
 )
-from posttrain.engines.vllm.settings import MOST_RANK, Settings
+from posttrain.engines.vllm.settings import MOST_RANK, TOKEN, Settings
 from posttrain.engines.vllm.transfer import address_for, broadcast, joined_group, packed, shared_memory
 from posttrain.engines.vllm.weights import Bucket, WeightStore, buckets
 from posttrain.episode import StopReason
@@ -458,7 +457,7 @@ def refuse_transfer(recipe: VllmEngineRecipe, policy: Policy) -> None:
     servers = set(range(recipe.first_device, recipe.first_device + recipe.replicas * recipe.tensor_parallel))
     if recipe.weight_transfer == "ipc" and not servers <= learners:
         raise InputError(
-            f"engine.weight_transfer: ipc needs servers on GPUs of the learner ({_listed(learners)}), and GPU "
+            f"engine.weight_transfer: ipc needs servers on GPUs of the learner ({', '.join(map(str, sorted(learners)))}), and GPU "
             f"{min(servers - learners)} is none; set engine.first_device={min(learners)}, or use nccl"
         )
     if recipe.weight_transfer == "nccl" and servers & learners:
@@ -466,10 +465,6 @@ def refuse_transfer(recipe: VllmEngineRecipe, policy: Policy) -> None:
             f"engine.weight_transfer: nccl needs servers that do not use the learner's GPU {min(servers & learners)}; set "
             f"engine.first_device={max(learners) + 1}, or use files"
         )
-
-
-def _listed(numbers: set[int]) -> str:
-    return ", ".join(map(str, sorted(numbers)))
 
 
 def open_vllm(
@@ -545,15 +540,17 @@ def settings_of(
 
 
 def _make_replicas(recipe: VllmEngineRecipe, settings: Settings, logs: Path | None) -> list[ServerReplica]:
-    token = os.environ.get(TOKEN) or None
-    replicas: list[ServerReplica] = []
-    for url in recipe.urls:
-        name = f"the vLLM server at {url}"
-        replicas.append(ServerReplica(name, url.rstrip("/"), token, START_SECONDS, False, required=settings))
-    if not recipe.urls:
-        folder, size = logs or Path(tempfile.mkdtemp(prefix="posttrain-vllm-logs-")), recipe.tensor_parallel
-        for number in range(recipe.servers):
-            first = recipe.first_device + number * size
-            devices = list(range(first, first + size))
-            replicas.append(LaunchedServerReplica(number, settings, recipe.python, devices, START_SECONDS, folder))
-    return replicas
+    if recipe.urls:
+        token = os.environ.get(TOKEN) or None
+        return [
+            ServerReplica(f"the vLLM server at {url}", url.rstrip("/"), token, START_SECONDS, False, required=settings)
+            for url in recipe.urls
+        ]
+    folder, size = logs or Path(tempfile.mkdtemp(prefix="posttrain-vllm-logs-")), recipe.tensor_parallel
+    devices = range(recipe.first_device, recipe.first_device + recipe.servers * size)
+    return [
+        LaunchedServerReplica(
+            number, settings, recipe.python, list(devices[number * size :][:size]), START_SECONDS, folder
+        )
+        for number in range(recipe.servers)
+    ]

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from posttrain.distributed.process import ChildProcess
-from posttrain.engines.vllm.settings import Settings, preloaded_libraries, process_environment
+from posttrain.engines.vllm.settings import TOKEN, Settings, preloaded_libraries, process_environment
 from posttrain.errors import InputError, RunError
 
 T = TypeVar("T")
@@ -132,7 +132,6 @@ async def http_request(url: str, path: str, headers: dict[str, str], content: by
 _POLL_SECONDS = 0.1
 _SHUTDOWN_SECONDS = 10
 """Time for a server to shut down before it is killed."""
-TOKEN = "POSTTRAIN_VLLM_TOKEN"
 _LOG_LINES = 6
 """Number of log lines that an error message shows."""
 

@@ -24,10 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.engines.vllm.host import Host
-from posttrain.engines.vllm.settings import Settings
+from posttrain.engines.vllm.settings import TOKEN, Settings
 
-TOKEN = "POSTTRAIN_VLLM_TOKEN"
-"""Environment variable with the server's token."""
 CALLS = (
     *("info", "ping", "generate", "sleep"),
     *("begin_weights", "finish_weights", "join_transfer", "receive_buffer"),

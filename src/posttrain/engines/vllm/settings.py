@@ -11,6 +11,8 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 MOST_RANK = _RANKS[-1]
 BACKEND = "posttrain"
 """Name of the trainer's way of sending weights in vLLM's registry."""
+TOKEN = "POSTTRAIN_VLLM_TOKEN"
+"""Environment variable with a server's token."""
 GIB = 2**30
 STREAM_INTERVAL = 8
 """Tokens per message of a streamed answer, if none is needed for each."""

@@ -55,7 +55,10 @@ def corrupt(procedure: Procedure, policy: Policy, kind: str, random: np.random.G
         step, steps = candidates[index]
         worse = replace(procedure, steps=steps)
         verdict = verify(write(worse), policy)
-        if verdict.reward < before.reward and _matches_kind(verdict, step, kind):
+        # The verifier attributes some kinds to a step, which must be this one.
+        expected = _FAULT_OF.get(kind)
+        reported = expected is None or any((fault.step, fault.kind) == (step, expected) for fault in verdict.faults)
+        if verdict.reward < before.reward and reported:
             return Corruption(worse, step, kind, verdict)
     return None
 
@@ -66,12 +69,6 @@ _FAULT_OF = {
     "loop": "loop",
     "redundant_question": "redundant",
 }
-
-
-def _matches_kind(verdict: Verdict, step: str, kind: str) -> bool:
-    """Whether the verifier reports the fault in this step, for kinds that it can attribute to a step."""
-    expected = _FAULT_OF.get(kind)
-    return expected is None or any((fault.step, fault.kind) == (step, expected) for fault in verdict.faults)
 
 
 def _candidates(procedure: Procedure, policy: Policy, kind: str) -> Iterator[tuple[str, tuple[Step, ...]]]:

@@ -99,7 +99,8 @@ def write_dataset(out: Path, seed: int, counts: dict[str, int]) -> WrittenDatase
     scores = Scores()
     for split, sample in samples(seed, counts):
         _add_scores(sample, scores)
-        common = _common(sample)
+        policy = sample.policy
+        common = {"domain": policy.domain, "policy": identity(policy), "label": policy.to_json()}
         question = {"role": "user", "content": sample.prompt}
         answer = write(sample.procedure)
         sound = [question, _answer(answer)]
@@ -156,11 +157,6 @@ def identity(policy: Policy) -> str:
     questions = [[plain(question.ask) for question in policy.attributes[i].questions] for i in order]
     table = sorted((tuple(case[i] for i in order), policy.decide(case)) for case in policy.cases)
     return blake2b(repr((policy.domain, questions, table)).encode(), digest_size=8).hexdigest()
-
-
-def _common(sample: Sample) -> dict[str, Any]:
-    policy = sample.policy
-    return {"domain": policy.domain, "policy": identity(policy), "label": policy.to_json()}
 
 
 def _answer(text: str) -> Message:

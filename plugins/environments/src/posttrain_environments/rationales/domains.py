@@ -161,7 +161,10 @@ def describe(policy: Policy, random: np.random.Generator) -> str:
     """Return the policy in English, in one of several forms. The domain must be one of `DOMAINS`."""
     domain = DOMAINS[policy.domain]
     place = f"{_pick(PLACES, random)} {domain.institution}"
-    clauses = [(_clause(policy, rule), rule.decision) for rule in policy.rules]
+    clauses = []
+    for rule in policy.rules:
+        answers = [policy.questions[at].yes if wanted else policy.questions[at].no for at, wanted in rule.conditions]
+        clauses.append(((" and " if rule.every else " or ").join(answers), rule.decision))
     form = int(random.integers(5))
     if form == 0:
         heading = f"{place}, {domain.name}. The first rule that holds decides."
@@ -256,8 +259,3 @@ def _each_decides(policy: Policy) -> bool:
             if shorter.decided == policy.decided:
                 return False
     return True
-
-
-def _clause(policy: Policy, rule: Rule) -> str:
-    texts = [policy.questions[place].yes if wanted else policy.questions[place].no for place, wanted in rule.conditions]
-    return (" and " if rule.every else " or ").join(texts)

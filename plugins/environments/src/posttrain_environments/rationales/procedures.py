@@ -89,10 +89,10 @@ class Reading(NamedTuple):
 
 def write(procedure: Procedure) -> str:
     """Return the text of `procedure`, which `parse` reads without problems."""
-    lines = [
-        f"{step.label}. {step.question} If YES, {_target_text(step.yes)}. If NO, {_target_text(step.no)}."
-        for step in procedure.steps
-    ]
+    lines = []
+    for step in procedure.steps:
+        yes, no = (f"go to Step {target}" if target in LABELS else target for target in (step.yes, step.no))
+        lines.append(f"{step.label}. {step.question} If YES, {yes}. If NO, {no}.")
     return "\n".join([*lines, f"Rationale: {procedure.rationale}"])
 
 
@@ -112,7 +112,8 @@ def parse(text: str) -> Reading:
         label = _LABEL.match(line)
         reason = _RATIONALE.fullmatch(line)
         if match and match[1] in LABELS:
-            step = _read_step(match)
+            question = " ".join(match[2][:-1].split()) + "?"
+            step = Step(match[1].upper(), question, (match[3] or match[4]).upper(), (match[5] or match[6]).upper())
             if step.label in steps:
                 problems.append(Problem(step.label, "a second step has this label"))
             else:
@@ -203,15 +204,6 @@ class _Plan:
                     best = total, question
         assert best is not None, "two cases with the same answers are one case"
         return best
-
-
-def _target_text(target: str) -> str:
-    return f"go to Step {target}" if target in LABELS else target
-
-
-def _read_step(match: re.Match[str]) -> Step:
-    question = " ".join(match[2][:-1].split()) + "?"
-    return Step(match[1].upper(), question, (match[3] or match[4]).upper(), (match[5] or match[6]).upper())
 
 
 def _rationale(policy: Policy, first: int, steps: tuple[Step, ...]) -> str:

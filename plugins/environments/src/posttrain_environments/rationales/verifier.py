@@ -92,10 +92,8 @@ class _Graph:
                 faults.append(Fault(label, kind, message))
 
             if not arriving[label]:
-                fault(
-                    "unreachable",
-                    "no case gets here" if self._reachable_from_start(label) else "no step leads here from A",
-                )
+                led = "A" in self._steps and label in self._reachable("A")
+                fault("unreachable", "no case gets here" if led else "no step leads here from A")
                 count += 2
             elif self._question[label] is None:
                 fault("unknown question", f"the policy has no question {step.question!r}")
@@ -165,9 +163,6 @@ class _Graph:
             reached |= new
             pending += new
         return reached
-
-    def _reachable_from_start(self, label: str) -> bool:
-        return "A" in self._steps and label in self._reachable("A")
 
     def _unsound(
         self, step: Step, answer: bool, arriving: int, after: dict[str, set[str]], fault: Callable[[str, str], None]

@@ -73,13 +73,10 @@ class ToolSession:
                 raise VaultError("notes cannot be changed while a privacy rule holds", "PermissionError")
             returned = call({name: function}, name, list(args), kwargs)
             if first and name in _READING:
-                self.checked_first = self._is_user(name, str(next(iter([*args, *kwargs.values()]))))
+                where = str(next(iter([*args, *kwargs.values()])))
+                link = name == "follow_link"
+                path = self._seen.resolve(parse_link(where).target) if link else note_path(where, self.vault.limits)
+                self.checked_first = path == USER
             return returned
 
         return guarded
-
-    def _is_user(self, name: str, where: str) -> bool:
-        """Whether a path or link refers to `user.md`."""
-        if name == "follow_link":
-            return self._seen.resolve(parse_link(where).target) == USER
-        return note_path(where, self.vault.limits) == USER

@@ -173,7 +173,10 @@ def _run_job(
         except MontyCrashedError:
             raise
         except MontyError as raised:
-            error, last = _describe(raised), None
+            kind, _, message = raised.display(format="type-msg").partition(": ")
+            frames = raised.traceback() if hasattr(raised, "traceback") else []
+            error = {"type": kind[:60], "message": message[:400], "line": frames[-1].line if frames else None}
+            last = None
         # A limit stops the interpreter mid-operation, so its values cannot be relied on.
         if error and error["type"] in ("TimeoutError", "MemoryError", "RecursionError"):
             return {}, error
@@ -263,13 +266,6 @@ def _values(session: Any, names: list[str], last: object, settings: dict[str, An
         values[_LAST] = last
     kept = {name: v for name, v in values.items() if not (isinstance(v, str) and _NO_VALUE.fullmatch(v[:200]))}
     return JsonConverter(settings["output_chars"]).values(kept)
-
-
-def _describe(raised: Any) -> dict[str, Any]:
-    """Type, message and line of a sandbox exception."""
-    name, _, message = raised.display(format="type-msg").partition(": ")
-    frames = raised.traceback() if hasattr(raised, "traceback") else []
-    return {"type": name[:60], "message": message[:400], "line": frames[-1].line if frames else None}
 
 
 def main() -> None:

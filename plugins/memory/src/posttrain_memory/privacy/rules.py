@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal, Self, get_args
+from typing import Literal, get_args
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator
 
 from posttrain.errors import InputError
 from posttrain.recipe.base import BaseConfig
@@ -47,11 +47,9 @@ class Rule(BaseConfig):
     value: str | None = Field(None, min_length=2)
     """An exact value, in any case and with any separators."""
 
-    @model_validator(mode="after")
-    def _check_properties(self) -> Self:
+    def _check(self) -> None:
         if not self.model_fields_set:
             raise ValueError("a rule needs `note`, `label`, `category` or `value`; all notes are `note: '*'`")
-        return self
 
 
 class RuleSet(BaseConfig):
@@ -71,11 +69,9 @@ class RuleSet(BaseConfig):
             raise ValueError("a rule of `only` has no `value`; name the note, label or category")
         return rules
 
-    @model_validator(mode="after")
-    def _check_rules(self) -> Self:
+    def _check(self) -> None:
         if not self.hide and not self.only:
             raise ValueError("set `hide` or `only`")
-        return self
 
 
 @dataclass(frozen=True)

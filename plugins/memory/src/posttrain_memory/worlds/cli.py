@@ -38,11 +38,12 @@ def worlds(
 
     posttrain data worlds --train 2000 notes=4 facts=[1,2] filler=[0,0] bare=true back_links=false
     """
+    from posttrain.cli.env import environment_of
     from posttrain.data.files import write_rows
     from posttrain.terminal import new_console
     from posttrain_memory.worlds.dataset import SPLITS, row_of, samples
 
-    recipe = _recipe(words or [])
+    recipe: WorldRecipe = environment_of("memory", [f"worlds.{word}" for word in words or []]).worlds  # type: ignore[attr-defined]
     counts = {"test": test, "dev": dev, "train": train}
     generated = list(samples(seed, recipe, counts))
     for split in reversed(SPLITS):
@@ -54,27 +55,6 @@ def worlds(
     console = new_console()
     console.print(_tasks_table(generated))
     console.print(_vaults_table(generated, model))
-
-
-def _recipe(words: list[str]) -> "WorldRecipe":
-    import yaml
-    from pydantic import ValidationError
-
-    from posttrain.errors import InputError
-    from posttrain_memory.worlds.recipe import WorldRecipe
-
-    values = {}
-    for word in words:
-        key, sign, text = word.partition("=")
-        if not sign or key not in WorldRecipe.model_fields:
-            raise InputError(f"{word}: expected key=value; the keys are {', '.join(WorldRecipe.model_fields)}")
-        values[key] = yaml.safe_load(text)
-    try:
-        return WorldRecipe(**values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise InputError(f"worlds: {place}: {first['msg'].removeprefix('Value error, ')}") from error
 
 
 def _tasks_table(samples: "list[Sample]") -> "Table":

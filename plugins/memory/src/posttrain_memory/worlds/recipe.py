@@ -1,34 +1,13 @@
 """Recipe keys of generated worlds, their tasks, and rewards."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from posttrain.recipe.base import BaseConfig, Text
+from posttrain_memory.worlds.task import Variant
 from posttrain_memory.worlds.theme import Style, themes
 
-Variant = Literal[
-    "hop0",
-    "hop1",
-    "hop2",
-    "aggregate",
-    "time",
-    "add",
-    "change",
-    "delete",
-    "new",
-    "remove",
-    "relink",
-    "mention",
-    "no_entity",
-    "no_attribute",
-    "contradiction",
-    "control",
-    "hide_all",
-    "hide_some",
-    "allow_only",
-    "unrelated",
-]
 Range = tuple[Annotated[int, Field(ge=0, le=200)], Annotated[int, Field(ge=0, le=200)]]
 
 
@@ -142,8 +121,7 @@ class RewardWeights(BaseConfig):
         """The most that an episode earns for its form, right or wrong."""
         return self.check_first + sum(map(self.code_reward, range(self.code_turns)))
 
-    @model_validator(mode="after")
-    def _right_beats_wrong(self) -> "RewardWeights":
+    def _check(self) -> None:
         least = self.success - self.turns_at_most - self.judge
         most = self.partial + self.form
         if least - most < 1e-6:
@@ -151,4 +129,3 @@ class RewardWeights(BaseConfig):
                 f"a wrong answer could earn {most:g} and a right one as little as {least:g}; "
                 "lower partial, check_first, code, turns_at_most or judge, or raise success"
             )
-        return self

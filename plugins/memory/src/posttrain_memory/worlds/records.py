@@ -19,7 +19,7 @@ from posttrain_memory.vault.limits import VaultError, VaultLimits
 from posttrain_memory.vault.paths import USER, collision, note_path, portable_path
 from posttrain_memory.vault.text import split_question
 from posttrain_memory.worlds.replies import Answer
-from posttrain_memory.worlds.task import MemoryTask
+from posttrain_memory.worlds.task import KINDS, MemoryTask
 from posttrain_memory.worlds.theme import FOREIGN
 from posttrain_memory.worlds.values import FINDABLE, canonical, mentions, plain
 
@@ -81,7 +81,7 @@ def read_evaluation(folder: Path) -> Iterator[tuple[str, dict[str, Any], str, Pa
     that is not a JSON object.
     """
     for file in sorted(folder.rglob(f"*{_ITEMS}")):
-        kinds = [part for part in file.parts if part in ("retrieval", "update", "clarification", "filter")]
+        kinds = [part for part in file.parts if part in KINDS]
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
             if not line.strip():
                 continue

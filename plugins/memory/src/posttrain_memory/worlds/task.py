@@ -1,17 +1,23 @@
 """One task in a vault: a question, its truth, and a scripted solution."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from posttrain.errors import InputError
 
-KINDS = ("retrieval", "update", "clarification", "filter")
-VARIANTS = {
-    "retrieval": ("hop0", "hop1", "hop2", "aggregate", "time"),
-    "update": ("add", "change", "delete", "new", "remove", "relink", "mention"),
-    "clarification": ("no_entity", "no_attribute", "contradiction", "control"),
-    "filter": ("hide_all", "hide_some", "allow_only", "unrelated"),
+Retrieval = Literal["hop0", "hop1", "hop2", "aggregate", "time"]
+Update = Literal["add", "change", "delete", "new", "remove", "relink", "mention"]
+Clarification = Literal["no_entity", "no_attribute", "contradiction", "control"]
+Filter = Literal["hide_all", "hide_some", "allow_only", "unrelated"]
+Variant = Literal[Retrieval, Update, Clarification, Filter]
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "retrieval": get_args(Retrieval),
+    "update": get_args(Update),
+    "clarification": get_args(Clarification),
+    "filter": get_args(Filter),
 }
+"""Kind of tasks -> its variants."""
+KINDS = tuple(VARIANTS)
 
 
 @dataclass(frozen=True)

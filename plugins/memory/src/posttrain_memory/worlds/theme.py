@@ -7,10 +7,10 @@ import json
 import re
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 import yaml
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator
 
 from posttrain.errors import InputError
 from posttrain.recipe.base import BaseConfig
@@ -39,7 +39,7 @@ class Attribute(BaseConfig):
     label: Text
     """The name of the fact, as written in notes."""
     type: Literal["text", "number", "money", "date", "phone", "email", "enum", "list"]
-    """The type of its values, see `values.TYPES`."""
+    """The type of its values."""
     values: str = ""
     """The range or choices of its values: `2-60` (number), `20-400 EUR` (money), `2019-2024` (date: years), `calm/nervous`
     (enum), `a/b/c` (list), a pattern of `naming.fill` (text). Empty for phone and email."""
@@ -50,8 +50,7 @@ class Attribute(BaseConfig):
     sentence: Sentence
     """States the fact in prose, with `{name}` (the note; not in facts about the user) and `{value}`."""
 
-    @model_validator(mode="after")
-    def _check_values(self) -> Self:
+    def _check(self) -> None:
         form = {
             "number": r"\d+-\d+",
             "money": r"\d+-\d+ [A-Z]{3}",
@@ -66,7 +65,6 @@ class Attribute(BaseConfig):
             raise ValueError(f"`values` of type {self.type} has the wrong form: {self.values!r}")
         if self.unit and self.type != "number":
             raise ValueError("`unit` belongs to type number only")
-        return self
 
     @cached_property
     def key(self) -> str:
@@ -164,8 +162,7 @@ class Theme(BaseConfig):
             raise ValueError("each kind needs its own `key`, other than user")
         return kinds
 
-    @model_validator(mode="after")
-    def _check_labels(self) -> Self:
+    def _check(self) -> None:
         kinds = {kind.key for kind in self.kinds}
         for number, tie in enumerate(self.relations):
             if tie.source not in {*kinds, "user"} or tie.target not in kinds:
@@ -183,7 +180,6 @@ class Theme(BaseConfig):
             for text, key in (*((text, tie.key) for text in forward), *((text, tie.inverse_key) for text in inverse)):
                 if owners.setdefault(plain_label(text), key) != key:
                     raise ValueError(f"the label {text!r} names both {owners[plain_label(text)]} and {key}")
-        return self
 
     @cached_property
     def all_facts(self) -> list[Attribute]:

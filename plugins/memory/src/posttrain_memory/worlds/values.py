@@ -17,7 +17,6 @@ from typing import TypeVar
 
 import numpy as np
 
-TYPES = ("text", "number", "money", "date", "phone", "email", "enum", "list")
 FINDABLE = ("number", "money", "date", "phone", "email")
 """Types whose values can be recognized in running text."""
 
