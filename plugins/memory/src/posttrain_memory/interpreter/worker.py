@@ -173,8 +173,9 @@ def _run_job(
         except MontyCrashedError:
             raise
         except MontyError as raised:
-            kind, _, message = raised.display(format="type-msg").partition(": ")
-            frames = raised.traceback() if hasattr(raised, "traceback") else []
+            problem: Any = raised
+            kind, _, message = problem.display(format="type-msg").partition(": ")
+            frames = problem.traceback() if hasattr(problem, "traceback") else []
             error = {"type": kind[:60], "message": message[:400], "line": frames[-1].line if frames else None}
             last = None
         # A limit stops the interpreter mid-operation, so its values cannot be relied on.
