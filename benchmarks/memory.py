@@ -16,8 +16,9 @@ from pathlib import Path
 from harness.table import show
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from posttrain.planning.devices import DEVICES
 from tests.cuda_fake import started
+
+from posttrain.planning.devices import DEVICES
 
 GIB = 2**30
 

@@ -17,9 +17,10 @@ from harness.table import show
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from tests.models.families import save_family
+
 import posttrain
 from posttrain.runs.metrics import read_metrics
-from tests.models.families import save_family
 
 SHAPE = {
     "num_hidden_layers": 4,
