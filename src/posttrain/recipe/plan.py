@@ -136,7 +136,7 @@ class ModelSizes:
         end = (4 * width * root + 4 * self.layer) if self.tied and not scores else (width + 4) * root
         start = 2 * width * (root + self.layer)  # the buffers of a gathering stay until the next
         without = max(layer, start - activations, end * trains - activations) - logits
-        return max(projection + inputs - activations, without)
+        return max(projection + inputs - activations, without, 0)
 
     def cache_bytes(self, width: int, tensor: int = 1) -> int:
         """Bytes of KV cache per token on one of `tensor` devices, at `width` bytes per number. Heads are not split."""
