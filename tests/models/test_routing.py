@@ -118,7 +118,7 @@ def test_the_weights_of_replayed_experts_are_those_of_the_family_s_formula(folde
         torch.testing.assert_close(one.grad, other.grad, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
 def test_streams_of_a_row_keep_their_own_experts(folder, checkpointing):
     """Shared tokens have the experts of the first stream that knows some; the others those of their stream. Layers that are
     recomputed in the backward pass have the same."""
