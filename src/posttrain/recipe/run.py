@@ -301,7 +301,9 @@ class TrainedRecipe(StageRecipe):
             whole, width = not self.hardware.reshard_after_forward, self.model.weight_bytes
             held, logits = (items.get(what, (0, ""))[0] for what in (ACTIVATIONS, "logits"))
             tokens = self.learner.tokens_per_batch // self.hardware.sequence_parallel
-            before = sizes.layers * (sizes.kept_products if self.model.gradient_checkpointing == "selective" else sizes.hidden)
+            before = sizes.layers * (
+                sizes.kept_products if self.model.gradient_checkpointing == "selective" else sizes.hidden
+            )
             inputs = width * tokens * before if self.model.gradient_checkpointing else held
             items[GATHERED] = (
                 sizes.gathered_bytes(width, inputs, held, logits, self.model.lora is None, self.scores, whole),
