@@ -63,6 +63,9 @@ class Stream:
     versions: np.ndarray
     """[T] int32: version (number of optimizer updates) of the weights that sampled the token; -1 for tokens that no policy
     of the run sampled."""
+    experts: np.ndarray | None = None
+    """[T, R, k]: the experts that a model with R routers used for each token when it sampled (`model.router_replay`); -1 for
+    tokens that it did not compute. None: unknown."""
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,12 @@ from transformers import AutoConfig
 
 from posttrain.distributed import world
 from posttrain.models.policy import Policy
+from posttrain.planning.devices import DEVICES
+from posttrain.planning.fit import at_peak
+from posttrain.planning.model_sizes import PUBLISHED
+from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.hardware import HardwareRecipe
+from posttrain.recipe.model import OptimizerRecipe
 from posttrain.recipe.plan import ACTIVATIONS, ModelSizes, Plan
 from posttrain.recipe.supervised import SftRecipe
 from posttrain.training.objectives import SupervisedObjective, logprobs
@@ -18,26 +24,30 @@ from posttrain.training.reference import move_towards
 from tests.cuda_fake import made
 
 TOKENS = 2048
-SHAPES = {
-    "Qwen2.5-0.5B": ("qwen2", 896, 4864, 14, 2, 64),
-    "Qwen3-4B": ("qwen3", 2560, 9728, 32, 8, 128),
-    "Llama-3-8B": ("llama", 4096, 14336, 32, 8, 128),
-}
 
 
-def policy_of(shape, layers, path, vocabulary=1000, **settings):
-    family, hidden, intermediate, heads, key_heads, size = SHAPES[shape]
+def policy_of(name, layers, path, vocabulary=1000, **settings):
+    """A policy of the published shape `name` with so many layers (None: all) and words."""
+    sizes = PUBLISHED[name]
+    family = "qwen2" if name.startswith("Qwen2") else "llama" if name.startswith("Llama") else "qwen3"
+    experts = {
+        "num_experts": sizes.experts,
+        "num_experts_per_tok": sizes.experts_per_token,
+        "moe_intermediate_size": sizes.intermediate,
+        "norm_topk_prob": True,
+    }
     config = AutoConfig.for_model(
-        family,
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
-        head_dim=size,
+        f"{family}_moe" if sizes.experts else family,
+        **(experts if sizes.experts else {}),
+        vocab_size=vocabulary or sizes.vocabulary,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.intermediate,
+        num_hidden_layers=layers or sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.key_value_heads,
+        head_dim=sizes.head_size,
         max_position_embeddings=4096,
-        tie_word_embeddings=True,
+        tie_word_embeddings=sizes.tied,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
@@ -45,9 +55,53 @@ def policy_of(shape, layers, path, vocabulary=1000, **settings):
     return made.ShapedPolicy(made.recipe(path, **settings), config)
 
 
+def measured(device, path, name, tokens, lora=False, recomputed=False, layers=None):
+    """Bytes on one of the processes: `state` before an update, `peak` of one with two passes of `tokens` tokens each, and
+    `resting` after it, while episodes are sampled."""
+    settings = {"gradient_checkpointing": recomputed, "lora": {"rank": 16} if lora else None}
+    gc.collect()
+    before = device.live
+    policy = policy_of(name, layers, path, None, **settings)
+    optimizer = Optimizer(policy.trainable(), OptimizerRecipe(), 1)
+    gc.collect()
+    device.reset()
+    state = device.live - before
+    for number in range(2):
+        row = made.stream(number, tokens)
+        with policy.training_mode("row"):
+            scores = policy.score([row.ids], [row.sampled], 1.0, 512)
+            policy.set_last_backward(number == 1)
+            scores.logprobs.sum().backward()
+        del scores
+        optimizer.collect()
+    optimizer.step()
+    gc.collect()
+    return {"state": state, "peak": device.peak - before, "resting": device.live - before}
+
+
+def planned(name, tokens, lora=False, recomputed=False, layers=None):
+    """The items of the plan for such an update."""
+    sizes = PUBLISHED[name]
+    if layers is not None:
+        sizes = replace(sizes, layers=layers)
+        sizes = replace(sizes, parameters=sizes.computed_parameters)
+    words = [
+        *(
+            "data.train=x.jsonl",
+            "model.dtype=bfloat16",
+            f"model.path=Qwen/{name}",
+            f"learner.tokens_per_batch={tokens}",
+        ),
+        *("hardware.processes=8", "hardware.gradient_sync=per_forward", f"data.max_tokens={tokens}"),
+        *(f"model.gradient_checkpointing={recomputed}", *(["model.lora.rank=16"] if lora else [])),
+    ]
+    return at_peak(load_recipe([], words, "sft"), sizes, DEVICES["h100"])[0]
+
+
 def held_by_a_pass(device, policy):
     """Bytes that a forward pass with gradients keeps for its backward pass."""
     stream = made.stream(0, TOKENS)
+    gc.collect()  # earlier policies
     before = device.live
     with policy.training_mode("memory"):
         scores = policy.score([stream.ids], [stream.sampled], 1.0, 512)
@@ -57,19 +111,19 @@ def held_by_a_pass(device, policy):
     return held
 
 
-@pytest.mark.parametrize("selective", [False, True], ids=["all", "selective"])
+DENSE = [("Qwen2.5-0.5B", None), ("Qwen3-4B", None), ("Llama-3-8B", {"rank": 16})]
+
+
 @pytest.mark.parametrize(
-    ("shape", "lora"),
-    [("Qwen2.5-0.5B", None), ("Qwen3-4B", None), ("Llama-3-8B", {"rank": 16})],
-    ids=["qwen2", "qwen3", "llama with adapters"],
+    ("shape", "lora", "selective"),
+    # Selective checkpointing keeps nothing of transformers' products of experts.
+    [*((*dense, selective) for dense in DENSE for selective in (False, True)), ("Qwen3-235B-A22B", None, False)],
 )
 def test_activations_of_a_layer(device, thin_model, shape, lora, selective):
     settings = {"lora": lora} | ({"gradient_checkpointing": "selective"} if selective else {})
     held = [held_by_a_pass(device, policy_of(shape, layers, thin_model, **settings)) for layers in (1, 2)]
     counted = (held[1] - held[0]) / TOKENS
-    family, *numbers = SHAPES[shape]
-    hidden, intermediate, heads, key_heads, size = numbers
-    sizes = ModelSizes(1, 2, hidden, intermediate, heads, key_heads, size, 1000, head_norms=family == "qwen3")
+    sizes = PUBLISHED[shape]
     assert counted == pytest.approx(2 * (sizes.kept_products if selective else sizes.kept_activations), rel=0.05)
 
 
@@ -94,6 +148,16 @@ def test_gradients_in_bfloat16_are_not_all_held(device, thin_model, monkeypatch)
     monkeypatch.setattr(Optimizer, "collecting", at_the_end)
     piled, _ = most_held()
     assert piled - freed > 0.8 * gradients
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapters"])
+@pytest.mark.parametrize("name", ["Qwen3-4B", "Qwen3-8B", "Qwen3-30B-A3B"])
+def test_the_plan_of_a_few_layers_is_within_a_tenth_of_the_peak(device, thin_model, name, lora, recomputed):
+    with made.processes(device, 8, 1):
+        peak = measured(device, thin_model, name, 4096, lora, recomputed, layers=4)["peak"]
+    items = planned(name, 4096, lora, recomputed, layers=4)
+    assert sum(items.values()) == pytest.approx(peak, rel=0.1), {what: n / 2**20 for what, n in items.items()}
 
 
 def test_an_offloaded_optimizer_leaves_weights_alone_on_the_device(device, thin_model, monkeypatch):

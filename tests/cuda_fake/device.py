@@ -263,6 +263,8 @@ def fake_cuda() -> Any:
     replaced |= {
         (torch.cuda, "current_stream"): lambda: _Stream(device),
         (torch.cuda, "empty_cache"): lambda: None,
+        # One kernel on a GPU; PyTorch computes it for fake tensors by several operations in float32.
+        (torch.ops.aten, "silu_backward"): lambda gradient, x: torch.empty_like(x),
         (torch.utils, "swap_tensors"): _swapped(torch.utils.swap_tensors),
         (layers, "rms_norm"): _fused_norm,
         (decoder, "rms_norm"): _fused_norm,

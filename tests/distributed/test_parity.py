@@ -103,7 +103,8 @@ GIVEN = {
 
 
 def given_updates(model, out, lora):
-    """Two updates of PPO's loss on given episodes, one of which alone is longer than the others; saves the weights."""
+    """Two updates of PPO's loss on given episodes, one of which alone is longer than the others; saves the weights. Models with
+    experts have the load-balancing loss too, and most episodes give the experts of their tokens."""
     from posttrain.distributed.world import current_world
     from posttrain.losses.surrogates import PpoLoss
     from posttrain.models.policy import Policy
@@ -114,7 +115,9 @@ def given_updates(model, out, lora):
     from posttrain.training.rows import stream_of
     from posttrain.training.updater import Sample, Updater
 
-    policy = Policy(str(model), threads=1, lora=lora)
+    routed = Path(model).name in ("experts", "mixtral")
+    settings = {"router_aux_loss": 0.3, "gradient_checkpointing": lora is None} if routed else {}
+    policy = Policy(str(model), threads=1, lora=lora, **settings)
     # Two micro-batches, one with the long episode; no number of processes divides them further.
     recipe = LearnerRecipe(tokens_per_batch=120)
     optimizer = Optimizer(policy.trainable(), OptimizerRecipe(learning_rate=1e-3), 2)
@@ -124,6 +127,9 @@ def given_updates(model, out, lora):
         sampled = np.arange(length) >= 4
         stream = stream_of(draws.integers(3, 250, length), sampled)
         stream.rollout_logprobs[sampled] = draws.normal(-5.5, 0.1, length - 4)
+        if policy.routing is not None and length != 30:
+            shape = (length, len(policy.routing.layers), 4)
+            stream.experts = draws.permuted(np.broadcast_to(np.arange(4, dtype=np.int8), shape), axis=2)[..., :2]
         samples.append(Sample(stream, "given", draws.normal(size=length - 4).astype(np.float32)))
     lines = []
     for _ in range(2):
@@ -267,6 +273,7 @@ def test_updates_on_given_episodes_are_those_of_one_process(name, alone, divided
     for line, other in zip(lines, others, strict=True):
         close(line, other, name)
         assert line["optimizer/gradient_norm"] > 0.01
+        assert not ("expert" in name or "mixtral" in name) or line["loss/router"] > 1.9
     file = "model.safetensors" if GIVEN[name][1] is None else "adapter_model.safetensors"
     same_weights(expected / "policy" / file, found / "policy" / file)
 

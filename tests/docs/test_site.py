@@ -33,7 +33,7 @@ def module(path: str) -> ModuleType:
 
 METRIC = re.compile(
     r"(?:rollout|policy|loss|kl|entropy|critic|units|optimizer|tokens|time|reward|preference|validation|test|correction"
-    r"|credit|agent|audit|tools|teacher|ptx|reference|generate|speed)/[a-z_0-9]+|memory/(?:key_value_cache|process|gpu)"
+    r"|credit|agent|audit|tools|teacher|ptx|reference|generate|speed|router)/[a-z_0-9]+|memory/(?:key_value_cache|process|gpu)"
 )
 """A metric of `metrics.jsonl`, as the source spells it."""
 

@@ -103,7 +103,7 @@ class MadePolicy:
     """Three weights that encode their version."""
 
     end_tokens = frozenset({2})
-    recipe = SimpleNamespace(path="made", lora=None, trust_remote_code=False)
+    recipe = SimpleNamespace(path="made", lora=None, trust_remote_code=False, router_replay=False)
     model = torch.nn.Linear(4, 4)
     model.config = SimpleNamespace(max_position_embeddings=64)
     device = torch.device("cpu")
@@ -563,3 +563,7 @@ def test_a_deterministic_run_needs_a_deterministic_server():
     server._check_settings(running)
     with pytest.raises(RunError, match="started without --deterministic"):
         server._check_settings(running | {"deterministic": False})
+    server.required = Settings("m", router_replay=True)
+    assert process_environment(server.required)["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    with pytest.raises(RunError, match=r"without --router-replay, but model\.router_replay"):
+        server._check_settings(running)

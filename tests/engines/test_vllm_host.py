@@ -4,8 +4,10 @@ import asyncio
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from posttrain.engines.vllm.engine import VllmEngine
 from posttrain.engines.vllm.host import Host
 from posttrain.engines.vllm.settings import Settings, engine_arguments
 from posttrain.recipe.rollout import SamplingRecipe
@@ -14,7 +16,8 @@ from posttrain.recipe.rollout import SamplingRecipe
 class MadeAsyncEngine:
     """Samples 5, 6, 7, in outputs of `interval` tokens or in one output at the end, as the parameters say."""
 
-    def __init__(self, interval=1):
+    def __init__(self, interval=1, experts=False):
+        self.experts = experts
         self.outputs = 0
         self.interval = interval
         self.aborted = []
@@ -28,8 +31,11 @@ class MadeAsyncEngine:
         for part in parts:
             self.outputs += 1
             logprobs = [{token: SimpleNamespace(logprob=-0.5)} for token in part]
-            output = SimpleNamespace(token_ids=part, logprobs=logprobs)
-            yield SimpleNamespace(num_cached_tokens=2, outputs=[output], finished=part[-1] == 7)
+            done = part[-1] == 7
+            # Of three prompt tokens and all sampled ones but the last, at two layers.
+            experts = np.arange(20, dtype=np.uint8).reshape(5, 2, 2) if self.experts and done else None
+            output = SimpleNamespace(token_ids=part, logprobs=logprobs, routed_experts=experts)
+            yield SimpleNamespace(num_cached_tokens=2, outputs=[output], finished=done)
 
 
 @pytest.fixture
@@ -65,3 +71,14 @@ def test_tokens_after_a_stop_string_are_left_out(answered):
     found = answered(engine, stream=False, stop_strings=["5"])
     assert (found["ids"], found["logprobs"], found["stop_reason"]) == ([5], [-0.5], "stop_string")
     assert engine.aborted == ["request-0"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_experts_come_with_the_last_tokens(stream, answered):
+    assert "experts" not in answered(MadeAsyncEngine(), stream)
+    shape, numbers = answered(MadeAsyncEngine(experts=True), stream)["experts"]
+    policy = SimpleNamespace(routing=SimpleNamespace(layers=[1]))
+    experts = VllmEngine._experts(SimpleNamespace(policy=policy), shape, numbers)
+    assert experts.tolist() == [[[4 * token + 2, 4 * token + 3]] for token in range(5)]
+    cut = answered(MadeAsyncEngine(experts=True), stream, ["6"])
+    assert ("experts" in cut, cut["ids"]) == (False, [5, 6])

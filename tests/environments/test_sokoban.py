@@ -39,7 +39,7 @@ def test_moves_push_stop_and_never_pull():
 
 
 def test_rewards_are_those_of_the_recipe():
-    recipe = SokobanRecipe(step_reward=-0.1, box_on_reward=1, box_off_reward=-1, solved_reward=10)
+    recipe = SokobanRecipe(step_reward=-0.1, box_reward=1, solved_reward=10)
     room, start = _room(CORRIDOR)
     once = room.move(start, RIGHT)
     assert recipe.move_reward(room, start, once) == pytest.approx(-0.1)

@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from tests.models.families import save_family
+
 from . import async_runs, small
 
 PLACES = {
@@ -102,3 +104,23 @@ def test_complete_batches_of_a_killed_run_are_not_sampled_again(tiny_model, tmp_
     mine, whole = (small.episodes(run) for run in (tmp_path / "small", uninterrupted))
     steps = [f"step_{step:06d}.train.jsonl.zst" for step in range(1, 6)]
     assert [mine[step] for step in steps] == [whole[step] for step in steps]
+
+
+def test_a_resumed_run_replays_the_experts_of_its_buffered_episodes(tmp_path):
+    """They were chosen by weights that the run has no more."""
+    values = {}
+    for name in ("whole", "killed"):
+        values[name] = recipe(save_family(tmp_path / "experts", "mixtral"), tmp_path / name)
+        (tmp_path / name).mkdir()
+        values[name]["model"] |= {"router_replay": True, "router_aux_loss": 0.01}
+        values[name]["optimizer"]["learning_rate"] = 0.03
+        values[name]["evaluation"]["every"] = 0
+    assert small.run(values["whole"]) == 0, (tmp_path / "whole" / "log.txt").read_text()
+    place, most = PLACES["journal"]
+    assert small.run(values["killed"], die_at=(place, most)) == -9
+    assert small.run(values["killed"], resume=True) == 0, (tmp_path / "killed" / "log.txt").read_text()
+    _same(tmp_path / "killed" / "small", tmp_path / "whole" / "small")
+    changed = [
+        line["router/changed"] for line in small.metrics(tmp_path / "whole" / "small") if line["kind"] == "train"
+    ]
+    assert max(changed) > 0.01

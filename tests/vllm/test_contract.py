@@ -59,10 +59,11 @@ FIELDS = {
     ("engine/arg_utils.py", "EngineArgs"): sorted(
         {
             *engine_arguments(Settings("m", tensor_parallel=2), has_gpu=True),
-            *engine_arguments(Settings("m", adapter_rank=8), has_gpu=False),
+            *engine_arguments(Settings("m", adapter_rank=8, router_replay=True), has_gpu=False),
         }
         - {"enable_log_requests"}
     ),
+    ("outputs.py", "CompletionOutput"): ["token_ids", "logprobs", "routed_experts"],
     ("sampling_params.py", "SamplingParams"): [
         *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop_token_ids", "ignore_eos"),
         *("logprobs", "detokenize", "output_kind"),

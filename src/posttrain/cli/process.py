@@ -6,6 +6,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from posttrain.distributed import hangs
 from posttrain.distributed.launch import write_end
 from posttrain.distributed.stopping import second_signal_ends
 from posttrain.distributed.world import AlreadyReported, communication_error
@@ -18,6 +19,7 @@ def main(folder: Path) -> int:
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     job = json.loads((folder / "job.json").read_text())
     sys.path[:] = job["path"]
+    hangs.on_hang.append(lambda message: write_end(folder, rank, None, message, 1))
     try:
         if (folder / "stop").exists():
             raise KeyboardInterrupt

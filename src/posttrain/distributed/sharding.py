@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from posttrain.distributed.hangs import progress
 from posttrain.distributed.world import current_world
 
 T = TypeVar("T")
@@ -79,6 +80,7 @@ class ShardedModel:
 
         Outputs that need a gradient must be a tensor or a tuple of tensors.
         """
+        progress[0] += 1
         result = self._root(function, *arguments)
         if not torch.is_grad_enabled():
             self.reshard()

@@ -9,10 +9,11 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from posttrain.distributed import hangs
 from posttrain.errors import InputError, PosttrainError, RunError
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.runs.machine import usable_processors
@@ -94,6 +95,7 @@ class World:
             return list(items)
         import torch.distributed as dist
 
+        hangs.progress[0] += 1
         gathered: list[Any] = [None] * self.size
         with _explain_failure():
             dist.all_gather_object(gathered, list(items), group=control_group())
@@ -105,6 +107,7 @@ class World:
             return item
         import torch.distributed as dist
 
+        hangs.progress[0] += 1
         box = [item]
         with _explain_failure():
             dist.broadcast_object_list(box, src=0, group=control_group())
@@ -124,6 +127,7 @@ class World:
         if self.size > 1:
             import torch.distributed as dist
 
+            hangs.progress[0] += 1
             with _explain_failure():
                 for tensor in tensors:
                     dist.all_reduce(tensor, group=control_group() if tensor.device.type == "cpu" else None)
@@ -222,8 +226,9 @@ def _joined(hardware: HardwareRecipe, device: str) -> Iterator[World]:
         torch.set_num_threads(max(1, len(usable_processors()) // world.local_size))
     _state["world"] = world
     try:
-        yield world
-        world.barrier()
+        with hangs.watched(store, world.rank, world.size) if world.size > 1 else nullcontext():
+            yield world
+            world.barrier()
     except BaseException as error:
         error = communication_error(error) or error
         if world.size > 1 and not _claim_report(store, world):

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from posttrain.episode import StopReason
     from posttrain.models.policy import Policy
     from posttrain.recipe.rollout import SamplingRecipe
@@ -46,6 +48,9 @@ class Completion:
     versions: tuple[int, ...]
     """Weights version that sampled each token: the number of optimizer updates."""
     stop_reason: "StopReason"
+    experts: "np.ndarray | None" = None
+    """[n, R, k]: the experts of the first n tokens of prompt and completion, all but the last, at each of R routers of a policy
+    with `model.router_replay`. None if the engine does not know them."""
 
 
 @dataclass

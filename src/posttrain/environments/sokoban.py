@@ -59,10 +59,8 @@ class SokobanRecipe(GameRecipe):
     """Random moves of the player, without pushing, after the room is generated."""
     step_reward: float = -0.1
     """Reward of every move, and of a turn without a move."""
-    box_on_reward: float = 1.0
-    """Reward for pushing a box onto a target."""
-    box_off_reward: float = -1.0
-    """Reward for pushing a box off a target."""
+    box_reward: float = 1.0
+    """Reward for pushing a box onto a target. Pushing one off a target costs as much."""
     solved_reward: float = 10.0
     """Reward for the move that puts the last box on a target."""
     observation: ObservationForm = "grid"
@@ -80,10 +78,7 @@ class SokobanRecipe(GameRecipe):
     def move_reward(self, room: Room, before: State, after: State) -> float:
         """Return the reward of the move from `before` to `after`."""
         pushed_on = len(after[1] & room.targets) - len(before[1] & room.targets)
-        reward = self.step_reward
-        if pushed_on:
-            reward += self.box_on_reward if pushed_on > 0 else self.box_off_reward
-        return reward + (self.solved_reward if room.solved(after) else 0.0)
+        return self.step_reward + pushed_on * self.box_reward + (self.solved_reward if room.solved(after) else 0.0)
 
 
 class Sokoban(Game):
@@ -151,19 +146,18 @@ class Sokoban(Game):
     @classmethod
     def negative_rewards(cls, recipe: SokobanRecipe) -> str | None:
         """A penalty for a rejected answer, a move, or a box pushed off its target."""
-        below = [key for key in ("step_reward", "box_off_reward") if getattr(recipe, key) < 0]
-        return super().negative_rewards(recipe) or (f"environment.{below[0]}" if below else None)
+        below = "step_reward" if recipe.step_reward < 0 else "box_reward" if recipe.box_reward else None
+        return super().negative_rewards(recipe) or (below and f"environment.{below}")
 
     @classmethod
     def return_range(cls, recipe: SokobanRecipe) -> tuple[float, float]:
-        """Every box pushed once, other boxes on and off again, and the extreme reward of each turn."""
+        """Every box pushed once, and the extreme reward of each turn."""
         moves = recipe.max_turns * recipe.format.actions_per_turn
-        pairs = moves // 2 * (recipe.box_on_reward + recipe.box_off_reward)
-        pushes = [0.0, recipe.num_boxes * recipe.box_on_reward, recipe.num_boxes * recipe.box_off_reward]
+        push = recipe.num_boxes * abs(recipe.box_reward)
         steps = [0.0, moves * recipe.step_reward, recipe.max_turns * (recipe.step_reward + recipe.format.penalty)]
         return (
-            min(pushes) + min(pairs, 0) + min(steps) + min(recipe.solved_reward, 0),
-            max(pushes) + max(pairs, 0) + max(steps) + max(recipe.solved_reward, 0),
+            -push + min(steps) + min(recipe.solved_reward, 0),
+            push + max(steps) + max(recipe.solved_reward, 0),
         )
 
     def _status(self) -> tuple[bool, bool]:
@@ -206,14 +200,9 @@ class Sokoban(Game):
             environment = cls(recipe.model_copy(update={"max_turns": len(way)}))
             steps = play(environment, seed, [recipe.format.render([ACTIONS[number]], "") for number in way])
             total = sum(step.reward for step in steps)
-            full = recipe.solved_reward + recipe.num_boxes * recipe.box_on_reward + len(way) * recipe.step_reward
+            full = recipe.solved_reward + recipe.num_boxes * recipe.box_reward + len(way) * recipe.step_reward
             solved = steps[-1].terminated and steps[-1].info["success"] is True
             require(solved, seed, "the solution does not solve the room")
-            state = start
-            for number in way:
-                before, state = state, room.move(state, room.directions()[number])
-                if len(room.targets & before[1]) > len(room.targets & state[1]):
-                    full += recipe.box_on_reward + recipe.box_off_reward
             require(abs(total - full) < 1e-9, seed, f"the return of the solution is {total}, not {full}")
             require(not any(step.info.get("success") for step in steps[:-1]), seed, "the room was solved too early")
             require_sound(cls(recipe), seed)

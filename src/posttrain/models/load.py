@@ -34,6 +34,7 @@ from posttrain.models.layers import (
     use_layers_by_stream,
     use_positions_by_length,
 )
+from posttrain.models.routing import use_routing
 from posttrain.models.sequence import refuse_undivided
 from posttrain.plugins import require_module
 from posttrain.recipe.model import SWITCHES, ModelRecipe, with_thinking
@@ -483,6 +484,7 @@ def _load(recipe: ModelRecipe, auto_class: Any, device_override: torch.device | 
     try:
         model = model.to(device_override or device).eval()
         choose_path(model, cache_directory() / "gate")
+        use_routing(model)
         refuse_undivided(model)
     except torch.OutOfMemoryError as error:
         raise InputError(

@@ -18,6 +18,7 @@ from posttrain.models.cpu.attention import MaskCache, attend_segments
 from posttrain.models.cuda.attention import Spans, attend_spans, spans_of, supports
 from posttrain.models.forward import states_at, upload
 from posttrain.models.layers import Bounds, Lengths, RowSegment, causal_attention
+from posttrain.models.routing import routing_of
 from posttrain.models.sequence import DividedLayout, GatheredOutputs
 
 # -- layouts -----------------------------------------------------------------------------------------------------------
@@ -131,6 +132,8 @@ class PackedRow:
     """[n] int64: row index whose output predicts each sampled token, stream by stream in the given order."""
     targets: np.ndarray
     """[n] int64: the sampled tokens."""
+    experts: np.ndarray | None = None
+    """[T, R, k]: the experts to use for each token at each of R routers; -1 leaves the choice to the router."""
 
     def distinct(self) -> tuple[np.ndarray, np.ndarray]:
         """Indices [u] of one representative of each distinct sampled token of the row, and [n] the representative of
@@ -145,12 +148,18 @@ def prompt_length(sampled: np.ndarray) -> int:
     return int(np.argmax(sampled))
 
 
-def pack_row(streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray], lengths: Lengths | None = None) -> PackedRow:
+def pack_row(
+    streams: Sequence[np.ndarray],
+    sampled: Sequence[np.ndarray],
+    lengths: Lengths | None = None,
+    experts: Sequence[np.ndarray | None] = (),
+) -> PackedRow:
     """Pack `streams` (token ids [T_i] int64) with masks `sampled` [T_i] bool into one row, as a prefix tree.
 
     Equal tokens after equal prefixes are stored once, sampled or not, whichever stream they are from. Each stream has
     at least one sampled token, and its first token is not sampled. With `lengths`, a stream is stored once for each set
-    of rotary frequencies that its tokens are predicted with.
+    of rotary frequencies that its tokens are predicted with. `experts`: `Stream.experts` of each stream, or none; a shared
+    token has those of the first stream that has some.
     """
     segments: list[RowSegment] = []
     pieces: list[np.ndarray] = []
@@ -173,12 +182,19 @@ def pack_row(streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray], lengt
                 path = (*path[:-1], (path[-1][0], until)) if path and path[-1][1] == end else (*path, (end, until))
                 end = until
             places[stream][first:stop] = np.concatenate([np.arange(*span) for span in path])[first:]
+    chosen = None
+    for at, of_stream in zip(reversed(places), reversed(experts), strict=False):
+        if of_stream is not None:
+            chosen = np.full((end, *of_stream.shape[1:]), -1, of_stream.dtype) if chosen is None else chosen
+            known = of_stream[:, 0, 0] >= 0
+            chosen[at[known]] = of_stream[known]
     return PackedRow(
         ids=np.concatenate(pieces),
         layout=PackedLayout(segments),
         places=places,
         predictors=np.concatenate([at[:-1][mask[1:]] for at, mask in zip(places, sampled, strict=True)]),
         targets=np.concatenate([ids[mask] for ids, mask in zip(streams, sampled, strict=True)]),
+        experts=chosen,
     )
 
 
@@ -220,8 +236,16 @@ class RowPart:
         mine: which of the places that the caller asked for are in this part, [m] int64; `slice(None)` for a whole row.
     """
 
-    def __init__(self, ids: np.ndarray, layout: PackedLayout, at: np.ndarray, device: torch.device) -> None:
-        """`ids` [T] int64 and `layout` of a whole row, and the places `at` [n] int64 in it whose outputs are needed."""
+    def __init__(
+        self,
+        ids: np.ndarray,
+        layout: PackedLayout,
+        at: np.ndarray,
+        device: torch.device,
+        row: PackedRow | None = None,
+    ) -> None:
+        """`ids` [T] int64 and `layout` of a whole row, and the places `at` [n] int64 in it whose outputs are needed. `row`: the
+        row that they are from, whose experts are used and whose tokens routers count."""
         world = current_world()
         count, rank = world.hardware.sequence_parallel, world.sequence_rank
         self.divided = count > 1
@@ -244,10 +268,19 @@ class RowPart:
             self._places = upload(places, device)
             at = at[self.mine] - tokens.start
         self._row = upload(ids[tokens], device), upload(layout.positions()[tokens], device), own, upload(at, device)
+        self._routed: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
+        if row is not None:
+            experts, times = row.experts, np.bincount(np.concatenate(row.places), minlength=len(ids)).astype(np.float32)
+            if experts is not None:
+                experts = np.pad(experts, ((0, len(ids) - len(experts)), (0, 0), (0, 0)), constant_values=-1)[tokens]
+            self._routed = None if experts is None else upload(experts, device), upload(times[tokens], device)
 
     def states(self, model: torch.nn.Module) -> torch.Tensor:
         """The last hidden states [m, hidden] of the places in this part."""
-        return states_at(model, *self._row)
+        if (routing := routing_of(model)) is None:
+            return states_at(model, *self._row)
+        with routing.row(*self._routed):
+            return states_at(model, *self._row)
 
     def gather(self, outputs: torch.Tensor) -> torch.Tensor:
         """The outputs [n, ...] at all places, from those [m, ...] in this part; differentiable in the latter."""

@@ -33,6 +33,7 @@ from posttrain.models.forward import (
 from posttrain.models.layers import lengths_of
 from posttrain.models.load import load_end_tokens, load_model, load_tokenizer, resolve_device
 from posttrain.models.packing import PackedRow, RowPart, pack_row
+from posttrain.models.routing import Routing, routing_of
 from posttrain.recipe.compose import section
 from posttrain.recipe.model import ModelRecipe
 from posttrain.seeds import derive_seed
@@ -89,6 +90,12 @@ class TrainedModel:
                 dtype = self.model.get_input_embeddings().weight.dtype  # type: ignore[operator]
                 for parameter in (p for p in self.model.parameters() if p.requires_grad):
                     parameter.data = parameter.data.to(dtype)
+        wanted = {"router_replay": recipe.router_replay, "router_aux_loss": recipe.router_aux_loss > 0}
+        if self.routing is None and (key := next((key for key, given in wanted.items() if given), None)):
+            raise InputError(
+                f"model.{key}: the choices of experts of {recipe.path} cannot be read: it has no experts, chooses them in another "
+                "way than by one top-k, or is not computed in packed rows; remove the key"
+            )
         if recipe.gradient_checkpointing:
             checkpoint_layers(self.model, recipe.gradient_checkpointing == "selective")
         self.sharded = self.shard(self.model, trained)
@@ -128,9 +135,16 @@ class TrainedModel:
         layers = getattr(getattr(inner, inner.base_model_prefix), "layers", ())
         return ShardedModel(model, list(layers), resolve_device(self.recipe.device), trained)
 
-    def pack(self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> PackedRow:
+    @property
+    def routing(self) -> Routing | None:
+        """The routers of a model with experts (`models.routing`)."""
+        return routing_of(self.model)
+
+    def pack(
+        self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray], experts: Sequence[np.ndarray | None] = ()
+    ) -> PackedRow:
         """The row of `streams` for this model (`models.packing.pack_row`)."""
-        return pack_row(streams, sampled, lengths_of(base_decoder(self.model)))
+        return pack_row(streams, sampled, lengths_of(base_decoder(self.model)), experts)
 
     def compute(self, function: Callable[..., T], *arguments: Any) -> T:
         """Return `function(*arguments)`; sharded weights are gathered while it computes with them.
@@ -173,6 +187,8 @@ class TrainedModel:
         finally:
             for module in active:
                 module.training = False
+            if self.routing is not None:
+                self.routing.forget()
 
     # -- checkpoints and export ---------------------------------------------------------------------------------------
 
@@ -365,6 +381,7 @@ class Policy(TrainedModel):
     def __init__(self, model: ModelRecipe | str | Path, seed: int = 0, trained: bool = True, **settings: Any) -> None:
         super().__init__(model, seed, trained, **settings)
         self._reference: tuple[torch.nn.Module, ShardedModel | None] | None = None
+        self._as_reference = False
 
     def load(self) -> torch.nn.Module:
         model: Any = load_model(self.recipe, self.load_device)
@@ -405,19 +422,21 @@ class Policy(TrainedModel):
         positions_per_chunk: int,
         head: torch.nn.Module | None = None,
         measure: TokenMetric | None = None,
+        experts: Sequence[np.ndarray | None] = (),
     ) -> TokenScores:
         """Log-probability and entropy of every sampled token of several streams, in one packed forward pass.
 
         `streams`: token ids [T_i] int64. `sampled`: [T_i] bool; the first token of a stream cannot be sampled, because
         each sampled token is predicted from the position before it. Shared prefixes are computed once. Returns float32
         [N] over all sampled tokens, stream by stream. `head` adds values from the same hidden states, `measure` a
-        number from each distribution.
+        number from each distribution. `experts`: `Stream.experts` of each stream, which the policy's routers use instead of
+        their own choices; the reference model's do not.
         """
-        row = self.pack(streams, sampled)
+        row = self.pack(streams, sampled, () if self._as_reference else experts)
         # Logits cost as much as several layers, so shared tokens are scored once. `measure` needs every token
         # separately.
         chosen, back = row.distinct() if measure is None else (np.arange(len(row.targets)), None)
-        part = RowPart(row.ids, row.layout, row.predictors[chosen], self.device)
+        part = RowPart(row.ids, row.layout, row.predictors[chosen], self.device, row)
         targets = upload(row.targets[chosen][part.mine], self.device)
         whole = measure if measure is None or not part.divided else lambda logs, at: measure(logs, part.mine[at])
 
@@ -482,20 +501,20 @@ class Policy(TrainedModel):
 
         `MovingReference` updates this copy.
         """
-        with torch.no_grad():
-            if self.recipe.lora is not None:
-                with self.model.disable_adapter():  # type: ignore[operator]
-                    yield
-                return
-            trained = self.model, self.sharded
-            model, sharded = self._reference_copy()
-            if self._offloads_reference:
-                model = copied_to(model, self.device)
-            self.model, self.sharded = model, sharded
-            try:
+        trained = self.model, self.sharded
+        self._as_reference = True
+        try:
+            with torch.no_grad():
+                if self.recipe.lora is not None:
+                    with self.model.disable_adapter():  # type: ignore[operator]
+                        yield
+                    return
+                model, sharded = self._reference_copy()
+                self.model = copied_to(model, self.device) if self._offloads_reference else model
+                self.sharded = sharded
                 yield
-            finally:
-                self.model, self.sharded = trained
+        finally:
+            (self.model, self.sharded), self._as_reference = trained, False
 
     def reference_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Parameters of the copy that `as_reference` scores with, by name. With adapters there is no copy."""

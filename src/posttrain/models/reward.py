@@ -15,7 +15,7 @@ from posttrain.errors import InputError
 from posttrain.models.forward import base_decoder, transformer, upload
 from posttrain.models.layers import lengths_of
 from posttrain.models.load import load_reward_model
-from posttrain.models.packing import PackedLayout, RowPart, probed_layout
+from posttrain.models.packing import PackedLayout, PackedRow, RowPart, probed_layout
 from posttrain.models.policy import TrainedModel
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.units import StoredUnits
@@ -97,7 +97,7 @@ class RewardModel(TrainedModel):
         Equal to the output of `AutoModelForSequenceClassification(num_labels=1)` for each stream alone.
         """
         row = self.pack(streams, sampled)
-        return self._read(row.ids, row.layout, np.array([places[-1] for places in row.places]))
+        return self._read(row.ids, row.layout, np.array([places[-1] for places in row.places]), row)
 
     def unit_rewards(
         self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray], ends: Sequence[np.ndarray]
@@ -111,7 +111,7 @@ class RewardModel(TrainedModel):
         positions = [places[end] for places, end in zip(row.places, ends, strict=True)]
         counts = [len(end) for end in ends]
         owner = upload(np.repeat(np.arange(len(streams)), counts), self.device)
-        return UnitValues(self._read(row.ids, row.layout, np.concatenate(positions)), owner, len(streams))
+        return UnitValues(self._read(row.ids, row.layout, np.concatenate(positions), row), owner, len(streams))
 
     def prefix_rewards(self, streams: Sequence[np.ndarray], lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Rewards of prefixes of the streams, without gradient, in one forward pass: per stream [P_i] float32.
@@ -147,9 +147,11 @@ class RewardModel(TrainedModel):
         """The end token that the model's chat template puts after a completion."""
         return end_token_of(self.tokenizer, self.end_tokens)
 
-    def _read(self, row_ids: np.ndarray, layout: PackedLayout, indices: np.ndarray) -> torch.Tensor:
+    def _read(
+        self, row_ids: np.ndarray, layout: PackedLayout, indices: np.ndarray, row: PackedRow | None = None
+    ) -> torch.Tensor:
         """The head's values [n] float32 at `indices` [n] of a row of token ids [T]."""
-        part = RowPart(row_ids, layout, indices, self.device)
+        part = RowPart(row_ids, layout, indices, self.device, row)
 
         def read() -> torch.Tensor:
             hidden = part.states(self.model)

@@ -12,10 +12,8 @@ from posttrain.planning.workers import CRITIC, ENGINE, REFERENCE, REWARD, placem
 from posttrain.recipe.model import IN_CPU_MEMORY
 from posttrain.recipe.plan import (
     ALONE,
-    GATHERED,
     MASTERS,
     PASSING,
-    TWO_LAYERS,
     Device,
     Items,
     ModelSizes,
@@ -134,10 +132,6 @@ def process_memory(recipe: TrainedRecipe, sizes: ModelSizes, device: Device | No
             4 * trained,
             "float32, accumulated over the forward passes of an update; not needed with `hardware.gradient_sync: per_forward`",
         )
-    if not hardware.reshard_after_forward:
-        rows[GATHERED] = (width * parameters, "all weights, from the forward to the backward pass")
-    elif GATHERED not in rows:
-        rows[GATHERED] = (width * (3 * sizes.layer + 2 * sizes.head), TWO_LAYERS)
     if not placement.engines and getattr(recipe.sampler, "type", None) == "local":
         rows[_UNSHARDED] = (width * sizes.parameters, "for the engine in this process; activations are freed")
     return rows

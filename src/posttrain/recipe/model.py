@@ -121,6 +121,10 @@ class ModelRecipe(BaseConfig):
     """File with a Jinja chat template, for tokenizers without one."""
     thinking: Thinking = "template"
     """Whether the model thinks before it answers, for chat templates with a switch (`enable_thinking` or `thinking`). `template`: the template's default. `on`, `off`: set the switch wherever conversations are rendered, and in the chat template of the exported model. For Qwen3, `off` puts an empty thinking block before every answer."""
+    router_replay: Annotated[bool, TRAINED] = False
+    """For models with experts: the learner uses the experts that the engine chose for each token, with its own weights for them, instead of those that its routers would choose (R3; Ma et al. 2025, arXiv 2510.11370). Close choices differ between engine and learner in bfloat16 or for stale weights, and so do log-probabilities then. The reference model chooses for itself."""
+    router_aux_loss: float = Field(0.0, ge=0)
+    """For models with experts: weight of the load-balancing loss of the routers, E sum f p as in transformers, over all tokens of an update. Above 0, an update of several forward passes counts the tokens of experts in one more of each. 0: off."""
     gradient_checkpointing: bool | Literal["selective"] = False
     """Recompute activations in the backward pass: less memory, about a third more compute. `selective`: keep the results of products with weights, and of attention on a GPU, and recompute the rest, which is little compute."""
     threads: int | None = Field(None, ge=1)
@@ -255,6 +259,13 @@ class LearnerRecipe(BaseConfig):
 
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("loss/total", "total", LOSS_TERMS),
+        Metric("loss/router", "load-balancing loss of routers, before its weight"),
+        Metric("router/imbalance", "tokens of the busiest expert over the mean of all; 1: balanced, mean over routers"),
+        Metric("router/entropy", "entropy of the shares of tokens over experts, as a share of its maximum"),
+        Metric("router/unused", "share of experts without a token in the update"),
+        Metric(
+            "router/changed", "share of tokens and routers for which replay took other experts than the router would"
+        ),
         Metric("tokens/trained", "tokens in the loss"),
     )
 

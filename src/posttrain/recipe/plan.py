@@ -17,7 +17,6 @@ ACTIVATIONS = "activations, roughly"
 GATHERED = "gathered temporarily"
 PASSING = (ACTIVATIONS, "logits", GATHERED, "gradients", "whole gradients")
 """Items that exist from the first pass of an update to its optimizer step."""
-TWO_LAYERS = "two unsharded layers, gradients of one, the output projection with its gradients"
 
 
 @dataclass(frozen=True)
@@ -91,11 +90,11 @@ class ModelSizes:
         """Numbers kept per token for the backward pass of one layer, in the model's dtype: the inputs of both norms and of
         the matrices after them, queries, keys, values and outputs of attention, gate, its factor and their product.
 
-        With experts, only the active experts of a token count, plus one copy of the token for each. Statistics of norms
-        and softmax are left out. `tests/cuda_fake` compares this with what an update keeps.
+        With experts, only the active experts of a token count, plus three copies of the token for each, and the inputs of norms
+        in float32. Statistics of norms and softmax are left out. `tests/cuda_fake` compares this with what an update keeps.
         """
         queries, keys = self.heads * self.head_size, self.key_value_heads * self.head_size
-        networks, copies = (self.experts_per_token, 2 * self.experts_per_token) if self.experts else (1, 0)
+        networks, copies = (self.experts_per_token, 3 * self.experts_per_token + 4) if self.experts else (1, 0)
         normalized = queries + keys if self.head_norms else 0
         return (4 + copies) * self.hidden + 2 * (queries + keys) + normalized + 3 * networks * self.intermediate
 
@@ -106,6 +105,38 @@ class ModelSizes:
         queries, keys = self.heads * self.head_size, self.key_value_heads * self.head_size
         networks = self.experts_per_token if self.experts else 1
         return (2 + networks) * self.hidden + 2 * (queries + keys) + 2 * networks * self.intermediate
+
+    @property
+    def backward_activations(self) -> int:
+        """Numbers per token that the backward pass of one layer has at a time besides `kept_activations`: gradients of the
+        gated units, or of the copies for experts, and of the hidden state."""
+        units = self.experts_per_token * self.hidden if self.experts else 2 * self.intermediate
+        return units + 2 * self.hidden
+
+    def gathered_bytes(
+        self, width: int, inputs: int, activations: int, logits: int, trains: bool, scores: bool, whole: bool
+    ) -> int:
+        """Bytes that FSDP2 has beside its shards and the given bytes of activations and logits, at the largest of four moments
+        of a pass: before the first layer, in the backward pass of the output projection, in that of a layer, and in that of the
+        root group after the last layer. Only the second has logits, beside `inputs`, the activations that exist before a layer is
+        recomputed.
+
+        Embedding and output projection are in the root group, which stays gathered. Gradients of a group are unsharded in the
+        model's dtype, `width` bytes, and are reduced in float32; those of the output projection wait for the root's. `trains`:
+        whether all weights have gradients, not those of adapters alone. `scores`: a reward model. `whole`: whether all weights
+        stay gathered. `tests/cuda_fake` compares this with torch's own allocations.
+        """
+        head = 0 if scores else self.head
+        root = self.head if self.tied or scores else 2 * self.head
+        gathered = self.layers * self.layer if whole else 2 * self.layer
+        waiting = width * head if trains else 0
+        projection = width * (root + (gathered if whole else self.layer)) + waiting
+        layer = width * (root + gathered) + waiting + (width + 4) * self.layer * trains
+        # The gradients of a tied weight exist twice and as their sum; otherwise, the gathered weights are freed before.
+        end = (4 * width * root + 4 * self.layer) if self.tied and not scores else (width + 4) * root
+        start = 2 * width * (root + self.layer)  # the buffers of a gathering stay until the next
+        without = max(layer, start - activations, end * trains - activations) - logits
+        return max(projection + inputs - activations, without, 0)
 
     def cache_bytes(self, width: int, tensor: int = 1) -> int:
         """Bytes of KV cache per token on one of `tensor` devices, at `width` bytes per number. Heads are not split."""
@@ -131,8 +162,6 @@ class Placement:
     shard: int = 1
     """Devices per shard group of weights, gradients and optimizer state (FSDP, ZeRO stage 3). A learner with more devices
     holds `devices / shard` replicas."""
-    expert_parallel: int = 1
-    """Expert-parallel size. Tokens are sent to the experts; expert weights stay in place."""
     engines: int = 0
     """Engines with their own copy of the weights. 0: one engine that uses the learner's weights."""
     tensor: int = 1
@@ -141,8 +170,8 @@ class Placement:
     """Whether the engines share the learner's devices. Sampling and learning then alternate."""
 
     def __post_init__(self) -> None:
-        if self.devices % self.shard or self.shard % self.expert_parallel:
-            raise ValueError("`devices` must be a multiple of `shard`, and `shard` a multiple of `expert_parallel`")
+        if self.devices % self.shard:
+            raise ValueError("`devices` must be a multiple of `shard`")
         if self.engines == 0 and self.devices > 1 and not self.colocated:
             raise ValueError("a learner on several devices without colocation needs `engines` of at least 1")
         if self.engines and self.colocated and self.engines * self.tensor > self.devices:

@@ -22,7 +22,6 @@ from posttrain.recipe.needs import TRAINED, Needs, needs, unless
 from posttrain.recipe.plan import (
     ACTIVATIONS,
     GATHERED,
-    TWO_LAYERS,
     Items,
     Plan,
     TaskSplit,
@@ -298,9 +297,18 @@ class TrainedRecipe(StageRecipe):
             plan.sizes,
             plan.placement,
         )
-        if placement.shard > 1:
-            layer = sizes.shared_layer + sizes.experts * sizes.expert // placement.expert_parallel
-            items[GATHERED] = (self.model.weight_bytes * (3 * layer + 2 * sizes.head), TWO_LAYERS)
+        if placement.shard > 1 or self.hardware.offload == "all":
+            whole, width = not self.hardware.reshard_after_forward, self.model.weight_bytes
+            held, logits = (items.get(what, (0, ""))[0] for what in (ACTIVATIONS, "logits"))
+            tokens = self.learner.tokens_per_batch // self.hardware.sequence_parallel
+            before = sizes.layers * (
+                sizes.kept_products if self.model.gradient_checkpointing == "selective" else sizes.hidden
+            )
+            inputs = width * tokens * before if self.model.gradient_checkpointing else held
+            items[GATHERED] = (
+                sizes.gathered_bytes(width, inputs, held, logits, self.model.lora is None, self.scores, whole),
+                f"{'all weights' if whole else 'two layers'}, embeddings and output projection, with gradients of one layer",
+            )
         return items
 
     def state_items(self, plan: Plan) -> Items:
@@ -326,13 +334,21 @@ class TrainedRecipe(StageRecipe):
         if count > 1:  # outputs of attention, before and after heads and tokens change places
             kept += sizes.heads * sizes.head_size
         per_token, how = width * sizes.layers * kept, "every layer"
-        if self.model.gradient_checkpointing == "selective":
-            per_token = width * (sizes.layers * sizes.kept_products + kept)
-            how = "all of one layer, products of the others"
-        elif self.model.gradient_checkpointing:
-            per_token = width * (sizes.layers * sizes.hidden + kept)
-            how = "all of one layer, inputs of the others"
-        items = {ACTIVATIONS: (tokens * per_token, f"{limit}, {how}")}
+        if self.model.gradient_checkpointing:
+            inputs, what = (
+                (sizes.kept_products, "products")
+                if self.model.gradient_checkpointing == "selective"
+                else (sizes.hidden, "inputs")
+            )
+            per_token = width * (sizes.layers * inputs + kept + sizes.backward_activations)
+            how = f"all of one layer and of its backward pass, {what} of the others"
+        held = tokens * per_token
+        if self.model.lora is not None and self.model.lora.targets == "all-linear" and sizes.experts:
+            # peft computes with the sum of the experts' weights and their adapters, and with its gradient.
+            layers = 1 if self.model.gradient_checkpointing else sizes.layers
+            held += width * sizes.experts * sizes.expert * (2 * layers + 1) // 2
+            how += ", weights of experts with adapters"
+        items = {ACTIVATIONS: (held, f"{limit}, {how}")}
         if self.scores:
             return items
         chunk, each = self.learner.logits_per_chunk, self.logit_bytes

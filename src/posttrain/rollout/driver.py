@@ -268,7 +268,8 @@ class RolloutWorker(EpisodeWorker[TokenTranscript]):
                 stop_strings=tuple(self.rollout.stop_strings),
             )
         )
-        transcript.answer(completion.ids, completion.logprobs, completion.stop_reason, completion.versions)
+        known = completion.versions, completion.experts
+        transcript.answer(completion.ids, completion.logprobs, completion.stop_reason, *known)
         return transcript.action
 
 

@@ -87,8 +87,9 @@ def write_episodes(
 ) -> Path:
     """Store the episodes of a step, replacing those of an earlier attempt; returns the file. Only rank 0 writes.
 
-    `units`: one per episode, or empty. Every field is stored exactly, except values of `Turn.info` that JSON cannot
-    represent: numpy numbers and arrays become numbers and lists, other values become text. RunError if writing fails.
+    `units`: one per episode, or empty. Every field is stored exactly, except `Stream.experts`, which are not stored, and values
+    of `Turn.info` that JSON cannot represent: numpy numbers and arrays become numbers and lists, other values become text.
+    RunError if writing fails.
     """
     if advantages is not None and len(advantages.values) != len(episodes):
         raise ValueError(f"advantages of {len(advantages.values)} episodes for {len(episodes)} episodes")
@@ -114,7 +115,7 @@ def write_episodes(
     }
     lines = [json_line(header)]
     for number, (episode, credited) in enumerate(zip(episodes, unit_credit, strict=True)):
-        record = episode_record(episode) | {"advantages": None, "units": None}
+        record = episode_record(episode, experts=False) | {"advantages": None, "units": None}
         if advantages is not None:
             record["advantages"] = [_pack(np.asarray(stream)) for stream in advantages.values[number]]
         if credited is not None:
@@ -266,8 +267,9 @@ def _unpack(packed: list[str], kind: str, size: int | None = None) -> np.ndarray
     return array
 
 
-def episode_record(episode: Episode) -> dict[str, Any]:
-    """An episode as a dictionary of plain JSON values; `episode_from_record` is the inverse."""
+def episode_record(episode: Episode, experts: bool = True) -> dict[str, Any]:
+    """An episode as a dictionary of plain JSON values; `episode_from_record` is the inverse. `experts`: with `Stream.experts`,
+    hundreds of bytes per token."""
     return {
         "seed": int(episode.seed),
         "group": int(episode.group),
@@ -290,8 +292,15 @@ def episode_record(episode: Episode) -> dict[str, Any]:
             }
             for turn in episode.turns
         ],
-        "streams": [{name: _pack(getattr(stream, name)) for name in _ARRAYS} for stream in episode.streams],
+        "streams": [_stream_record(stream, experts) for stream in episode.streams],
     }
+
+
+def _stream_record(stream: Stream, experts: bool) -> dict[str, Any]:
+    record: dict[str, Any] = {name: _pack(getattr(stream, name)) for name in _ARRAYS}
+    if experts and stream.experts is not None:
+        record["experts"] = [*_pack(stream.experts.reshape(-1)), list(stream.experts.shape)]
+    return record
 
 
 def _contents(record: dict[str, Any]) -> tuple[Episode, list[np.ndarray] | None, CreditedUnits | None]:
@@ -316,7 +325,11 @@ def episode_from_record(record: dict[str, Any]) -> Episode:
         if not isinstance(message["role"], str) or not isinstance(message.get("content"), str | None):
             raise ValueError("a message has no text or role")
     streams = [
-        Stream(**{name: _unpack(stream[name], kind) for name, kind in _ARRAYS.items()}) for stream in record["streams"]
+        Stream(
+            **{name: _unpack(stream[name], kind) for name, kind in _ARRAYS.items()},
+            experts=_unpack(stream["experts"][:2], "i").reshape(stream["experts"][2]) if "experts" in stream else None,
+        )
+        for stream in record["streams"]
     ]
     for stream in streams:
         if len({len(getattr(stream, name)) for name in _ARRAYS}) > 1 or (stream.ids >> 31).any():

@@ -82,16 +82,19 @@ class TokenTranscript(Transcript):
         logprobs: Sequence[float],
         stop_reason: StopReason,
         versions: Sequence[int] | None = None,
+        experts: np.ndarray | None = None,
     ) -> str:
         """Append the policy's answer as a turn; returns its text, which starts with the primer.
 
         `ids`, `logprobs` (nats) and `versions` (of the weights) have one entry per sampled token. `versions` None means
-        that no policy of the run sampled the tokens. `action` is the answer for the environment.
+        that no policy of the run sampled the tokens. `experts`: `Completion.experts`. `action` is the answer for the
+        environment.
         """
         stream = self._streams[-1]
         text = self.primer + self.renderer.answer_text(ids)
         start = len(stream.ids)
         stream.append(ids, logprobs, len(self.turns), versions)
+        stream.experts = stream.experts if experts is None else experts
         self.turns.append(
             Turn(len(self._streams) - 1, start, len(stream.ids), 0.0, stop_reason, text, state=self._state)
         )
@@ -153,6 +156,8 @@ class StreamBuilder:
         self.rewards: list[float] = []
         self.turn: list[int] = []
         self.versions: list[int] = []
+        self.experts: np.ndarray | None = None
+        """`Completion.experts` of the last turn, which has those of the turns before it as well."""
 
     def append(
         self,
@@ -170,6 +175,10 @@ class StreamBuilder:
     def build(self) -> Stream:
         length = max(i for i, turn in enumerate(self.turn) if turn >= 0) + 1
         turn = np.array(self.turn[:length], dtype=np.int32)
+        experts = self.experts
+        if experts is not None:
+            known = experts[:length]
+            experts = np.pad(known, ((0, length - len(known)), (0, 0), (0, 0)), constant_values=-1)
         return Stream(
             ids=np.array(self.ids[:length], dtype=np.int64),
             sampled=turn >= 0,
@@ -177,4 +186,5 @@ class StreamBuilder:
             rewards=np.array(self.rewards[:length], dtype=np.float32),
             turn=turn,
             versions=np.array(self.versions[:length], dtype=np.int32),
+            experts=experts,
         )

@@ -8,14 +8,17 @@ import re
 import shutil
 import stat
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from posttrain.errors import InputError, PosttrainError
 from posttrain.runs.directory import RunDirectory, partial_path, write_atomically
 from posttrain.runs.log import progress_of
+from posttrain.runs.machine import usable_processors
 from posttrain.runs.reader import is_file, open_file, read_json
 
 MANIFEST = "manifest.json"
@@ -35,6 +38,12 @@ def digest_of_file(path: Path, run: Path | None = None) -> str:
     """SHA-256 of the content, in hex; `run` and errors as for `open_file`."""
     with open_file(path, run, math.inf) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digests_of_files(paths: Sequence[Path], run: Path | None = None) -> list[str]:
+    """`digest_of_file` of each file, in as many threads as this process has processors."""
+    with ThreadPoolExecutor(len(usable_processors())) as threads:
+        return list(threads.map(partial(digest_of_file, run=run), paths))
 
 
 def delete_state(checkpoint: Path) -> None:

@@ -27,7 +27,7 @@ from posttrain.models.policy import TrainedModel
 from posttrain.recipe.run import CheckpointRecipe
 from posttrain.runs.directory import partial_path, storage_errors, sync_directory, write_atomically
 from posttrain.runs.reader import LARGEST, is_file, read_json
-from posttrain.runs.storage import MANIFEST, STATE, delete_state, digest_of_file, saved_steps, size_text
+from posttrain.runs.storage import MANIFEST, STATE, delete_state, digests_of_files, saved_steps, size_text
 
 _WHOLE = 2
 """Number of latest checkpoints that `keep: all` keeps complete."""
@@ -203,8 +203,10 @@ class Checkpoints:
         for file in path.glob("*/**/[!.]*" if resumable else "policy/**/[!.]*"):
             if not file.is_dir() and str(file.relative_to(path)) not in files:
                 raise InputError(f"{file} is not a file that posttrain wrote to this checkpoint; move it away")
+        there = [name for name in files if is_file(path / name)]
+        found = dict(zip(there, digests_of_files([path / name for name in there], self.directory), strict=True))
         for name, digest in files.items():
-            if not is_file(path / name) or digest_of_file(path / name, self.directory) != digest:
+            if found.get(name) != digest:
                 raise InputError(f"{path / name} is damaged: its checksum differs; {remedy}")
 
     def fall_back(self) -> list[str]:
@@ -238,7 +240,7 @@ class Checkpoints:
         for path in files:
             with path.open("rb") as handle:
                 os.fsync(handle.fileno())
-        digests = {str(path.relative_to(aside)): digest_of_file(path) for path in files}
+        digests = dict(zip((str(path.relative_to(aside)) for path in files), digests_of_files(files), strict=True))
         write_atomically(aside / MANIFEST, json.dumps({"run": self.run_id, "step": step, "files": digests}, indent=1))
         for directory in (path for path in aside.iterdir() if path.is_dir()):
             sync_directory(directory)

@@ -69,7 +69,8 @@ def distillation_forward(
     def forward(samples: Sequence[Sample]) -> TokenScores:
         ids, sampled = [s.stream.ids for s in samples], [s.stream.sampled for s in samples]
         measure = divergence(samples, loss.beta, policy.device)
-        return policy.score(ids, sampled, temperature, settings.logits_per_chunk, measure=measure)
+        experts = [s.stream.experts for s in samples]
+        return policy.score(ids, sampled, temperature, settings.logits_per_chunk, measure=measure, experts=experts)
 
     return forward
 

@@ -222,7 +222,9 @@ def token_forward(
 
     def forward(samples: Sequence[Sample]) -> TokenScores:
         ids, sampled = [s.stream.ids for s in samples], [s.stream.sampled for s in samples]
-        return policy.score(ids, sampled, 1.0 if samples[0].ptx else temperature, settings.logits_per_chunk, head)
+        warmth = 1.0 if samples[0].ptx else temperature
+        experts = [s.stream.experts for s in samples]
+        return policy.score(ids, sampled, warmth, settings.logits_per_chunk, head, experts=experts)
 
     return forward
 
@@ -247,8 +249,8 @@ def energy_forward(
 
     def forward(samples: Sequence[Sample]) -> torch.Tensor:
         ids, sampled = [s.stream.ids for s in samples], [s.stream.sampled for s in samples]
-        row = policy.pack(ids, sampled)
-        part = RowPart(row.ids, row.layout, row.predictors, policy.device)
+        row = policy.pack(ids, sampled, [s.stream.experts for s in samples])
+        part = RowPart(row.ids, row.layout, row.predictors, policy.device, row)
         states = policy.compute(part.states, policy.model)
         return part.gather(policy.compute(energies, states, upload(row.targets[part.mine], states.device)))
 

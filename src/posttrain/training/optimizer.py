@@ -170,6 +170,9 @@ class Optimizer:
 
     def _collect(self, number: int, parameter: torch.Tensor, copy: torch.Tensor | None = None) -> None:
         """Move the gradient of a parameter, or its `copy` in CPU memory, to the master."""
+        if is_sharded(parameter) and not self._offloads:
+            self.masters[number].grad = local_shard(parameter.grad)  # type: ignore[arg-type]
+            return  # FSDP adds the gradients of the next passes in place
         gradient = (local_shard(parameter.grad) if copy is None else copy).float()  # type: ignore[arg-type]
         master = self.masters[number]
         master.grad = gradient if master.grad is None else master.grad.add_(gradient)

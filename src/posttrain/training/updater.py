@@ -26,6 +26,7 @@ from posttrain.models.cpu.backend import keep_freed_memory
 from posttrain.models.critic import SharedCritic
 from posttrain.models.packing import prompt_length, row_length, tree_order
 from posttrain.models.policy import TrainedModel
+from posttrain.models.routing import RoutedUpdate
 from posttrain.recipe.model import LearnerRecipe
 from posttrain.rollout.driver import Played, quiet
 from posttrain.training.optimizer import Optimizer
@@ -286,18 +287,26 @@ class Updater(Generic[Output]):
         if not signal:
             return {"optimizer/skipped": (0.0, 1.0), "optimizer/no_signal": (1.0, 1.0)}
         shares = list(self._shares([samples[i] for i in signal]))
+        routers = RoutedUpdate(self.model, len(shares))
+        if routers.counts_first:
+            for group, counts in shares:
+                with torch.no_grad(), routers.counted(counts):
+                    self.forward([samples[signal[i]] for i in group])
+            routers.add_up()
         parts: list[Any] = []
         done, total = 0, sum(len(group) for group, _ in shares)
         for number, (group, counts) in enumerate(shares):
             chosen = [samples[signal[i]] for i in group]
             with self.model.training_mode(*self._draw(number)):
-                output = self.forward(chosen)
+                with routers.counted(counts) as routed:
+                    output = self.forward(chosen)
                 loss, metrics = objective(output, chosen, [weights[signal[i]] for i in group])
+                whole = loss / divisor + routers.loss(routed, counts)
                 self.model.set_last_backward(number == len(shares) - 1)
                 with ExitStack() as collecting:
                     for optimizer in self._optimizers:
                         collecting.enter_context(optimizer.collecting())
-                    (loss / divisor if counts else loss * 0).backward()
+                    (whole if counts else whole * 0).backward()
             # Processes that share a micro-batch have the same metrics.
             counts = counts and self._world.sequence_rank == 0
             parts.append(metrics | {"loss/total": (loss.detach(), 0.0)} if counts else {})
@@ -310,7 +319,7 @@ class Updater(Generic[Output]):
             return self._skip([samples[i] for i in suspects], objective)
         add_totals(totals, *parts)
         parts, totals = self._world.gather([totals]), {}
-        add_totals(totals, *parts)
+        add_totals(totals, *parts, routers.metrics())
         for optimizer in self._optimizers:
             optimizer.add_up()
         finite = all(math.isfinite(float(optimizer.gradient_norm())) for optimizer in self.joint.values())

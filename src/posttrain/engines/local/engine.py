@@ -60,6 +60,8 @@ class Slot:
     """A prefix of `ids` that other slots contain as well."""
     length: int = 0
     """The length that decides the rotary frequencies of the cached keys (`models.layers.Lengths.of`)."""
+    experts: np.ndarray | None = None
+    """`_Sequence.experts` of the sequence that computed `ids`."""
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,8 @@ class _Sequence:
         self.slot = -1
         self.logprobs: list[float] = []
         self.versions: list[int] = []
+        self.experts: np.ndarray | None = None
+        """[len(tokens), R, k]: the experts of each computed token, with `model.router_replay`."""
 
     @property
     def pages(self) -> int:
@@ -256,6 +260,11 @@ class LocalEngine:
         )
         with policy.sharded.whole() if policy.sharded is not None else nullcontext():
             self._parts = choose_decoding(policy.model, flash, cache_directory() / "gate")
+        if policy.recipe.router_replay and self._parts.streams:
+            raise InputError(
+                "model.router_replay needs an engine that computes sequences together, and the local engine computes those of "
+                "this model one at a time; remove it"
+            )
         self._lengths = lengths_of(base_decoder(policy.model))
         self._flash = self._parts.kind == "flash"
         self._page_limit: int | None = None
@@ -417,7 +426,11 @@ class LocalEngine:
                 else:
                     self._decoder = made
                 self._renewed = True
-            hidden = self._decoder.hidden(upload(ids, device), upload(positions, device), layout)
+            routing = self._source.routing if self.policy.recipe.router_replay else None
+            with routing.recorded() if routing is not None else nullcontext() as routed:
+                hidden = self._decoder.hidden(upload(ids, device), upload(positions, device), layout)
+            if routed is not None:
+                self._keep_experts(spans, routed.stacked())
             self.counters.forwards += 1
             self.counters.cache_bytes = max(self.counters.cache_bytes, self._cache.bytes)
             for sequence, _, end in spans:
@@ -443,6 +456,18 @@ class LocalEngine:
             if sequence.on_token is not None:
                 sequence.on_token(int(token))
             self._finish_if_stopped(sequence)
+
+    def _keep_experts(self, spans: list[tuple[_Sequence, int, int]], experts: np.ndarray) -> None:
+        """Store the `experts` [T, R, k] of the tokens of a pass, those of (sequence, start, stop) in a row."""
+        at = 0
+        for sequence, start, stop in spans:
+            if sequence.experts is None:
+                sequence.experts = np.full((len(sequence.tokens), *experts.shape[1:]), -1, experts.dtype)
+                if (before := self._slots[sequence.slot].experts) is not None:
+                    sequence.experts[:start] = before[:start]
+                self._slots[sequence.slot].experts = sequence.experts
+            sequence.experts[start:stop] = experts[at : at + stop - start]
+            at += stop - start
 
     def _schedule(self) -> tuple[CachedLayout, list[tuple[_Sequence, Segment]]]:
         """The next pass in row order: all decoding sequences, then prompts up to `tokens_per_forward`, or whole."""
@@ -495,6 +520,7 @@ class LocalEngine:
         if placement.source != placement.slot:
             self._cache.copy_prefix(placement.source, placement.slot, placement.shared)
         self._slots.acquire(placement, sequence.tokens[: sequence.prompt], self._clock, self._length(sequence))
+        self._slots[placement.slot].experts = self._slots[placement.source].experts
         sequence.slot, sequence.computed = placement.slot, placement.shared
         self.counters.reused += placement.shared
         self.counters.prefilled += sequence.prompt - placement.shared
@@ -547,8 +573,10 @@ class LocalEngine:
             return
         self._release(sequence)
         if not sequence.future.done():
-            ids = tuple(sampled.tolist())
-            sequence.future.set_result(Completion(ids, tuple(sequence.logprobs), tuple(sequence.versions), reason))
+            ids, experts = tuple(sampled.tolist()), sequence.experts
+            known = None if experts is None else experts[: sequence.length - 1]
+            logprobs, versions = tuple(sequence.logprobs), tuple(sequence.versions)
+            sequence.future.set_result(Completion(ids, logprobs, versions, reason, known))
 
     def _release(self, sequence: _Sequence) -> None:
         self._running.remove(sequence)

@@ -1,6 +1,7 @@
 """The vLLM engine: one or several vLLM replicas, weight updates, and the restart of replicas that die or hang."""
 
 import asyncio
+import base64
 import concurrent.futures
 import contextlib
 import json
@@ -19,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from posttrain.distributed.sharding import compute_dtype
@@ -167,7 +169,15 @@ class VllmEngine:
         self.counters.reused += result["reused"]
         self.counters.prefilled += len(request.prompt_ids) - result["reused"]
         reason = StopReason(result["stop_reason"])
-        return Completion(tuple(result["ids"]), tuple(result["logprobs"]), tuple(result["versions"]), reason)
+        logprobs, versions = tuple(result["logprobs"]), tuple(result["versions"])
+        experts = self._experts(*result["experts"]) if "experts" in result else None
+        return Completion(tuple(result["ids"]), logprobs, versions, reason, experts)
+
+    def _experts(self, shape: list[int], numbers: str) -> np.ndarray | None:
+        """`Completion.experts` of the `numbers` that the server returns for all layers, also those without a router."""
+        assert self.policy.routing is not None
+        whole = np.frombuffer(base64.b64decode(numbers), dtype="<u2").reshape(shape).astype(np.int16)
+        return whole[:, self.policy.routing.layers]
 
     @contextmanager
     def episode(self, group: int = 0) -> Iterator[None]:
@@ -535,6 +545,7 @@ def settings_of(
         adapter_rank=policy.recipe.lora.rank if policy.recipe.lora and sends_adapters(policy, recipe) else 0,
         trust_remote_code=policy.recipe.trust_remote_code,
         deterministic=torch.are_deterministic_algorithms_enabled(),
+        router_replay=policy.recipe.router_replay,
         threads=recipe.threads or 0,
     )
 

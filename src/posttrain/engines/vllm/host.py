@@ -1,5 +1,6 @@
 """vLLM's engine with weight updates, sleep and stop strings. Runs under the interpreter that has vLLM."""
 
+import base64
 import contextlib
 import itertools
 import os
@@ -65,7 +66,9 @@ class Host:
 
         `job`: `prompt_ids`, `seed`, `max_tokens`, `end_tokens`, `stop_strings` and the keys of the sampling settings.
         Returns `ids` including the stopping token, `logprobs` and weight `versions` per token, `stop_reason`, and
-        `reused`, the number of prompt tokens found in the cache. Raises ValueError if the context is too short.
+        `reused`, the number of prompt tokens found in the cache. With `router_replay` also `experts`: the shape of the experts of
+        each token and layer, and their numbers as base64 of uint16; vLLM does not return those of an answer that a stop string
+        ends. Raises ValueError if the context is too short.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -96,12 +99,15 @@ class Host:
         ids: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
-        reason, reused = None, 0
+        reason, reused, experts = None, 0, None
         ends = frozenset(job["end_tokens"])
         prompt = {"prompt_token_ids": job["prompt_ids"]}
         async for output in self.engine.generate(prompt, parameters, name, lora_request=adapter):
             reused = max(reused, output.num_cached_tokens or 0)
             part = output.outputs[0]
+            if part.routed_experts is not None:
+                numbers = part.routed_experts.astype("<u2")
+                experts = [list(numbers.shape), base64.b64encode(numbers.tobytes()).decode()]
             for token, known in zip(part.token_ids, part.logprobs or [], strict=True):
                 ids.append(token)
                 logprobs.append(known[token].logprob)
@@ -123,7 +129,8 @@ class Host:
             raise ValueError(
                 f"a completion reached the engine's maximum context after {len(ids)} tokens; raise engine.max_model_len"
             )
-        return {"ids": ids, "logprobs": logprobs, "versions": versions, "stop_reason": reason, "reused": reused}
+        known = {} if experts is None else {"experts": experts}
+        return {"ids": ids, "logprobs": logprobs, "versions": versions, "stop_reason": reason, "reused": reused} | known
 
     # -- weights ------------------------------------------------------------------------------------------------------
 

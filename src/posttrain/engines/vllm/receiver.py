@@ -52,6 +52,10 @@ class TrainerWeights(WeightTransferEngine[GroupInfo, Part]):
         self._group = joined_group(init_info.address, init_info.port, rank, init_info.size, self.device.type == "cuda")
 
     def start_weight_update(self) -> None:
+        for module in self.model.modules() if self.device.type == "cpu" else ():
+            # vLLM packs the weights of experts for a CPU only when it makes their kernel, so the kernel is made again.
+            if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+                module.quant_method.moe_kernel = None
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:

@@ -189,8 +189,12 @@ class ServerReplica:
             actual, needed = info[key], getattr(self.required, key)
             if actual != needed:
                 raise RunError(f"{self.name} was started with --{option} {actual}, but the recipe needs {needed}")
-        if self.required.deterministic and not info["deterministic"]:
-            raise RunError(f"{self.name} was started without --deterministic, but hardware.deterministic is true")
+        for key, cause in (("deterministic", "hardware.deterministic"), ("router_replay", "model.router_replay")):
+            if getattr(self.required, key) and not info[key]:
+                option = key.replace("_", "-")
+                raise RunError(
+                    f"{self.name} was started without --{option}, but {cause} is true; start it again with it"
+                )
         if 0 < info["max_model_len"] < self.required.max_model_len:
             raise RunError(
                 f"{self.name} was started with --max-model-len {info['max_model_len']}, but the recipe needs "

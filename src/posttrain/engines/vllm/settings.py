@@ -51,6 +51,8 @@ class Settings:
     """
     deterministic: bool = False
     """Sample each request independently of those in the same pass; on GPUs from the H100 on."""
+    router_replay: bool = False
+    """Return the experts of each token (`model.router_replay`)."""
     threads: int = 0
     """On a CPU: number of unbound threads; 0: one thread bound to each core."""
 
@@ -97,6 +99,8 @@ def engine_arguments(settings: Settings, has_gpu: bool) -> dict[str, Any]:
             del arguments["max_num_batched_tokens"]
     if settings.cache_gigabytes or not has_gpu:
         arguments["kv_cache_memory_bytes"] = int((settings.cache_gigabytes or 2.0) * GIB)
+    if settings.router_replay:
+        arguments["enable_return_routed_experts"] = True
     if settings.adapter_rank:
         arguments |= {
             "enable_lora": True,
@@ -117,6 +121,9 @@ def process_environment(settings: Settings) -> dict[str, str]:
     variables = {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if settings.deterministic:
         variables["VLLM_BATCH_INVARIANT"] = "1"
+    if settings.router_replay:
+        # The older model runner, which is the default on a CPU, does not return experts.
+        variables["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     if settings.threads:
         # Bound threads of several engines would wait for each other on the same cores.
         return variables | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(settings.threads)}

@@ -1,0 +1,117 @@
+"""Hang detection between the learner processes of a run, which otherwise wait for each other without a limit.
+
+Each process reports to the store of the run, from a thread, that it responds, how many collective calls it has started, and
+at which line its main thread is. A hang is a process that reports nothing, or all processes blocked without a new call. Rollouts
+are no hang, because rank 0 then waits for an engine and not for other processes. Ray workers have `distributed.ray.monitor`.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+LIMIT = 600.0
+"""Seconds without a report, or in which all processes are blocked, after which the run ends. Longer than any collective call
+or forward pass."""
+_WAITING = ("selectors.py", "threading.py", "queue.py", "subprocess.py", "socket.py", "ssl.py")
+"""Files of functions that wait for something else than the other processes."""
+_PACKAGE = Path(__file__).parents[1]
+
+progress = [0]
+"""The number of collective calls and forward passes that this process has started."""
+
+
+def place_of(thread: int) -> tuple[str, bool]:
+    """The innermost line of the package that the thread executes, else of any file, and whether it may wait for another
+    process."""
+    frame: Any = sys._current_frames().get(thread)
+    frames = []
+    while frame is not None:
+        frames.append((Path(frame.f_code.co_filename), frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    if not frames:
+        return "its end", False
+    ours = [place for place in frames if place[0].is_relative_to(_PACKAGE) and place[0].name != "world.py"]
+    file, line, name = (ours or frames)[0]
+    return f"{file.relative_to(_PACKAGE) if ours else file.name}:{line} ({name})", frames[0][0].name not in _WAITING
+
+
+def find_hang(reports: dict[int, dict[str, Any]], now: float, rank: int) -> str | None:
+    """What hangs by the `reports` of all processes, seen by process `rank` at `now`, or None.
+
+    A report has `beat` and `calls`, which count, the seconds `beat_at` and `moved_at` when `rank` saw them change, `blocked`
+    and `line`.
+    """
+    for other, report in reports.items():
+        if other != rank and now - report["beat_at"] > LIMIT:
+            return (
+                f"process {other} of the run has not responded for {now - report['beat_at']:.0f} s, last at {report['line']}; "
+                "look at its machine, then continue with --resume"
+            )
+    heard = all(now - report["beat_at"] < LIMIT / 2 for report in reports.values())
+    if heard and all(report["blocked"] and now - report["moved_at"] > LIMIT for report in reports.values()):
+        lines = ", ".join(f"process {other} at {report['line']}" for other, report in sorted(reports.items()))
+        return f"the processes of the run have waited for each other for {LIMIT:.0f} s: {lines}; continue with --resume"
+    return None
+
+
+def end(message: str) -> None:
+    """Print the message. A process that `launch` started also records it (`cli.process`)."""
+    print(message, file=sys.stderr, flush=True)
+
+
+on_hang: list[Callable[[str], None]] = [end]
+"""What the process that reports a hang calls with the message before it exits."""
+
+
+@contextmanager
+def watched(store: Any, rank: int, size: int) -> Iterator[None]:
+    """Watch the `size` processes that share `store` inside the block. A hang ends this process, because a main thread that
+    waits in a collective call cannot be interrupted."""
+    store, main, stopped = store.clone(), threading.current_thread().ident or 0, threading.Event()
+    reports: dict[int, dict[str, Any]] = {}
+
+    def watch() -> None:
+        beat, calls = 0, -1
+        while not stopped.wait(min(5.0, LIMIT / 10)):
+            beat += 1
+            line, blocked = place_of(main)
+            # A call between two reports counts as progress, so a blocked process has the same count twice.
+            blocked, calls = blocked and calls == progress[0], progress[0]
+            store.set(f"hangs/{rank}", json.dumps({"beat": beat, "calls": calls, "blocked": blocked, "line": line}))
+            now = time.monotonic()
+            for other in range(size):
+                key = f"hangs/{other}"
+                report = (
+                    json.loads(store.get(key)) if store.check([key]) else {"beat": 0, "calls": 0, "line": "its start"}
+                )
+                before = reports.get(other, {"beat_at": now, "moved_at": now})
+                for count, at in (("beat", "beat_at"), ("calls", "moved_at")):
+                    report[at] = now if report[count] != before.get(count) else before[at]
+                reports[other] = {"blocked": False} | report
+            if (message := find_hang(reports, now, rank)) is not None and not stopped.is_set():
+                if store.compare_set("hangs/reported", "", str(rank)) == str(rank).encode():
+                    for function in on_hang:
+                        function(message)
+                else:
+                    time.sleep(2.0)  # until the other process has reported
+                os._exit(1)
+
+    def guarded() -> None:
+        try:
+            watch()
+        except Exception as error:  # the process that hosts the store has exited, which ends collective calls
+            print(f"hang detection has stopped: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=guarded, name="hang detection", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join(timeout=5)

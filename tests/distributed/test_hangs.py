@@ -1,0 +1,115 @@
+"""Processes that stop responding, or wait for each other, end the run with the process and its line."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from posttrain.distributed import hangs
+
+from . import together
+
+
+def report(**changes):
+    return {"beat_at": 100.0, "moved_at": 100.0, "blocked": True, "line": "training/updater.py:246 (update)"} | changes
+
+
+@pytest.mark.parametrize(
+    ("reports", "words"),
+    [
+        ({0: report(), 1: report()}, None),
+        ({0: report(moved_at=0.0), 1: report()}, None),
+        ({0: report(moved_at=0.0), 1: report(moved_at=0.0, blocked=False)}, None),
+        (
+            {0: report(moved_at=0.0), 1: report(moved_at=0.0, line="rollout/store.py:9 (read)")},
+            "process 1 at rollout/store",
+        ),
+        ({0: report(beat_at=0.0), 1: report()}, None),
+        (
+            {0: report(), 1: report(beat_at=0.0)},
+            "process 1 of the run has not responded for 700 s, last at training/upd",
+        ),
+    ],
+    ids=["calls", "one waits", "an engine", "all wait", "itself", "silent"],
+)
+def test_what_hangs(reports, words):
+    for one in reports.values():
+        one["beat_at"] += 600 * (one["beat_at"] > 0)
+        one["moved_at"] += 600 * (one["moved_at"] > 0)
+    found = hangs.find_hang(reports, 700.0, 0)
+    assert found is None if words is None else words in found
+
+
+def test_the_line_of_a_thread_and_what_it_waits_for():
+    ready, go_on = threading.Event(), threading.Event()
+
+    def work():
+        ready.set()
+        go_on.wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    ready.wait()
+    time.sleep(0.05)
+    place, waits = hangs.place_of(thread.ident)
+    assert (place.startswith("threading.py:"), waits) == (True, False)
+    go_on.set()
+    thread.join()
+    assert hangs.place_of(threading.get_ident())[1]
+    assert hangs.place_of(-1) == ("its end", False)
+
+
+def hung(kind):
+    """Two processes, of which one stops, or which wait for each other in different calls."""
+    import torch
+
+    from posttrain.distributed.world import control_group, current_world
+
+    world = current_world()
+    world.barrier()
+    time.sleep(2)
+    if kind == "stopped" and world.rank == 1:
+        if os.fork() == 0:  # somebody looks at its machine
+            time.sleep(25)
+            os.kill(os.getppid(), signal.SIGKILL)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if kind == "crossed" and world.rank == 1:
+        torch.distributed.all_reduce(torch.zeros(1), group=control_group(background=True))
+    print("waiting", file=sys.stderr, flush=True)
+    world.barrier()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["stopped", "crossed", "busy"])
+def test_a_run_that_hangs_ends(kind, tmp_path, monkeypatch):
+    arguments = (busy, ()) if kind == "busy" else (hung, (kind,))
+    codes = together.run(2, [{"call": limited, "arguments": arguments}], tmp_path)
+    logs = "".join((tmp_path / f"log-{rank}.txt").read_text() for rank in range(2))
+    if kind == "busy":
+        assert codes == [[0, 0]], logs
+        return
+    assert -1 in codes[0], logs
+    assert 0 not in codes[0], logs
+    expected = "process 1 of the run has not responded" if kind == "stopped" else "processes of the run have waited"
+    assert logs.count(expected) == 1, logs
+    assert "--resume" in logs
+
+
+def busy():
+    """One process works for longer than the limit, as rank 0 does in a rollout."""
+    from posttrain.distributed.world import current_world
+
+    current_world().on_rank0(lambda: threading.Event().wait(12))
+
+
+def limited(work, arguments):
+    from posttrain.distributed.world import current_world
+
+    hangs.LIMIT = 5.0
+    current_world().barrier()
+    time.sleep(6)  # until the thread has read the limit
+    work(*arguments)
