@@ -12,6 +12,7 @@ from rich.console import Console
 
 from posttrain.distributed.world import current_world, join_world
 from posttrain.errors import InputError
+from posttrain.images import keep_in
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.run import StageRecipe
 from posttrain.runs.directory import RunDirectory
@@ -217,6 +218,7 @@ def run_in_process(
             recipe = with_threads(recipe, resume, console)
         recipe = with_memory(recipe)
         run = world.on_rank0(opened)
+        keep_in(run.path / "images")
         if resume and not has_state(run):
             world.on_rank0(lambda: _finish_ended(recipe, run, console))
             return run
