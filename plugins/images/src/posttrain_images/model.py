@@ -145,8 +145,9 @@ class _ReadsImages(torch.nn.Module):
         pictures = []
         for height, width in GATE_IMAGES:
             pixels = random_stream("gate", "image", height).integers(0, 256, (height, width, 3), dtype=np.uint8)
-            text = mark(put(Image.fromarray(pixels)))
-            encoding = self.images.encode(text, tokenize)
+            key = put(Image.fromarray(pixels))
+            self.images.gate_keys.add(key)
+            encoding = self.images.encode(mark(key), tokenize)
             pictures.append(np.array(encoding["input_ids"], dtype=np.int64))
         first, second = pictures
         return [

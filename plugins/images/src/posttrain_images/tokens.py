@@ -53,6 +53,8 @@ class Images:
         self.token = int(processor.image_token_ids[0])
         """The id of each placeholder in the processor's text."""
         configuration = processor.image_processor.to_dict(), getattr(processor, "image_seq_len", None)
+        self.gate_keys: set[str] = set()
+        """Keys of images that are no data."""
         self._name = repr((type(processor).__name__, configuration))
 
     def __repr__(self) -> str:
@@ -63,7 +65,9 @@ class Images:
         return self
 
     def processed(self, key: str) -> ProcessedImage:
-        """The inputs and the text of a stored image. InputError if the processor refuses it."""
+        """The inputs and the text of a stored image, which the run then keeps. InputError if the processor refuses it."""
+        if key not in self.gate_keys:
+            keep(key)
         if (found := _processed.get((self._name, key))) is not None:
             return found
         pixels = load(key)
@@ -94,8 +98,6 @@ class Images:
         """The encoding of text with marks by `encode`, in which placeholders have the ids of the images. InputError if a
         placeholder is no token."""
         keys = MARK.findall(text)
-        for key in keys:
-            keep(key)
         encoding = encode(MARK.sub(lambda match: self.processed(match[1]).text, text))
         ids = encoding["input_ids"]
         places = [place for place, token in enumerate(ids) if token == self.token]
