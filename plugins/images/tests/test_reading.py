@@ -51,7 +51,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_a_part_is_the_same_image(form):
     content = read(FORMS[form], text("What is it?"))
-    assert content == f"{images.mark(store.digest(np.asarray(picture())))}What is it?"
+    assert content == f"{images.mark(store.digest(np.asarray(picture())).hex())}What is it?"
     assert np.array_equal(store.load(key(content)[0]), np.asarray(picture()))
 
 
@@ -197,6 +197,7 @@ def test_an_image_is_stored_once_and_checked_when_it_is_read(tmp_path, monkeypat
     (tmp_path / "run" / "images" / f"{one}.png").write_bytes(encoded(picture(seed=6)))
     with pytest.raises(RunError, match="does not have the pixels of its name"):
         store.load(one)
+    store._same.clear()
     with pytest.raises(UnusableRow, match="two images have one key"):
         read(part(picture(seed=5)))
     (tmp_path / "run" / "images" / f"{one}.png").write_bytes(b"")

@@ -20,23 +20,28 @@ from posttrain.errors import RunError
 from posttrain.images import KEY_DIGITS, folders
 
 
-def digest(pixels: np.ndarray) -> str:
-    """The key of pixels [height, width, 3] uint8."""
-    size = hashlib.blake2b(repr(pixels.shape).encode(), digest_size=KEY_DIGITS // 2)
-    size.update(np.ascontiguousarray(pixels).tobytes())
-    return size.hexdigest()
+_same: dict[str, bytes] = {}
+"""Key -> a longer digest of the stored image, so that it is not unpacked again to be compared."""
+
+
+def digest(pixels: np.ndarray, size: int = KEY_DIGITS // 2) -> bytes:
+    """A digest of `size` bytes of pixels [height, width, 3] uint8. The shortest one is the key of the image."""
+    made = hashlib.blake2b(repr(pixels.shape).encode(), digest_size=size)
+    made.update(np.ascontiguousarray(pixels).tobytes())
+    return made.digest()
 
 
 def put(image: Image.Image) -> str:
     """Store an RGB image and return its key. Raises UnusableRow if the key is that of another image."""
     pixels = np.asarray(image)
-    key = digest(pixels)
+    key, whole = digest(pixels).hex(), digest(pixels, 32)
     if (file := _file(key)) is None:
         content = BytesIO()
         image.save(content, "PNG", compress_level=1)
         _write(folders()[-1] / f"{key}.png", lambda opened: opened.write(content.getvalue()))
-    elif not np.array_equal(_pixels(file), pixels):
+    elif whole != (_same.get(key) or digest(_pixels(file), 32)):
         raise UnusableRow("two images have one key", f"{key}; change a pixel of one of them")
+    _same[key] = whole
     return key
 
 
@@ -48,7 +53,7 @@ def load(key: str) -> np.ndarray:
         pixels = _pixels(file)
     except Exception as error:  # decoders raise errors of many types
         raise RunError(f"the image {file} is damaged ({error}); restore the file") from error
-    if digest(pixels) != key:
+    if digest(pixels).hex() != key:
         raise RunError(f"the image {file} does not have the pixels of its name; restore the file")
     return pixels
 
