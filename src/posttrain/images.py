@@ -5,6 +5,7 @@ no vocabulary has: the key, and the number of the token in the image. Equal ids 
 and stored episodes need to know nothing of images.
 """
 
+import base64
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +42,11 @@ def key_of(token: int) -> str:
 def number_of(token: int) -> int:
     """The number of a token in its image; 0 for a token of text."""
     return token & ((1 << TOKEN_BITS) - 1) if token >= FIRST else 0
+
+
+def data_url(png: bytes) -> str:
+    """A stored image as a data URL."""
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 def readable(text: str) -> str:

@@ -277,7 +277,7 @@ def load_config(recipe: ModelRecipe) -> Any:
     return part
 
 
-def _family(recipe: ModelRecipe) -> Any:
+def family_of(recipe: ModelRecipe) -> Any:
     """As `model_family`, for the model of the recipe."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # the loader of the model reports them
         config = load_config(recipe)
@@ -289,7 +289,7 @@ def policy_class(recipe: ModelRecipe) -> Any:
     """The class of transformers that loads the recipe's model as a policy."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM if (family := _family(recipe)) is None else family.policy_class()
+    return AutoModelForCausalLM if (family := family_of(recipe)) is None else family.policy_class()
 
 
 def load_tokenizer(recipe: ModelRecipe) -> Any:
@@ -302,7 +302,7 @@ def load_tokenizer(recipe: ModelRecipe) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=recipe.trust_remote_code)
     except Exception as error:
         raise InputError(f"model.path: no tokenizer could be loaded from {recipe.path}: {_reason(error)}") from error
-    if (family := _family(recipe)) is not None:
+    if (family := family_of(recipe)) is not None:
         tokenizer = family.tokenizer(tokenizer, path)
     if recipe.chat_template is not None:
         if not (file := Path(recipe.chat_template)).is_file():
@@ -484,7 +484,7 @@ def _load(recipe: ModelRecipe, auto_class: Any, device_override: torch.device | 
     if model.config.model_type == "rwkv":
         # Passes would change the weights in place, a guard against overflow in float16, and an export would contain them.
         model.config.rescale_every = 0
-    if (family := _family(recipe)) is not None:
+    if (family := family_of(recipe)) is not None:
         family.prepare(model, base)
     use_positions_by_length(base_decoder(model))
     use_layers_by_stream(model)

@@ -62,7 +62,8 @@ class PolicyServer:
         self.engine = engine
         self.name = name
         self.renderer = Renderer(engine.policy.tokenizer, engine.policy.end_tokens)
-        limit = int(getattr(engine.policy.model.config, "max_position_embeddings", None) or 1 << 20)
+        config = engine.policy.model.config.get_text_config()
+        limit = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
         self.context = min(limit, context or limit)
         self._seed = seed
         self._count = 0

@@ -138,7 +138,7 @@ def with_engine(recipe: StageRecipe, console: Console) -> StageRecipe:
             settings = [f"engine.{key}" for key, value in engine if value != getattr(type(engine)(), key)]
         if not settings:
             return recipe
-    from posttrain.models.load import resolve_device
+    from posttrain.models.load import family_of, resolve_device
 
     if resolve_device(recipe.model.device).type != "cuda":
         return recipe
@@ -148,6 +148,8 @@ def with_engine(recipe: StageRecipe, console: Console) -> StageRecipe:
         reason = f"the recipe sets {', '.join(settings)}; without that, vLLM is used where it is installed"
     elif find_spec("vllm") is None:
         reason = "vLLM is not installed here; install it, or set engine.type=vllm and engine.python to an interpreter with it"
+    elif family_of(recipe.model) is not None:
+        reason = "vLLM does not sample here for models that read images"
     elif world.size > world.local_size:
         reason = "vLLM servers of a run are on one machine; on several, set hardware.ray"
     elif (Path(recipe.model.path).expanduser() / "adapter_config.json").is_file():

@@ -19,7 +19,6 @@ from posttrain.data.messages import UnusableRow
 from posttrain.errors import RunError
 from posttrain.images import KEY_DIGITS, folders
 
-
 _same: dict[str, bytes] = {}
 """Key -> a longer digest of the stored image, so that it is not unpacked again to be compared."""
 

@@ -20,7 +20,6 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_p
 """Files beside those of the tokenizer from which transformers makes a processor."""
 CACHE_BYTES = 256 << 20
 """Bytes of processed images that are kept in memory."""
-_processed: "OrderedDict[tuple[str, str], ProcessedImage]" = OrderedDict()
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,15 @@ class ProcessedImage:
     @property
     def bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.inputs.values())
+
+
+class _Held(OrderedDict[tuple[str, str], ProcessedImage]):
+    """Processed images in the order in which they were made, of `bytes` bytes together."""
+
+    bytes = 0
+
+
+_held = _Held()
 
 
 class Images:
@@ -68,7 +76,7 @@ class Images:
         """The inputs and the text of a stored image, which the run then keeps. InputError if the processor refuses it."""
         if key not in self.gate_keys:
             keep(key)
-        if (found := _processed.get((self._name, key))) is not None:
+        if (found := _held.get((self._name, key))) is not None:
             return found
         pixels = load(key)
         try:
@@ -84,9 +92,10 @@ class Images:
                 f"the image {key} has {tokens} tokens, and at most {1 << TOKEN_BITS} are possible; resize it"
             )
         made = ProcessedImage({name: outputs[name] for name in self.names if name in outputs}, text, tokens)
-        _processed[self._name, key] = made
-        while sum(one.bytes for one in list(_processed.values())) > CACHE_BYTES and len(_processed) > 1:
-            _processed.popitem(last=False)
+        _held[self._name, key] = made
+        _held.bytes += made.bytes
+        while _held.bytes > CACHE_BYTES and len(_held) > 1:
+            _held.bytes -= _held.popitem(last=False)[1].bytes
         return made
 
     def inputs(self, keys: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
