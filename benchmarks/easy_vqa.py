@@ -19,7 +19,7 @@ import numpy as np
 
 import posttrain
 
-TRAINED, HELD_OUT = 12_000, 1_000
+TRAINED, HELD_OUT = 4_000, 600
 """Questions."""
 LIMITS = {"tokens_per_turn": 6, "tokens_per_episode": 128}
 CHAT = (
@@ -140,8 +140,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/easy_vqa"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--blank", action="store_true")
-    parser.add_argument("--sft-steps", type=int, default=1500)
-    parser.add_argument("--rl-steps", type=int, default=100)
+    parser.add_argument("--sft-steps", type=int, default=500)
+    parser.add_argument("--rl-steps", type=int, default=40)
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     if options.table:
