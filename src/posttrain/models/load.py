@@ -160,10 +160,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str | None, device: torch.device) -> torch.dtype:
-    """The dtype that `model.dtype` names on `device`.
-
-    `auto` is bfloat16 where the hardware computes it natively, and so is None on a GPU.
-    """
+    """The dtype that `model.dtype` names on `device`. `auto` is bfloat16 where the hardware computes it natively, and so is
+    None on a GPU."""
     if name == "auto" or (name is None and device.type != "cpu"):
         return torch.bfloat16 if has_bfloat16(device) else torch.float32
     return {None: torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}[name]
@@ -258,7 +256,6 @@ def _is_cached(hub_id: str) -> bool:
 
 def load_config(recipe: ModelRecipe) -> Any:
     """The configuration of the recipe's model, or of its base model if the files are adapters.
-
     If `AutoModelForCausalLM` loads only the text part of a composite model, it is that of the part.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -279,10 +276,13 @@ def load_config(recipe: ModelRecipe) -> Any:
 
 def family_of(recipe: ModelRecipe) -> Any:
     """As `model_family`, for the model of the recipe."""
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # the loader of the model reports them
+    try:
         config = load_config(recipe)
         return model_family(config.model_type, config.name_or_path)
-    return None
+    except Exception as error:
+        if isinstance(error, InputError):
+            raise
+        return None  # the loader of the model reports it
 
 
 def policy_class(recipe: ModelRecipe) -> Any:
@@ -372,7 +372,6 @@ def _switched(tokenizer: Any, recipe: ModelRecipe) -> str:
 def load_end_tokens(path: str, tokenizer: Any) -> frozenset[int]:
     """Token ids that end a completion of the model at `path`, as in `TrainedModel.end_tokens`, without loading the
     model: those of the tokenizer, of the generation configuration, and of the chat template.
-
     InputError if there is none, or if the model's configuration has something other than token ids.
     """
     from transformers import GenerationConfig

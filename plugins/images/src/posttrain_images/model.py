@@ -46,7 +46,7 @@ class _ReadsImages(torch.nn.Module):
     ) -> Any:
         """The output of transformers. `input_ids` [1, T] int64 are ids of text and of images; `layout` is that of the row."""
         if input_ids is None:
-            return super().forward(position_ids=position_ids, layout=layout, **named)  # type: ignore[misc]
+            return super().forward(position_ids=position_ids, layout=layout, **named)
         marked = input_ids[0] >= FIRST
         tokens = input_ids[0][marked].tolist()
         if layout is None:
@@ -78,7 +78,7 @@ class _ReadsImages(torch.nn.Module):
             if self.family.token_types is not None:
                 inputs[self.family.token_types] = marked[None].long()
         ids = ids.masked_fill(marked, self.images.token)
-        return super().forward(input_ids=ids, position_ids=positions, **{**named, **inputs})  # type: ignore[misc]
+        return super().forward(input_ids=ids, position_ids=positions, **{**named, **inputs})
 
     def _features(self, tokens: list[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The features [n, hidden] of tokens of images, and those that deeper layers add."""
