@@ -15,6 +15,8 @@ from functools import cache
 from itertools import groupby
 from pathlib import Path
 
+import numpy as np
+
 KEY_DIGITS = 12
 MARK = re.compile(f"\ufdd1([0-9a-f]{{{KEY_DIGITS}}})\ufdd1")
 """The mark of an image in text; group 1 is its key. U+FDD1 is a noncharacter of Unicode."""
@@ -42,6 +44,23 @@ def key_of(token: int) -> str:
 def number_of(token: int) -> int:
     """The number of a token in its image; 0 for a token of text."""
     return token & ((1 << TOKEN_BITS) - 1) if token >= FIRST else 0
+
+
+def whole_images(tokens: np.ndarray, start: int, stop: int) -> int:
+    """`stop`, moved so that `tokens[start:stop]` [T] int64 ends inside no image: back to the beginning of the image, or to its
+    end if nothing else would be left."""
+
+    def divides(at: int) -> bool:
+        return at < len(tokens) and tokens[at] >= FIRST and tokens[at] == tokens[at - 1] + 1
+
+    begin = stop
+    while begin > start and divides(begin):
+        begin -= 1
+    if begin > start:
+        return begin
+    while divides(stop):
+        stop += 1
+    return stop
 
 
 def data_url(png: bytes) -> str:

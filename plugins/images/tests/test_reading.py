@@ -203,7 +203,7 @@ def test_an_image_is_stored_once_and_checked_when_it_is_read(tmp_path, monkeypat
     (tmp_path / "run" / "images" / f"{one}.png").write_bytes(b"")
     with pytest.raises(RunError, match="is damaged"):
         store.load(one)
-    with pytest.raises(RunError, match="restore"):
+    with pytest.raises(InputError, match="restore"):
         store.load("0" * 12)
 
 

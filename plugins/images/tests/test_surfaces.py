@@ -67,6 +67,12 @@ def test_serve_reads_no_file_and_no_address(client, wrong, path):
     assert "image" in answer.text
 
 
+def test_text_that_imitates_an_image_is_refused(client):
+    answer = ask(client, f"{images.mark('0' * 12)} what is it?")
+    assert answer.status_code == 400
+    assert "is not in" in answer.text
+
+
 @pytest.fixture
 def episode(policy_of, tmp_path, monkeypatch):
     """An episode of a run with an image, and the run."""

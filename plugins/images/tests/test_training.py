@@ -9,6 +9,7 @@ from plugins.images.tests.conftest import encoded, part, picture, text
 from safetensors.torch import load_file
 
 import posttrain
+from posttrain.data.messages import messages_of
 from posttrain.environments.protocol import Environment, Observation, Step
 from posttrain.errors import InputError
 from posttrain.images import FIRST, MARK, key_of
@@ -132,11 +133,35 @@ def test_rl_with_several_turns_resumes_to_the_same_bits(model_of, tmp_path, fami
     assert np.isfinite([float(one) for one in filter(None, mismatches)]).all()
 
 
-def test_vllm_and_other_engines_are_refused_by_name(model_of, tmp_path):
-    recipe = {
-        "model": {"path": str(model_of("idefics3"))},
-        "environment": {"type": f"{__file__}:Album"},
-        "runs": str(tmp_path),
-    }
-    with pytest.raises(InputError, match=r"engine\.type"):
-        posttrain.rl(recipe, name="run", steps=1, engine={"type": "vllm"})
+def test_what_is_not_supported_is_refused_by_name(policy_of, model_of, tmp_path, monkeypatch):
+    from posttrain.distributed import world
+    from posttrain.engines.vllm.engine import VllmEngine
+    from posttrain.models.policy import Policy
+    from posttrain.publishing.gguf import write_gguf
+    from posttrain.recipe.hardware import HardwareRecipe
+
+    with pytest.raises(InputError, match="vllm does not sample here for models that read images"):
+        VllmEngine(policy_of("idefics3"))
+    with pytest.raises(InputError, match="not idefics3"):
+        write_gguf(model_of("idefics3"), tmp_path / "model.gguf", "f16", "model")
+    alone = world.current_world()
+    monkeypatch.setattr(alone, "hardware", HardwareRecipe(offload="all"))
+    with pytest.raises(InputError, match="idefics3 models that read images are trained in one process"):
+        Policy(str(model_of("idefics3")))
+
+
+def test_a_model_without_its_processor_reads_text(model_of, tmp_path):
+    """As before: the text of a composite model is trained, and a message with an image is refused."""
+    import shutil
+
+    from posttrain.data.rendering import Renderer
+    from posttrain.models.policy import Policy
+
+    shutil.copytree(model_of("gemma3"), tmp_path / "model")
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (tmp_path / "model" / name).unlink()
+    policy = Policy(str(tmp_path / "model"))
+    assert not hasattr(policy.tokenizer, "images")
+    shown = messages_of([{"role": "user", "content": [part(picture()), text("?")]}], "messages")
+    with pytest.raises(InputError, match="reads text only"):
+        Renderer(policy.tokenizer, policy.end_tokens).prompt(shown)

@@ -27,7 +27,7 @@ from posttrain.data.tools import (
     with_short_ids,
 )
 from posttrain.errors import InputError
-from posttrain.images import FIRST, MARK, number_of
+from posttrain.images import FIRST, MARK, whole_images
 from posttrain.plugins import more
 from posttrain.recipe.model import thinking_of
 
@@ -485,9 +485,8 @@ class TokenStream:
     """Whether the template leaves out text of an answer with loss, or of another message before it."""
 
     def cut(self, length: int) -> "TokenStream":
-        """Return the first `length` tokens, without an image of which some are left out."""
-        if length < len(self.ids):
-            length -= number_of(int(self.ids[length]))
+        """Return the first `length` tokens, without an image of which some would be left out."""
+        length = whole_images(self.ids, 0, length)
         return replace(self, ids=self.ids[:length], trained=self.trained[:length])
 
 

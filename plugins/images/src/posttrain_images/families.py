@@ -85,10 +85,10 @@ class Family:
         from transformers import AutoTokenizer
 
         world = current_world()
-        if world.sharded or world.hardware.sequence_parallel > 1:
+        if world.sharded or world.hardware.sequence_parallel > 1 or world.hardware.ray is not None:
             raise InputError(
-                f"hardware: {self.name} models with images are not divided among processes; set hardware.gradient_sync and "
-                "hardware.sequence_parallel so that each process holds the model"
+                f"hardware: {self.name} models that read images are trained in one process that holds the model; set "
+                "hardware.processes=1, and remove hardware.ray and hardware.offload"
             )
         reads_images(model, self, self.images(AutoTokenizer.from_pretrained(path, trust_remote_code=False), path))
 

@@ -162,23 +162,30 @@ def _joined(parts: Any) -> torch.Tensor:
 
 
 class _BothWays:
-    """A `PackedLayout` in which the tokens of an image also attend to the later ones of the image."""
+    """A layout of the learner or of the engine in which the tokens of an image also attend to the later ones of the image."""
 
     def __init__(self, layout: Any, tokens: Sequence[int], marked: torch.Tensor) -> None:
+        """`tokens`: the ids of images in the row, at the places that are `marked` [T] bool."""
         self.whole = layout
-        if not hasattr(layout.segments[0], "keys"):
-            raise TypeError("an image's tokens attend in both directions, which needs the row of the learner")
+        self._cached = hasattr(layout, "cache")
+        starts = np.cumsum([0, *(one.count for one in layout.segments)]) if self._cached else []
         places = marked.nonzero()[:, 0].tolist()
-        numbers = list(map(number_of, tokens))
-        steps = zip(numbers, places, strict=True)
-        follows = {(number + 1, place + 1) for number, place in zip(numbers, places, strict=True)}
-        begins = [at for at, step in enumerate(steps) if step not in follows]
-        blocks = [(places[a], places[b - 1] + 1) for a, b in zip(begins, [*begins[1:], len(places)], strict=True)]
-        self._blocks = [
-            (start, stop, next(one for one in layout.segments if one.start <= start < one.stop))
-            for start, stop in blocks
-        ]
-        """(start, stop, segment) of the tokens of each image in the row."""
+        follows = {(token + 1, place + 1) for token, place in zip(tokens, places, strict=True)}
+        begins = [at for at, step in enumerate(zip(tokens, places, strict=True)) if step not in follows]
+        self._blocks: list[tuple[int, int, Any, int]] = []
+        """(start, stop, segment, start of the segment) of the tokens of each image in the row."""
+        for begin, end in zip(begins, [*begins[1:], len(places)], strict=True):
+            start, stop = places[begin], places[end - 1] + 1
+            number = int(np.searchsorted(starts, start, "right")) - 1 if self._cached else 0
+            if not self._cached:
+                segment = next(one for one in layout.segments if one.start <= start < one.stop)
+                self._blocks.append((start, stop, segment, segment.start))
+                continue
+            segment, first = layout.segments[number], int(starts[number])
+            at = segment.start + start - first
+            if at and layout.tokens[number][at - 1] == tokens[begin] - 1:
+                raise RuntimeError("an image is divided between two passes")
+            self._blocks.append((start, stop, segment, first))
 
     def attend(
         self,
@@ -193,11 +200,15 @@ class _BothWays:
         """As `Layout.attend`. The window limits attention to earlier tokens."""
         out = self.whole.attend(layer, query, key, value, scaling, window, bounds)
         pieces, at = [], 0
-        for start, stop, segment in self._blocks:
-            spans = [*segment.before, (segment.start, stop)]
-            keys, values = (torch.cat([heads[:, a:b] for a, b in spans], 1) for heads in (key, value))
-            copies = len(query) // len(key)
-            seen = keys.shape[1]
+        for start, stop, segment, first in self._blocks:
+            if self._cached:
+                cache, count = self.whole.cache, segment.start + stop - first
+                stores = cache.keys[layer], cache.values[layer]
+                keys, values = (cache.tokens(store, segment.slot, count) for store in stores)
+            else:
+                spans = [*segment.before, (first, stop)]
+                keys, values = (torch.cat([heads[:, a:b] for a, b in spans], 1) for heads in (key, value))
+            copies, seen = len(query) // len(keys), keys.shape[1]
             distance = torch.arange(seen - (stop - start), seen)[:, None] - torch.arange(seen)[None]
             attended = scaled_dot_product_attention(
                 query[None, :, start:stop],

@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from posttrain.data.messages import UnusableRow
-from posttrain.errors import RunError
+from posttrain.errors import InputError, RunError
 from posttrain.images import KEY_DIGITS, folders
 
 _same: dict[str, bytes] = {}
@@ -45,9 +45,9 @@ def put(image: Image.Image) -> str:
 
 
 def load(key: str) -> np.ndarray:
-    """The pixels [height, width, 3] uint8 of a stored image. RunError if it is missing or damaged."""
+    """The pixels [height, width, 3] uint8 of a stored image. InputError if there is none, RunError if it is damaged."""
     if (file := _file(key)) is None:
-        raise RunError(f"the image {key} is not in {folders()[0]}; restore {key}.png there")
+        raise InputError(f"the image {key} of a message is not in {folders()[0]}; restore {key}.png there")
     try:
         pixels = _pixels(file)
     except Exception as error:  # decoders raise errors of many types

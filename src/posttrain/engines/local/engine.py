@@ -24,6 +24,7 @@ from posttrain.engines.local.gate import choose_decoding
 from posttrain.engines.protocol import Completion, EngineCounters, Request, StopStrings
 from posttrain.episode import StopReason
 from posttrain.errors import InputError, RunError
+from posttrain.images import whole_images
 from posttrain.models.cpu.backend import keep_freed_memory
 from posttrain.models.cuda.attention import supports
 from posttrain.models.forward import base_decoder, transformer, upload
@@ -454,6 +455,8 @@ class LocalEngine:
                 break
             whole = sequence.pending == 1 or self._parts.streams
             count = sequence.pending if whole else min(sequence.pending, budget)
+            stop = whole_images(sequence.tokens[: sequence.length], sequence.computed, sequence.computed + count)
+            count = stop - sequence.computed
             budget -= count
             slot = self._slots[sequence.slot]
             by_slot[sequence.slot] = sequence
