@@ -7,9 +7,10 @@ from plugins.images.tests.conftest import part, picture, text
 from plugins.images.tests.tiny import FAMILIES, make_encoder, make_processor, make_tokenizer
 
 from posttrain.data.messages import messages_of
-from posttrain.data.rendering import Renderer
+from posttrain.data.rendering import Renderer, TokenStream
 from posttrain.images import FIRST, key_of
 from posttrain.models.forward import path_of
+from posttrain.models.policy import Policy
 
 SIZES = ((40, 64), (90, 48), (32, 32), (20, 70))
 CASES = {0: (), 1: (SIZES[0],), 3: (SIZES[1], SIZES[2], SIZES[3])}
@@ -67,6 +68,13 @@ def test_text_that_looks_like_an_image_stays_text(policy_of, family):
     ids = Renderer(tokenizer, policy_of(family).end_tokens).prompt([{"role": "user", "content": words}])
     assert tokenizer.images.token not in ids
     assert words in tokenizer.decode(ids)
+    # Beside an image too: the tokens of the text are those that it has alone.
+    image = messages_of([{"role": "user", "content": [part(picture())]}], "messages")[0]["content"]
+    beside = Renderer(tokenizer, policy_of(family).end_tokens).prompt([{"role": "user", "content": image + words}])
+    shown = [token for token in beside if token >= FIRST]
+    assert len(shown) == tokenizer.images.processed(key_of(shown[0])).tokens
+    assert tokenizer.images.token not in beside
+    assert words in tokenizer.decode(beside)
 
 
 def own_logprobs(model, inputs):
@@ -145,3 +153,54 @@ def test_gradients_equal_transformers(model_of, policy_of, family):
             assert (parameter.grad - gradient).abs().max() < 1e-3 * scale + 1e-5, name
     policy.model.zero_grad()
     assert seen > 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_file_of_transformers_5_is_a_processor_too(model_of, policy_of, tmp_path, family):
+    import shutil
+
+    shutil.copytree(model_of(family), tmp_path / "model")
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (tmp_path / "model" / name).unlink()
+    make_processor(family, make_tokenizer(family), make_encoder(family)).save_pretrained(tmp_path / "model")
+    assert not (tmp_path / "model" / "preprocessor_config.json").exists()
+    policy = Policy(str(tmp_path / "model"), threads=1)
+    shown = messages_of(conversation(3)[0], "messages")
+    prompts = [Renderer(one.tokenizer, one.end_tokens).prompt(shown) for one in (policy, policy_of(family))]
+    assert prompts[0] == prompts[1]
+    policy.tokenizer.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / "processor_config.json").read_bytes() == (
+        tmp_path / "model" / "processor_config.json"
+    ).read_bytes()
+
+
+@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl", "gemma3"])
+def test_checkpointed_layers_and_bfloat16(model_of, policy_of, family):
+    """Gradients with recomputed activations are the same, and bfloat16 only rounds."""
+    policy = policy_of(family)
+    ids = np.array(Renderer(policy.tokenizer, policy.end_tokens).prompt(messages_of(conversation(3)[0], "messages")))
+    mask = (ids < FIRST) & (np.arange(len(ids)) > 0)
+    gradients = []
+    for one in (policy, Policy(str(model_of(family)), threads=1, gradient_checkpointing=True)):
+        one.model.zero_grad()
+        with one.training_mode("test"):
+            one.score([ids], [mask], 1.0, 64).logprobs.sum().backward()
+        gradients.append({name: part.grad for name, part in one.model.named_parameters() if part.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    assert all(torch.equal(tensor, gradients[1][name]) for name, tensor in gradients[0].items())
+    policy.model.zero_grad()
+    rounded = Policy(str(model_of(family)), threads=1, dtype="bfloat16")
+    with torch.no_grad():
+        scores = [one.score([ids], [mask], 1.0, 64).logprobs for one in (policy, rounded)]
+    assert 0 < (scores[0] - scores[1]).abs().mean() < 0.02
+
+
+def test_a_cut_row_has_no_part_of_an_image(policy_of):
+    policy = policy_of("gemma3")
+    ids = np.array(Renderer(policy.tokenizer, policy.end_tokens).prompt(messages_of(conversation(3)[0], "messages")))
+    stream = TokenStream(ids, np.zeros(len(ids), bool))
+    for length in range(1, len(ids) + 1):
+        kept = stream.cut(length).ids
+        shown = [key_of(int(one)) for one in kept if one >= FIRST]
+        assert all(shown.count(key) == policy.tokenizer.images.processed(key).tokens for key in set(shown))
+        assert len(kept) <= length

@@ -60,7 +60,7 @@ class Family:
         except Exception as error:
             raise InputError(
                 f"model.path: {path} has no image processor that transformers can load ({type(error).__name__}: "
-                f"{str(error).splitlines()[0] if str(error) else ''}); add its preprocessor_config.json from the original model"
+                f"{str(error).splitlines()[0] if str(error) else ''}); complete its files, or install what the error names"
             ) from error
         return Images(processor, self.inputs, self.axis, files)
 

@@ -4,16 +4,18 @@ The text that the processor of transformers writes for an image is tokenized tog
 then become the ids of the image (`posttrain.images`).
 """
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from posttrain.errors import InputError
-from posttrain.images import FIRST, MARK, TOKEN_BITS, decoding, first_id
+from posttrain.images import FIRST, MARK, TOKEN_BITS, decoding, first_id, mark
 from posttrain_images.store import keep, load
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -39,9 +41,10 @@ class ProcessedImage:
 
 
 class _Held(OrderedDict[tuple[str, str], ProcessedImage]):
-    """Processed images in the order in which they were made, of `bytes` bytes together."""
+    """Processed images in the order in which they were made, of `bytes` bytes together. Threads share them."""
 
     bytes = 0
+    lock = threading.Lock()
 
 
 _held = _Held()
@@ -92,10 +95,12 @@ class Images:
                 f"the image {key} has {tokens} tokens, and at most {1 << TOKEN_BITS} are possible; resize it"
             )
         made = ProcessedImage({name: outputs[name] for name in self.names if name in outputs}, text, tokens)
-        _held[self._name, key] = made
-        _held.bytes += made.bytes
-        while _held.bytes > CACHE_BYTES and len(_held) > 1:
-            _held.bytes -= _held.popitem(last=False)[1].bytes
+        with _held.lock:
+            if (self._name, key) not in _held:
+                _held[self._name, key] = made
+                _held.bytes += made.bytes
+            while _held.bytes > CACHE_BYTES and len(_held) > 1:
+                _held.bytes -= _held.popitem(last=False)[1].bytes
         return made
 
     def inputs(self, keys: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
@@ -153,15 +158,22 @@ class _ReadsImages:
                 f"the chat template shows {len(pieces) - 1} of the {len(keys)} images of a conversation; put images into "
                 "messages of users, or set another template in model.chat_template"
             )
-        marks = [f"\ufdd1{key}\ufdd1" for key in keys]
-        return "".join(piece + mark for piece, mark in zip(pieces, [*marks, ""], strict=True))
+        marks = [*map(mark, keys), ""]
+        return "".join(piece + shown for piece, shown in zip(pieces, marks, strict=True))
 
     def __call__(self, text: Any = None, *arguments: Any, **settings: Any) -> Any:
         call = super().__call__  # type: ignore[misc]
         if not isinstance(text, str) or not MARK.search(text):
             return call(text, *arguments, **settings)
-        settings.pop("split_special_tokens", None)  # the tokens around an image are special
-        return self.images.encode(text, lambda expanded: call(expanded, *arguments, **settings))
+        whole = partial(call, *arguments, **{**settings, "split_special_tokens": False})
+        if not settings.get("split_special_tokens"):
+            return self.images.encode(text, whole)
+        # The tokens around an image are special, those of the text between images are not.
+        parts = [
+            self.images.encode(mark(piece), whole) if number % 2 else call(piece, *arguments, **settings)
+            for number, piece in enumerate(MARK.split(text))
+        ]
+        return {"input_ids": [token for part in parts for token in part["input_ids"]]}
 
     def decode(self, token_ids: Any, *arguments: Any, **settings: Any) -> Any:
         decode = super().decode  # type: ignore[misc]
