@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 DEMO_READY := $(VENV)/.demo-ready
 # On Linux, torch from PyPI brings 4 GB of CUDA. Without an NVIDIA GPU it comes from PyTorch's builds for processors.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-PLUGINS := -e plugins/environments -e plugins/imports -e plugins/memory
+PLUGINS := -e plugins/environments -e plugins/images -e plugins/imports -e plugins/memory
 # vLLM's build for processors is installed without its own requirements of torch, so it has an environment of its own.
 VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready

@@ -5,7 +5,8 @@
 makes a tiny random model of each type (`tiny_families.py`), loads it as a policy, samples two turns of three conversations of
 different lengths with the local engine, and scores them. A row of the table has the path that the exactness gate chose, and
 the largest distances in nats per token: of streams packed in one row from each alone, of streams from transformers' own
-forward pass, and of the engine's log-probabilities from the learner's.
+forward pass, and of the engine's log-probabilities from the learner's. Types that read images (the plug-in `posttrain-images`) play
+two turns with none to three images of different sizes, and have a table of their own.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import asyncio
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,7 @@ import torch
 import transformers
 from transformers.utils import logging as transformers_logging
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from tiny_families import SPECIAL_IDS, UNBUILDABLE, model_types, save_tiny
@@ -29,6 +32,7 @@ import posttrain
 from posttrain.engines.protocol import Request
 from posttrain.errors import InputError
 from posttrain.models.forward import path_of
+from posttrain.plugins import entry_points
 from posttrain.recipe.rollout import SamplingRecipe
 
 VOCABULARY = 320
@@ -129,10 +133,70 @@ def measured(kind: str) -> Row:
     )
 
 
-def safely(kind: str) -> Row:
-    """`measured`, or a row with the error that it ends in."""
+def with_images(kind: str) -> Row:
+    """The row of a model type that reads images, for conversations with none to three of them."""
+    from plugins.images.tests.conftest import part, picture, text
+    from plugins.images.tests.tiny import save_tiny as save_seeing
+
+    from posttrain.data.messages import messages_of
+    from posttrain.data.rendering import Renderer
+    from posttrain.images import FIRST, key_of, number_of
+    from posttrain.rollout.transcript import TokenTranscript
+
+    with tempfile.TemporaryDirectory() as directory:
+        save_seeing(Path(directory), kind)
+        policy = posttrain.Policy(directory)
+        engine = posttrain.LocalEngine(policy, slots=4)
+        reference = transformers.AutoModelForImageTextToText.from_pretrained(directory).eval()
+    engine.load_weights(0)
+    renderer, images = Renderer(policy.tokenizer, policy.end_tokens), policy.tokenizer.images
+
+    def asked(*sizes: tuple[int, int]) -> list[dict]:
+        parts = [*(part(picture(*size)) for size in sizes), text("what is it?")]
+        return messages_of([{"role": "user", "content": parts}], "messages")
+
+    async def played(number: int, first: list[tuple[int, int]], second: list[tuple[int, int]]) -> TokenTranscript:
+        transcript = TokenTranscript(renderer, asked(*first))
+        for turn in range(2):
+            request = Request(tuple(transcript.context), SamplingRecipe(), 10 * number + turn, TOKENS)
+            done = await engine.generate(request)
+            transcript.answer(done.ids, done.logprobs, done.stop_reason, done.versions)
+            transcript.observe(asked(*second))
+        return transcript
+
+    async def all_played() -> list[TokenTranscript]:
+        cases: list[tuple[list, list]] = [([], []), ([(40, 64)], []), ([(40, 64), (90, 48)], [(20, 70)])]
+        return await asyncio.gather(*(played(number, *case) for number, case in enumerate(cases)))
+
+    streams = [stream for transcript in asyncio.run(all_played()) for stream in transcript.streams()]
+    # transformers would take a sampled placeholder for one more image.
+    stops = [[*np.flatnonzero(stream.ids == images.token), len(stream)][0] for stream in streams]
+    ids = [stream.ids[:stop] for stream, stop in zip(streams, stops, strict=True)]
+    masks = [stream.sampled[:stop] for stream, stop in zip(streams, stops, strict=True)]
+    logprobs = [stream.rollout_logprobs[:stop] for stream, stop in zip(streams, stops, strict=True)]
+    theirs = []
+    with torch.no_grad():
+        together = policy.score(ids, masks, 1.0, 512).logprobs.numpy()
+        apart = [policy.score([row], [mask], 1.0, 512).logprobs.numpy() for row, mask in zip(ids, masks, strict=True)]
+        for row, mask in zip(ids, masks, strict=True):
+            seen, keys = row >= FIRST, [key_of(int(one)) for one in row if one >= FIRST and number_of(int(one)) == 0]
+            inputs = images.inputs(keys, torch.device("cpu")) if keys else {}
+            types = {"gemma3": "token_type_ids"}.get(kind, "mm_token_type_ids" if "qwen" in kind else "")
+            inputs |= {types: torch.from_numpy(seen.astype(int))[None]} if keys and types else {}
+            plain = torch.from_numpy(np.where(seen, images.token, row))[None]
+            logits = reference(input_ids=plain, **inputs, use_cache=False).logits[0].log_softmax(-1).numpy()
+            theirs.append(logits[np.flatnonzero(mask) - 1, row[mask]])
+    sampled = [logs[mask] for logs, mask in zip(logprobs, masks, strict=True)]
+    others = map(np.concatenate, (apart, theirs, sampled))
+    distances = [float(np.abs(together - other).max()) for other in others]
+    path = path_of(policy.model)
+    return Row(kind, "packed" if path.packed else "alone", engine._parts.kind, *distances, path.reason)
+
+
+def safely(kind: str, measure: Callable[[str], Row]) -> Row:
+    """The row that `measure` makes, or one with the error that it ends in."""
     try:
-        return measured(kind)
+        return measure(kind)
     except Exception as error:
         return Row(kind, "error", reason=f"{type(error).__name__}: {error}".splitlines()[0][:160])
 
@@ -176,6 +240,13 @@ original length.
 {counts}.
 
 {table}
+
+## Models that read images
+
+`pip install 'posttrain[images]'` adds these types ([how to train them](../how-to/images.md)). The conversations have none to three images of different
+sizes, and the distances are the same.
+
+{seeing}
 """
 
 
@@ -183,23 +254,30 @@ def main() -> int:
     """Print the table, and return 1 if a row is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", help="model types; all by default")
+    parser.add_argument("--images", action="store_true", help="only the types that read images")
     parser.add_argument("--out", type=Path, help="the page to write")
     chosen = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers_logging.set_verbosity_error()
     torch.set_num_threads(1)
     rows = []
-    for kind in chosen.types or model_types():
-        rows.append(safely(kind))
+    for kind in () if chosen.images else chosen.types or model_types():
+        rows.append(safely(kind, measured))
         print(table(rows[-1:]).splitlines()[-1], flush=True)
+    seeing = []
+    for kind in sorted(entry_points("posttrain.models")) if chosen.images or not chosen.types else ():
+        seeing.append(safely(kind, with_images))
+        print(table(seeing[-1:]).splitlines()[-1], flush=True)
     counts = {path: sum(row.path == path for row in rows) for path in dict.fromkeys(row.path for row in rows)}
-    wrong = [row.type for row in rows if row.wrong]
+    wrong = [row.type for row in (*rows, *seeing) if row.wrong]
     summary = (
         ", ".join(f"{count} {path}" for path, count in counts.items()) + "; wrong: " + (", ".join(wrong) or "none")
     )
     print(summary)
     if chosen.out is not None:
-        chosen.out.write_text(PAGE.format(version=transformers.__version__, counts=summary, table=table(rows)))
+        chosen.out.write_text(
+            PAGE.format(version=transformers.__version__, counts=summary, table=table(rows), seeing=table(seeing))
+        )
     return 1 if wrong else 0
 
 

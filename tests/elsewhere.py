@@ -33,7 +33,7 @@ def _closed(event, arguments):
 
 
 def all_modules():
-    for package in ("posttrain", "posttrain_memory", "posttrain_import", "posttrain_environments"):
+    for package in ("posttrain", "posttrain_memory", "posttrain_images", "posttrain_import", "posttrain_environments"):
         for found in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
             try:
                 importlib.import_module(found.name)

@@ -14,7 +14,7 @@ SOURCE = ROOT / "src" / "posttrain"
 FILES = sorted(SOURCE.rglob("*.py"))
 MODULES = {".".join(file.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__") for file in FILES}
 LAYERS = [
-    {"episode", "errors", "locks", "seeds", "plugins", "loopback", "redaction", "terminal"},
+    {"episode", "errors", "images", "locks", "seeds", "plugins", "loopback", "redaction", "terminal"},
     {"recipe", "runs"},
     {"data", "models", "environments", "engines", "credit", "losses", "distributed", "planning"},
     {"serving"},
@@ -154,7 +154,7 @@ def test_environments_need_no_model_library():
 
 def test_the_core_names_no_plugin():
     plugins = [file.parent.name for file in ROOT.glob("plugins/*/src/*/__init__.py")]
-    assert set(plugins) == {"posttrain_environments", "posttrain_import", "posttrain_memory"}
+    assert set(plugins) == {"posttrain_environments", "posttrain_images", "posttrain_import", "posttrain_memory"}
     wrong = [
         f"{file.relative_to(ROOT)} names {name}"
         for file in SOURCE.rglob("*")

@@ -244,7 +244,7 @@ def test_tools_reach_the_template(client: Any) -> None:
         ({"messages": [{"role": "user", "content": "word " * 20_000}]}, "fewer than the model's"),
         ({"messages": [{"role": "user", "content": "word " * 20_000}], "stream": True}, "fewer than the model's"),
         ({"messages": []}, "at least one message"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is supported"),
+        ({"messages": [{"role": "user", "content": [{"type": "sound"}]}]}, "only text is supported"),
         (
             {
                 "messages": [

@@ -29,6 +29,8 @@ Group = Literal[
     "posttrain.credits",
     "posttrain.recipes",
     "posttrain.stages",
+    "posttrain.models",
+    "posttrain.parts",
 ]
 """What entry points may add.
 
@@ -38,6 +40,9 @@ Group = Literal[
 - `posttrain.losses`, `posttrain.credits`: the `type` of a policy loss or credit -> its function, as for
   `posttrain.register_loss` and `posttrain.register_credit`.
 - `posttrain.stages`: the name of a stage -> the class of its recipe, as for `posttrain.register_stage`. It is also a command.
+- `posttrain.models`: the `model_type` of models that read more than text -> an object whose method `at(path)` returns the
+  family of a model, with the methods that `posttrain.models.load` calls, or None for one that reads text only.
+- `posttrain.parts`: the `type` of a part of a message -> a function of the part and its place that returns text for it.
 - `posttrain.recipes`: the first part of the names of recipes -> the package whose folder holds their YAML files.
 """
 
@@ -90,6 +95,13 @@ def load(group: Group, name: str) -> Any:
         reason = " ".join(str(error)[:300].split())
         problem = f"{type(error).__name__}{': ' if reason else ''}{reason}"
         raise PluginError(f"{where}: {problem}; reinstall or remove {distribution}") from error
+
+
+def model_family(model_type: str, path: str) -> Any:
+    """The family (`posttrain.models`) of the model at `path`, a directory or hub id, if it reads more than text; None for a
+    language model."""
+    known = model_type in entry_points("posttrain.models")
+    return load("posttrain.models", model_type).at(path) if known else None
 
 
 def require_module(module: str, purpose: str) -> Any:

@@ -26,6 +26,7 @@ from tests.adversary import (
     hosts,
     models,
     outages,
+    pictures,
     plugs,
     run_folders,
     strangers,
@@ -546,6 +547,7 @@ SURFACES: dict[str, Callable[[int, Path], None]] = {
     "mcp": tools.mcp,
     "plugins": plugs.plugins,
     "audited": plugs.audited,
+    "pictures": pictures.pictures,
     "places": hardship.places,
 }
 

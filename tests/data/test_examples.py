@@ -231,7 +231,7 @@ WRONG = [
     ("unpaired", {"prompt": "", "completion": "a", "label": True}, "empty prompt"),
     ("conversation", {"messages": [{"role": "user", "content": ["x"]}, GOOD]}, "content is not text: message 1"),
     ("conversation", {"messages": [{"role": "user", "content": {"a": 1}}, GOOD]}, "content is not text: message 1"),
-    ("conversation", {"messages": [{"role": "user", "content": [{"type": "image"}]}, GOOD]}, "content is not text: message 1"),
+    ("conversation", {"messages": [{"role": "user", "content": [{"type": "sound"}]}, GOOD]}, "content is not text: message 1"),
     ("conversation", {"messages": [{"role": "user", "content": []}, GOOD]}, "content is not text: message 1"),
     ("conversation", {"prompt": "q", "completion": "a\ud800"}, "text is not Unicode: `completion` holds the lone surrogate 0xd800"),
     ("conversation", {"messages": [{**USER, "name": "\udfff"}, GOOD]}, "text is not Unicode: message 1"),

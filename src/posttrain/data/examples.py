@@ -37,6 +37,7 @@ from posttrain.data.messages import (
 )
 from posttrain.data.problems import Problems
 from posttrain.errors import InputError, require_type
+from posttrain.images import rows_from
 from posttrain.recipe.compose import section
 from posttrain.recipe.data import ColumnsRecipe, SourceRecipe
 
@@ -122,17 +123,23 @@ def read_examples(
     Unusable rows are counted in `problems`. `max_rows` limits the usable rows of each source. A pair read as `unpaired`
     is one row and two examples. InputError, at the call, for a source that does not exist.
     """
-    return _examples(kind, [read_rows(source) for source in sources], columns, problems, max_rows)
+    opened = [(read_rows(source), source.folder) for source in sources]
+    return _examples(kind, opened, columns, problems, max_rows)
 
 
 def _examples(
-    kind: Kind, sources: list[Iterator[Row]], columns: ColumnsRecipe, problems: Problems, max_rows: int | None
+    kind: Kind,
+    sources: list[tuple[Iterator[Row], Path | None]],
+    columns: ColumnsRecipe,
+    problems: Problems,
+    max_rows: int | None,
 ) -> Iterator[Example]:
-    for rows in sources:
+    for rows, folder in sources:
         taken = 0
         for origin, row in rows:
             row = _usual_columns(row, columns, origin, problems)
-            example = row if isinstance(row, str) else ROW_FUNCTIONS[kind](row, origin, columns)
+            with rows_from(folder):
+                example = row if isinstance(row, str) else ROW_FUNCTIONS[kind](row, origin, columns)
             if isinstance(example, str):
                 problems.add_text(example, origin)
                 continue

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from posttrain.plugins import entry_points, load, more
 from posttrain.recipe.data import DEPTH
 
 Message = dict[str, Any]
@@ -137,8 +138,9 @@ def _message(value: Any, where: str) -> Message:
     """Return the message in the form of `ROLES` and `tool_calls`, with its content as text and without null keys."""
     if not isinstance(value, dict):
         raise UnusableRow("null" if value is None else "wrong type", f"{where} is {kind_of(value)}, not an object")
+    value = {**value, "content": read_parts(value.get("content"), where)}
     check_value(value, where)
-    role, content = value.get("role"), value.get("content")
+    role, content = value.get("role"), value["content"]
     dropped = {"role", "content"}
     if role is None and isinstance(value.get("from"), str):
         role, content = SHAREGPT.get(value["from"], value["from"]), value.get("value")
@@ -174,7 +176,20 @@ def _message(value: Any, where: str) -> Message:
     kept |= {
         f"content.{key}": item for part in parts for key, item in part.items() if item and key not in ("type", "text")
     }
-    return {"role": role, "content": _content(content, bool(calls) or role == "tool", where), **kept}
+    return {"role": role, "content": content_text(content, bool(calls) or role == "tool", where), **kept}
+
+
+def read_parts(content: Any, where: str) -> Any:
+    """The content of a message, in which plug-ins (`posttrain.parts`) have replaced parts such as images by text. Raises
+    UnusableRow."""
+    if not isinstance(content, list):
+        return content
+    kinds = [str(part.get("type")) if isinstance(part, dict) else "" for part in content]
+    return [
+        {"type": "text", "text": load("posttrain.parts", kind)(part, where)} if kind in known else part
+        for known in [entry_points("posttrain.parts")]
+        for kind, part in zip(kinds, content, strict=True)
+    ]
 
 
 _ARGUMENTS = ("arguments", "parameters", "input", "args")
@@ -274,7 +289,7 @@ def _take_reasoning(message: dict[str, Any], content: Any, where: str) -> Any:
         inner = [
             next((part[key] for key in ("thinking", "reasoning", "text") if key in part), None) for part in thought
         ]
-        texts.append("\n".join(_content(text, False, f"the reasoning of {where}") for text in inner))
+        texts.append("\n".join(content_text(text, False, f"the reasoning of {where}") for text in inner))
         content = [part for part in parts if part not in thought] or ""
     different = {text.strip(): text for text in texts if text.strip()}
     if len(different) > 1:
@@ -302,7 +317,8 @@ def _text_of(reasoning: Any) -> str:
     return text if isinstance(text, str) else _text_of(text)
 
 
-def _content(value: Any, optional: bool, where: str) -> str:
+def content_text(value: Any, optional: bool, where: str) -> str:
+    """The content of a message as one text; `optional`: it may be missing. Raises UnusableRow."""
     if isinstance(value, str):
         return value
     if value is None and optional:
@@ -314,7 +330,7 @@ def _content(value: Any, optional: bool, where: str) -> str:
         kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
         if kind not in _TEXT_PARTS or not isinstance(text, str):
             shown = f"a part of type {kind[:40]}" if isinstance(kind, str) else kind_of(value)
-            raise UnusableRow("content is not text", f"{where} holds {shown}, and only text is supported")
+            raise UnusableRow("content is not text", f"{where} holds {shown}, and only text is supported{more()}")
         texts.append(text)
     return "".join(texts)
 

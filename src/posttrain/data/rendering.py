@@ -27,6 +27,8 @@ from posttrain.data.tools import (
     with_short_ids,
 )
 from posttrain.errors import InputError
+from posttrain.images import FIRST, MARK, whole_images
+from posttrain.plugins import more
 from posttrain.recipe.model import thinking_of
 
 Message = dict[str, Any]
@@ -335,7 +337,12 @@ class Renderer:
             return True
 
     def _templated(self, messages: list[Message], tools: list[Any] | None, answering: bool) -> str:
-        """Return the text of the template, with the marks of `TextEncoder`."""
+        """Return the text of the template, with the marks of `TextEncoder`. InputError for an image if none can be read."""
+        if not hasattr(self.tokenizer, "images") and any(MARK.search(str(one.get("content"))) for one in messages):
+            raise InputError(
+                f"a message has an image, and {self.tokenizer.name_or_path} reads text only; set model.path to a model that "
+                f"reads images, or remove the image{more()}"
+            )
         marked, marked_tools = self.marked(messages), self.marked(tools)
         text = self._applied(marked, marked_tools, answering)
         return text if (marked, marked_tools) == (messages, tools) else TextEncoder.unescaped(text)
@@ -478,7 +485,8 @@ class TokenStream:
     """Whether the template leaves out text of an answer with loss, or of another message before it."""
 
     def cut(self, length: int) -> "TokenStream":
-        """Return the first `length` tokens."""
+        """Return the first `length` tokens, without an image of which some would be left out."""
+        length = whole_images(self.ids, 0, length)
         return replace(self, ids=self.ids[:length], trained=self.trained[:length])
 
 
@@ -569,13 +577,15 @@ def _shows(renderer: Renderer, rendered: str, message: Message, trained: bool = 
     answers that are not `trained` may be shown in another form."""
     texts = [str(message.get("content") or ""), reasoning_of(message) if renderer.reasoning_form else ""]
     checked = trained or message["role"] in ("system", "user")
+    parts = [part for text in texts for part in MARK.split(text)]
     return not checked or all(
-        _FORMATTING.sub("", renderer.marked(text)) in _FORMATTING.sub("", rendered) for text in texts
+        _FORMATTING.sub("", renderer.marked(part)) in _FORMATTING.sub("", rendered) for part in parts
     )
 
 
 def _token_streams(streams: Sequence[tuple[list[int], list[bool]]], complete: bool) -> list[TokenStream]:
     arrays = [
-        TokenStream(np.array(ids, dtype=np.int64), np.array(mask, dtype=bool), not complete) for ids, mask in streams
+        TokenStream(tokens, np.array(mask, dtype=bool) & (tokens < FIRST), not complete)
+        for tokens, mask in ((np.array(ids, dtype=np.int64), mask) for ids, mask in streams)
     ]
     return [stream for stream in arrays if stream.trained.any()]

@@ -194,6 +194,7 @@ def _digest(examples: list[Example], recipe: DataRecipe, renderer: Renderer, los
     settings = [VERSION, recipe.max_tokens, recipe.overlong, loss_on, sorted(renderer.end_tokens)]
     # Templates read the special tokens, and the keys of tools in their order.
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    special["images"] = repr(getattr(tokenizer, "images", ""))
     for part in (settings, special, tokenizer.chat_template, tokenizer.backend_tokenizer.to_str()):
         digest.update(json.dumps(part).encode())
     for example in examples:

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 from posttrain.engines.http import RESPONSE_MIB, bounded
 from posttrain.errors import InputError
+from posttrain.images import MARK, data_url, folders
 from posttrain.plugins import require_module
 from posttrain.redaction import redact, without_secrets
 
@@ -149,10 +150,25 @@ def complete(
     where = f"{what} {model} at {str(client.base_url).rstrip('/')}"
     with request_errors(where, client, "the messages", [*sent, *(extra or {})]):
         response = client.chat.completions.create(
-            model=model, messages=list(messages), **sent, extra_body=dict(extra) if extra else None
+            model=model, messages=list(map(_for_servers, messages)), **sent, extra_body=dict(extra) if extra else None
         )
     require_same_model(client, model, response, where)
     return _completion(response, where)
+
+
+def _for_servers(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message in the form of OpenAI-compatible servers, with its images as parts. InputError for one that is not stored."""
+    pieces = MARK.split(content) if isinstance(content := message.get("content"), str) else []
+    if len(pieces) < 2:
+        return dict(message)
+    stored = [file for key in pieces[1::2] for folder in folders() if (file := folder / f"{key}.png").is_file()]
+    if len(stored) < len(pieces) // 2:
+        raise InputError(
+            f"an image of a message is not stored; restore {' or '.join(pieces[1::2])}.png in {folders()[0]}"
+        )
+    urls = iter([{"type": "image_url", "image_url": {"url": data_url(file.read_bytes())}} for file in stored])
+    parts = [next(urls) if n % 2 else {"type": "text", "text": piece} for n, piece in enumerate(pieces)]
+    return {**message, "content": [part for part in parts if part.get("text") != ""]}
 
 
 def require_same_model(client: Any, asked: str, response: Any, where: str) -> None:

@@ -25,13 +25,15 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from posttrain.data.held_out import TaskRow, TaskSplit, split_tasks, training_tasks
+from posttrain.data.messages import UnusableRow, content_text, read_parts
 from posttrain.data.tools import ParsedAnswer
 from posttrain.errors import InputError, PosttrainError, RunError
 from posttrain.recipe.components import EnvironmentRecipe, Factory, environment_class
 from posttrain.recipe.rollout import EvaluationRecipe, SeedRange, same_tasks
 
 Message = dict[str, str]
-"""A chat message: `{"role": "system" | "user", "content": text}`, or the result of a tool, see `ToolEnvironment`."""
+"""A chat message: `{"role": "system" | "user", "content": text}`, or the result of a tool, see `ToolEnvironment`. An
+environment may return a list of parts as content, such as `{"type": "image", "bytes": png}` and `{"type": "text", "text": text}`."""
 
 _ROLES = ("system", "user", "assistant", "tool")
 
@@ -88,7 +90,7 @@ def require_observation(returned: object) -> Observation:
     """`returned` if `reset` may return it; ProtocolError otherwise."""
     if not isinstance(returned, Observation):
         raise ProtocolError(f"`reset` returned {_kind(returned)}, not an Observation")
-    _require_messages(returned.messages, "reset")
+    returned = replace(returned, messages=_require_messages(returned.messages, "reset"))
     if not returned.messages:
         raise ProtocolError("`reset` returned an Observation without messages")
     if not isinstance(returned.tools, list) or not all(isinstance(tool, dict) for tool in returned.tools):
@@ -101,7 +103,7 @@ def require_step(returned: object) -> Step:
     """`returned` with plain numbers if `step` may return it; ProtocolError otherwise. Its reward may be infinite."""
     if not isinstance(returned, Step):
         raise ProtocolError(f"`step` returned {_kind(returned)}, not a Step")
-    _require_messages(returned.messages, "step")
+    messages = _require_messages(returned.messages, "step")
     _require_json(returned.state, "the state of `step`")
     names = ("terminated", "truncated", "new_conversation", "scored")
     flags = {name: _flag(getattr(returned, name), f"`{name}`") for name in names}
@@ -117,7 +119,7 @@ def require_step(returned: object) -> Step:
     if "scores" in info:
         info["scores"] = _scores(info["scores"])
     _require_json(info, "`info`", default=str)
-    return replace(returned, reward=number(returned.reward), info=info, **flags)
+    return replace(returned, messages=messages, reward=number(returned.reward), info=info, **flags)
 
 
 def number(value: object) -> float:
@@ -148,10 +150,19 @@ def _scores(scores: object) -> dict[str, float | None]:
     return {name: None if value is None else number(value) for name, value in scores.items()}
 
 
-def _require_messages(messages: object, method: str) -> None:
+def _require_messages(messages: object, method: str) -> list[Message]:
+    """The messages, in which contents are text; ProtocolError for anything else."""
     if not isinstance(messages, list | tuple):
         raise ProtocolError(f"the messages of `{method}` are {short(messages)}, not a list")
+    read: list[Any] = []
     for message in messages:
+        if isinstance(message, Mapping) and isinstance(parts := message.get("content"), list):
+            try:
+                where = f"a message of `{method}`"
+                message = {**message, "content": content_text(read_parts(parts, where), False, where)}
+            except UnusableRow as error:
+                raise ProtocolError(str(error)) from error
+        read.append(message)
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
             raise ProtocolError(
                 f"a message of `{method}` is {short(message)}, not a dict with `role` and the text `content`"
@@ -160,7 +171,8 @@ def _require_messages(messages: object, method: str) -> None:
             raise ProtocolError(
                 f"a message of `{method}` has the role {short(message.get('role'))}; use {', '.join(_ROLES)}"
             )
-    _require_json([dict(message) for message in messages], f"a message of `{method}`")
+    _require_json([dict(message) for message in read], f"a message of `{method}`")
+    return read
 
 
 def _require_json(value: object, name: str, default: Callable[[object], str] | None = None) -> None:

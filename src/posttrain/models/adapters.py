@@ -19,7 +19,7 @@ from posttrain.distributed.sharding import full_tensor, is_sharded
 from posttrain.errors import InputError
 from posttrain.models.cuda.four_bit import dequantized
 from posttrain.models.forward import transformer
-from posttrain.models.load import first_line, load_config
+from posttrain.models.load import first_line, load_config, policy_class
 from posttrain.recipe.model import LoraRecipe, ModelRecipe
 
 
@@ -48,10 +48,10 @@ def check_targets(recipe: ModelRecipe, reward: bool) -> list[str]:
 
     `reward`: whether the model becomes a reward model.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
     assert recipe.lora is not None
-    auto_class: Any = AutoModelForSequenceClassification if reward else AutoModelForCausalLM
+    auto_class: Any = AutoModelForSequenceClassification if reward else policy_class(recipe)
     try:
         with torch.device("meta"):
             model = auto_class.from_config(load_config(recipe), trust_remote_code=recipe.trust_remote_code)

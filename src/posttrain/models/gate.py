@@ -194,7 +194,8 @@ def _outputs(model: Any, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def gate_rows(model: Any) -> list[torch.Tensor]:
-    """Seeded rows of token ids [T_i] int64 on the model's device; the last two begin with the same tokens."""
+    """Seeded rows of token ids [T_i] int64 on the model's device; the second and the third begin with the same tokens. A
+    model that reads images adds rows with some."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     first, second, third = (
         random_stream("gate", index).integers(0, vocabulary, count) for index, count in enumerate(ROWS)
@@ -207,7 +208,8 @@ def gate_rows(model: Any) -> list[torch.Tensor]:
         first[[5, -3]] = second[[8, 50, -4]] = pad
     third[:SHARED] = second[:SHARED]
     device = model.get_input_embeddings().weight.device
-    return [torch.from_numpy(row).to(device) for row in (first, second, third)]
+    rows = [first, second, third, *getattr(base_decoder(model), "gate_rows", list)()]
+    return [torch.from_numpy(row).to(device) for row in rows]
 
 
 @contextmanager
@@ -273,7 +275,7 @@ def quiet_transformers() -> Iterator[None]:
 def verdict_key(model: torch.nn.Module, *settings: object) -> str:
     """A digest of the model's configuration and weights, and of the code that computes it."""
     inner: Any = transformer(model)
-    digest = hashlib.blake2b(_code().encode(), digest_size=12)
+    digest = hashlib.blake2b((_code() + getattr(base_decoder(model), "code", "")).encode(), digest_size=12)
     digest.update(repr((type(inner).__name__, inner.config.to_json_string(use_diff=False), settings)).encode())
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         digest.update(repr((name, tuple(tensor.shape), tensor.dtype, tensor.device.type)).encode())

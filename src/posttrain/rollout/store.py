@@ -22,6 +22,7 @@ from posttrain.credit.units.spans import Spans
 from posttrain.distributed.world import current_world
 from posttrain.episode import Advantages, Episode, Outcome, StopReason, Stream, Turn
 from posttrain.errors import InputError, RunError
+from posttrain.images import FIRST
 from posttrain.runs.directory import storage_errors, write_atomically
 from posttrain.runs.reader import open_file
 
@@ -332,7 +333,10 @@ def episode_from_record(record: dict[str, Any]) -> Episode:
         for stream in record["streams"]
     ]
     for stream in streams:
-        if len({len(getattr(stream, name)) for name in _ARRAYS}) > 1 or (stream.ids >> 31).any():
+        if (
+            len({len(getattr(stream, name)) for name in _ARRAYS}) > 1
+            or ((stream.ids >> 31 != 0) & (stream.ids < FIRST)).any()
+        ):
             raise ValueError("the arrays of a stream have different lengths, or a token is not an integer of 31 bits")
     for turn in record["turns"]:
         _check_integers(turn, "stream", "start", "stop")

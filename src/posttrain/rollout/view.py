@@ -17,6 +17,7 @@ from posttrain.credit.units.mixing import CreditedUnits, UnitAdvantages
 from posttrain.credit.units.offsets import Decode, align
 from posttrain.episode import Episode, Outcome, StopReason, Stream, Turn
 from posttrain.errors import InputError
+from posttrain.images import decoding, readable
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.units import UnitCreditRecipe
 from posttrain.rollout.store import StoredStep
@@ -212,7 +213,7 @@ def view_episode(
     for role, content, numbered in shown:
         parts.append(Text(printable(role), style=f"bold {ROLE_STYLES.get(role, 'white')}"))
         if numbered is None:
-            parts.append(_inset(Text(printable(content))))
+            parts.append(_inset(Text(printable(readable(content)))))
         else:
             parts += [_inset(answer(content, numbered[1])), _turn_line(episode, *numbered, advantages)]
     if units is not None:
@@ -255,7 +256,7 @@ def _loaded_decoder(model: str) -> Decode:
     if not on_disk(recipe.path):  # looking at a run downloads nothing that it names
         raise InputError(f"{recipe.path} is not on this machine")
     tokenizer = load_tokenizer(recipe)
-    return partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+    return decoding(partial(tokenizer.decode, clean_up_tokenization_spaces=False))
 
 
 @lru_cache(maxsize=4)
@@ -264,9 +265,8 @@ def _saved_decoder(file: Path, run: Path | None, changed: int) -> Decode | None:
     from tokenizers import Tokenizer
 
     try:
-        return partial(
-            Tokenizer.from_buffer(read_bytes(file, _LARGEST_TOKENIZER, run)).decode, skip_special_tokens=False
-        )
+        tokenizer = Tokenizer.from_buffer(read_bytes(file, _LARGEST_TOKENIZER, run))
+        return decoding(partial(tokenizer.decode, skip_special_tokens=False))
     except Exception:  # a damaged tokenizer counts as missing, for any error
         return None
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
-from posttrain.data.messages import UnusableRow, messages_of, without_training_keys
+from posttrain.data.messages import UnusableRow, messages_of, read_parts, without_training_keys
 from posttrain.data.rendering import Message
 from posttrain.data.tools import ToolCall
 from posttrain.episode import CUT_OFF, StopReason
@@ -167,6 +167,10 @@ def _text(content: Any, what: str) -> str:
     if not isinstance(content, list):
         raise CallRefused(f"{what} must be text or a list of parts")
     parts = []
+    try:
+        content = read_parts(content, what)
+    except UnusableRow as error:
+        raise CallRefused(str(error)) from error
     for part in content:
         if isinstance(part, str):
             parts.append(part)

@@ -18,6 +18,7 @@ from posttrain.data.rendering import Renderer
 from posttrain.data.tools import call_id
 from posttrain.engines.protocol import Completion, Engine, Request
 from posttrain.episode import CUT_OFF, StopReason
+from posttrain.models.forward import transformer
 from posttrain.seeds import derive_seed
 from posttrain.serving.formats import (
     CallRefused,
@@ -62,7 +63,8 @@ class PolicyServer:
         self.engine = engine
         self.name = name
         self.renderer = Renderer(engine.policy.tokenizer, engine.policy.end_tokens)
-        limit = int(getattr(engine.policy.model.config, "max_position_embeddings", None) or 1 << 20)
+        config = transformer(engine.policy.model).config.get_text_config()
+        limit = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
         self.context = min(limit, context or limit)
         self._seed = seed
         self._count = 0

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from posttrain.distributed.world import current_world, join_world
 from posttrain.errors import InputError
+from posttrain.images import keep_in
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.run import StageRecipe
 from posttrain.runs.directory import RunDirectory
@@ -137,7 +138,7 @@ def with_engine(recipe: StageRecipe, console: Console) -> StageRecipe:
             settings = [f"engine.{key}" for key, value in engine if value != getattr(type(engine)(), key)]
         if not settings:
             return recipe
-    from posttrain.models.load import resolve_device
+    from posttrain.models.load import family_of, resolve_device
 
     if resolve_device(recipe.model.device).type != "cuda":
         return recipe
@@ -147,6 +148,8 @@ def with_engine(recipe: StageRecipe, console: Console) -> StageRecipe:
         reason = f"the recipe sets {', '.join(settings)}; without that, vLLM is used where it is installed"
     elif find_spec("vllm") is None:
         reason = "vLLM is not installed here; install it, or set engine.type=vllm and engine.python to an interpreter with it"
+    elif family_of(recipe.model) is not None:
+        reason = "vLLM does not sample here for models that read images"
     elif world.size > world.local_size:
         reason = "vLLM servers of a run are on one machine; on several, set hardware.ray"
     elif (Path(recipe.model.path).expanduser() / "adapter_config.json").is_file():
@@ -217,6 +220,7 @@ def run_in_process(
             recipe = with_threads(recipe, resume, console)
         recipe = with_memory(recipe)
         run = world.on_rank0(opened)
+        keep_in(run.path / "images")
         if resume and not has_state(run):
             world.on_rank0(lambda: _finish_ended(recipe, run, console))
             return run

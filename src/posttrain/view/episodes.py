@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
+from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
@@ -11,11 +13,13 @@ import numpy as np
 from posttrain.credit.units.mixing import CreditedUnits
 from posttrain.credit.units.offsets import AlignedText, Decode, align
 from posttrain.episode import Episode, Turn
-from posttrain.errors import PosttrainError
+from posttrain.errors import InputError, PosttrainError
+from posttrain.images import MARK, data_url, readable
 from posttrain.recipe.units import UnitCreditRecipe
 from posttrain.rollout.store import read_episodes, stored_steps
 from posttrain.rollout.view import judge_verdict, unit_summary, unit_text, units_in_turn
 from posttrain.runs.directory import RunDirectory
+from posttrain.runs.reader import read_bytes
 
 _KINDS = {"train": "training episodes", "evaluation": "held-out episodes", "final": "final held-out episodes"}
 _NAMES = {1: ("the only one",), 2: ("best", "worst"), 3: ("best", "median", "worst")}
@@ -88,6 +92,8 @@ def by_return(episodes: Sequence[Episode], count: int) -> list[tuple[str, int]]:
 LONGEST = 12_000
 """Characters shown of one message."""
 _LONGEST_ROLE = 100
+_MOST_PICTURES, _LARGEST_PICTURE = 8, 1 << 20
+"""Images of a message that are shown, and the bytes of one."""
 _STRONGEST = 0.5
 """Opacity of the color of the largest credit, low enough that text stays readable in light and dark mode."""
 
@@ -133,6 +139,8 @@ class Message:
     """Score and reason of a judge."""
     turn: int | None = None
     """Which turn of the episode answered with it."""
+    pictures: tuple[str, ...] = ()
+    """Data URLs of its images."""
 
 
 @dataclass(frozen=True)
@@ -169,11 +177,15 @@ class Look:
 
 
 def episode_page(
-    sample: Sample, scale: float | Look, decode: Decode | None, credited: UnitCreditRecipe | None
+    sample: Sample,
+    scale: float | Look,
+    decode: Decode | None,
+    credited: UnitCreditRecipe | None,
+    run: Path | None = None,
 ) -> EpisodePage:
     """The page of one episode; `scale` is the advantage with the strongest color, or the whole look.
 
-    Without `decode`, tokens cannot be shown separately and have no colors.
+    Without `decode`, tokens cannot be shown separately and have no colors. `run`: the run whose images are shown.
     """
     look = scale if isinstance(scale, Look) else Look(scale)
     episode = sample.episode
@@ -184,7 +196,9 @@ def episode_page(
             messages.append(_answer(*waiting.pop(0), sample, decode, look))
         else:
             named = " ".join(filter(None, (message["role"], str(message.get("name") or ""))))
-            messages.append(Message(named[:_LONGEST_ROLE], shortened(message.get("content") or "")))
+            content = message.get("content") or ""
+            pictures = tuple(pictures_of(content, run)) if run is not None else ()
+            messages.append(Message(named[:_LONGEST_ROLE], shortened(readable(content)), pictures=pictures))
     messages += [_answer(number, turn, sample, decode, look) for number, turn in waiting]
     ending = "success" if episode.success else episode.outcome.value
     tokens = sum(turn.stop - turn.start for turn in episode.turns)
@@ -196,6 +210,13 @@ def episode_page(
         "" if sample.units is None else unit_summary(sample.units, credited).plain,
         shortened(episode.failure or ""),
     )
+
+
+def pictures_of(content: str, run: Path) -> Iterator[str]:
+    """The first images of a message of a run as data URLs. Files that are missing, large or links are left out."""
+    for key in MARK.findall(content)[:_MOST_PICTURES]:
+        with suppress(InputError):
+            yield data_url(read_bytes(run / "images" / f"{key}.png", _LARGEST_PICTURE, run))
 
 
 def prompt_text(episode: Episode, decode: Decode | None) -> tuple[int, str]:

@@ -34,7 +34,7 @@ def group_page(run: RunDirectory, given: Mapping[str, str], store: Store) -> dic
     pages = []
     for number, sample in enumerate(samples):
         part = (parting.turn, parting.token) if parting and number in (parting.best, parting.worst) else None
-        pages.append((sample.episode, episode_page(sample, Look(scale, tint, True, part), decode, credited)))
+        pages.append((sample.episode, episode_page(sample, Look(scale, tint, True, part), decode, credited, run.path)))
     # What all episodes begin with, the prompt, is shown once.
     columns = zip(*(page.messages for _, page in pages), strict=False)
     alike = itertools.takewhile(lambda row: row[0].turn is None and all(one == row[0] for one in row), columns)

@@ -110,7 +110,7 @@ def _samples(run: RunDirectory, missing: list[str]) -> list[tuple[str, list[Epis
         make = maker_of(getattr(run.load_recipe(), "environment", None))
 
     def page_of(sample: Sample, scale: float) -> EpisodePage:
-        page = episode_page(sample, scale, decode, credited)
+        page = episode_page(sample, scale, decode, credited, run.path)
         row = row_of(sample.episode, make, sample.why) if make is not None and not sample.episode.failure else None
         return page if row is None else replace(page, picture=image("trajectory", draw([row])).uri)
 

@@ -360,6 +360,9 @@ class CachedLayout:
     Prefixes that decoding sequences share are read once.
     """
 
+    tokens: Sequence[np.ndarray] = ()
+    """For each segment all tokens [start + count] int64 of its sequence, for models whose positions depend on them."""
+
     def __init__(self, cache: KeyValuePages, segments: Sequence[Segment], device: torch.device) -> None:
         self.cache = cache
         self.device = device

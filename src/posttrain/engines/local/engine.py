@@ -24,6 +24,7 @@ from posttrain.engines.local.gate import choose_decoding
 from posttrain.engines.protocol import Completion, EngineCounters, Request, StopStrings
 from posttrain.episode import StopReason
 from posttrain.errors import InputError, RunError
+from posttrain.images import whole_images
 from posttrain.models.cpu.backend import keep_freed_memory
 from posttrain.models.cuda.attention import supports
 from posttrain.models.forward import base_decoder, transformer, upload
@@ -169,7 +170,7 @@ def _head_size(config: Any) -> int:
 
 def page_bytes(policy: Policy) -> int:
     """Bytes of one page of the cache of one sequence: keys and values of all layers."""
-    config = transformer(policy.model).config
+    config = transformer(policy.model).config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = compute_dtype(next(policy.model.parameters())).itemsize
     return 2 * config.num_hidden_layers * heads * PAGE * _head_size(config) * width
@@ -256,7 +257,7 @@ class LocalEngine:
         flash = policy.device.type != "cpu" and supports(
             policy.device,
             compute_dtype(next(policy.model.parameters())),
-            _head_size(transformer(policy.model).config),
+            _head_size(transformer(policy.model).config.get_text_config()),
         )
         with policy.sharded.whole() if policy.sharded is not None else nullcontext():
             self._parts = choose_decoding(policy.model, flash, cache_directory() / "gate")
@@ -276,8 +277,8 @@ class LocalEngine:
                 "remove it, and lower engine.slots"
             )
         if recipe.cache_bytes is not None:
-            longest = PAGE if policy.device.type == "cpu" else transformer(policy.model).config.max_position_embeddings
-            context = max_context or longest
+            config = transformer(policy.model).config.get_text_config()
+            context = max_context or (PAGE if policy.device.type == "cpu" else config.max_position_embeddings)
             pages = -(-context // PAGE)
             if recipe.cache_bytes < pages * page_bytes(policy):
                 raise InputError(self._too_small(context))
@@ -414,6 +415,7 @@ class LocalEngine:
         spans = [(s, segment.start, segment.start + segment.count) for s, segment in ordered]
         ids = np.concatenate([s.tokens[start:end] for s, start, end in spans])
         positions = np.concatenate([np.arange(start, end) for _, start, end in spans])
+        layout.tokens = [s.tokens[:end] for s, _, end in spans]
         ends = np.cumsum([segment.count for _, segment in ordered]) - 1
         # A prompt that is computed in chunks samples nothing before its last chunk.
         ready = [i for i, (sequence, segment) in enumerate(ordered) if segment.count == sequence.pending]
@@ -478,6 +480,8 @@ class LocalEngine:
                 break
             whole = sequence.pending == 1 or self._parts.streams
             count = sequence.pending if whole else min(sequence.pending, budget)
+            stop = whole_images(sequence.tokens[: sequence.length], sequence.computed, sequence.computed + count)
+            count = stop - sequence.computed
             budget -= count
             slot = self._slots[sequence.slot]
             by_slot[sequence.slot] = sequence

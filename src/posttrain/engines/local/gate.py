@@ -136,6 +136,7 @@ def _decoded(model: torch.nn.Module, parts: Parts, rows: list[torch.Tensor]) -> 
         spans = [(segment.slot, segment.start, segment.start + segment.count) for segment in layout.segments]
         ids = torch.cat([rows[slot][start:stop] for slot, start, stop in spans])
         positions = torch.cat([torch.arange(start, stop, device=device) for _, start, stop in spans])
+        layout.tokens = [rows[slot][:stop].cpu().numpy() for slot, _, stop in spans]
         last = torch.tensor([stop - start for _, start, stop in spans], device=device).cumsum(0) - 1
         logits = decoder.logits(decoder.hidden(ids, positions, layout)[last])
         for (slot, _, stop), row in zip(spans, logits, strict=True):

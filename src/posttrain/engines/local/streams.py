@@ -41,6 +41,7 @@ class StreamLayout:
     """New tokens of several sequences, in the order of `segments`."""
 
     longer = ()
+    tokens: Sequence[np.ndarray] = ()
 
     def __init__(self, cache: StreamCaches, segments: Sequence[Segment], device: torch.device) -> None:
         self.cache = cache

@@ -93,6 +93,8 @@ class VllmEngine:
         """
         recipe = section(VllmEngineRecipe, recipe, **settings)
         refuse_transfer(recipe, policy)
+        if hasattr(policy.tokenizer, "images"):
+            raise InputError("engine.type: vllm does not sample here for models that read images; set it to local")
         if replicas is None:
             replicas = _make_replicas(recipe, settings_of(policy, recipe), None) if current_world().is_rank0 else []
         self.policy = policy

@@ -1,0 +1,152 @@
+"""Images in `serve`, in pages, in the terminal, and in requests to servers."""
+
+import base64
+import io
+from types import SimpleNamespace
+
+import pytest
+from plugins.images.tests.conftest import encoded, part, picture, text
+from rich.console import Console
+
+from posttrain import images
+from posttrain.credit.units.offsets import align
+from posttrain.data.messages import messages_of
+from posttrain.data.rendering import Renderer
+from posttrain.engines.local.engine import LocalEngine
+from posttrain.engines.openai import complete
+from posttrain.episode import StopReason
+from posttrain.errors import InputError
+from posttrain.rollout.store import read_episodes, write_episodes
+from posttrain.rollout.transcript import TokenTranscript
+from posttrain.rollout.view import view_episode
+from posttrain.serving.policy import PolicyServer
+from posttrain.view.episodes import Sample, episode_page, prompt_text
+from posttrain.view.templates import templates
+from posttrain_images import store
+from tests.rollout.episodes import played
+
+URL = f"data:image/png;base64,{base64.b64encode(encoded(picture())).decode()}"
+
+
+@pytest.fixture
+def client(policy_of):
+    from starlette.testclient import TestClient
+
+    server = PolicyServer(LocalEngine(policy_of("idefics3"), slots=2), "seeing")
+    with TestClient(server.app(), base_url="http://127.0.0.1") as made:
+        yield made
+
+
+def ask(client, content, path="/v1/chat/completions"):
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4, "seed": 1, "temperature": 0}
+    return client.post(path, json=body)
+
+
+def test_both_formats_of_serve_take_images(client):
+    parts = [{"type": "image_url", "image_url": {"url": URL}}, text("what is it?")]
+    answer = ask(client, parts)
+    assert answer.status_code == 200, answer.text
+    alone = ask(client, "what is it?")
+    assert answer.json()["usage"]["prompt_tokens"] > alone.json()["usage"]["prompt_tokens"] + 4
+    source = {"type": "base64", "media_type": "image/png", "data": URL.partition(",")[2]}
+    assert ask(client, [{"type": "image", "source": source}, text("what is it?")], "/v1/messages").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"type": "image", "path": "/etc/passwd"},
+        {"type": "image_url", "image_url": {"url": "http://127.0.0.1/secret.png"}},
+        {"type": "image", "bytes": "AAAA"},
+    ],
+)
+def test_serve_reads_no_file_and_no_address(client, wrong, path):
+    answer = ask(client, [wrong, text("what is it?")], path)
+    assert answer.status_code == 400
+    assert "image" in answer.text
+
+
+def test_text_that_imitates_an_image_is_refused(client):
+    answer = ask(client, f"{images.mark('0' * 12)} what is it?")
+    assert answer.status_code == 400
+    assert "is not in" in answer.text
+
+
+@pytest.fixture
+def episode(policy_of, tmp_path, monkeypatch):
+    """An episode of a run with an image, and the run."""
+    monkeypatch.setattr(images, "_folders", [tmp_path / "images"])
+    policy = policy_of("idefics3")
+    renderer = Renderer(policy.tokenizer, policy.end_tokens)
+    shown = messages_of([{"role": "user", "content": [part(picture(seed=3)), text("<b>what</b>?")]}], "messages")
+    transcript = TokenTranscript(renderer, shown)
+    answer = [*policy.tokenizer("red", add_special_tokens=False)["input_ids"], renderer.end]
+    transcript.answer(answer, [-1.0] * len(answer), StopReason.END_TOKEN)
+    made = played()
+    made.streams, made.turns, made.messages = transcript.streams(), transcript.turns, transcript.messages
+    write_episodes(tmp_path / "episodes", 1, "train", [made])
+    [stored] = read_episodes(tmp_path / "episodes" / "step_000001.train.jsonl.zst").episodes
+    assert (stored.streams[0].ids == made.streams[0].ids).all()
+    return stored
+
+
+def test_pages_show_the_pictures(policy_of, episode, tmp_path):
+    page = episode_page(Sample("", episode, None, None), 1.0, None, None, tmp_path)
+    [uri] = page.messages[0].pictures
+    assert base64.b64decode(uri.partition(",")[2]) == next((tmp_path / "images").glob("*.png")).read_bytes()
+    key = images.MARK.findall(episode.messages[0]["content"])[0]
+    assert page.messages[0].text == f"[image {key}]<b>what</b>?"
+    html = (
+        templates()
+        .from_string("{% import 'components.html.j2' as parts %}{{ parts.conversation(page) }}")
+        .render(page=page)
+    )
+    assert f'<img class="shown" src="{uri}"' in html
+    assert "<b>what" not in html
+    count, shown = prompt_text(episode, images.decoding(policy_of("idefics3").tokenizer.decode))
+    assert count == episode.turns[0].start
+    assert f"[image {key}]" in shown
+    # Files that a foreign run has instead of pictures.
+    (tmp_path / "images" / f"{key}.png").unlink()
+    assert not episode_page(Sample("", episode, None, None), 1.0, None, None, tmp_path).messages[0].pictures
+    (tmp_path / "images" / f"{key}.png").symlink_to("/etc/passwd")
+    assert not episode_page(Sample("", episode, None, None), 1.0, None, None, tmp_path).messages[0].pictures
+
+
+def test_the_terminal_names_images(episode):
+    console = Console(file=io.StringIO(), width=80)
+    console.print(view_episode(episode, None))
+    assert "[image " in console.file.getvalue()
+    assert "\ufdd1" not in console.file.getvalue()
+
+
+def test_ids_of_images_are_decoded_by_their_keys(policy_of, episode):
+    tokenizer = policy_of("idefics3").tokenizer
+    ids = episode.streams[0].ids
+    key = images.MARK.findall(episode.messages[0]["content"])[0]
+    assert tokenizer.decode(ids).count(f"[image {key}]") >= 1
+    assert align(ids[episode.turns[0].start :].tolist(), tokenizer.decode).slice(0, 1)
+
+
+def test_servers_of_other_models_get_images_as_data_urls():
+    content = messages_of([{"role": "user", "content": [text("a "), part(picture()), text(" b")]}], "messages")
+    sent = {}
+
+    def create(**settings):
+        sent.update(settings)
+        raise RuntimeError
+
+    client = SimpleNamespace(
+        base_url="http://127.0.0.1", chat=SimpleNamespace(completions=SimpleNamespace(create=create))
+    )
+    with pytest.raises(RuntimeError):
+        complete("engine", client, "other", content)
+    parts = sent["messages"][0]["content"]
+    assert [one["type"] for one in parts] == ["text", "image_url", "text"]
+    [key] = images.MARK.findall(content[0]["content"])
+    received = messages_of([{"role": "user", "content": parts}], "messages")
+    assert received[0]["content"] == content[0]["content"]
+    assert (store.load(key) == picture()).all()
+    with pytest.raises(InputError, match="not stored"):
+        complete("engine", client, "other", [{"role": "user", "content": images.mark("0" * 12)}])
