@@ -131,6 +131,17 @@ def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[Bas
         kind = _value(given.values, (*section, "type"))
         return f"it belongs to {'.'.join(section)}.type {', '.join(other)}, not {kind}, so remove it or change the type"
     inside = ".".join(prefix) + "."
+    parts = [*path[:-1], name.replace("-", "_")]
+    foreign = {".".join(parts[start:]) for start in range(len(parts))} & {
+        *foreign_keys()["keys"],
+        *foreign_keys()["reasons"],
+    }
+    _, around = _at(section[len(prefix) :], part, _value(given.values, prefix))
+    # Listing all keys takes half a second, so that the most likely ones come first.
+    if not foreign and (
+        close := difflib.get_close_matches(name, [key for one in around for key in one.model_fields], 1, 0.75)
+    ):
+        return f"the nearest is {'.'.join((*section, close[0]))}"
     names = [key.path for key in keys_of(stage) if not prefix or not key.path.startswith(inside)]
     names += [key.path for key in keys_of(part, inside)] if prefix else []
     known_section = not section or any(key.startswith(f"{'.'.join(section)}.") for key in names)
@@ -181,6 +192,11 @@ def _other_types(path: KeyPath, part: type[BaseConfig], given: Layer, prefix: Ke
 
 def _field(path: KeyPath, part: type[BaseConfig], values: Any) -> Any:
     """The field that `path` names, in the sections that the `type` keys of `values` select; None if there is none."""
+    return _at(path, part, values)[0]
+
+
+def _at(path: KeyPath, part: type[BaseConfig], values: Any) -> tuple[Any, list[type[BaseConfig]]]:
+    """As `_field`, and the sections that the field may have, which for an empty path is `part`."""
     sections: list[type[BaseConfig]] = [part]
     info = None
     names = iter(path)
@@ -189,7 +205,7 @@ def _field(path: KeyPath, part: type[BaseConfig], values: Any) -> Any:
         chosen = [section for section in sections if len(sections) == 1 or kind in tags_of(section)] or sections
         info = next((section.model_fields[name] for section in chosen if name in section.model_fields), None)
         if info is None:
-            return None
+            return None, []
         sections = sections_of(info.annotation)
         values = values.get(name) if isinstance(values, dict) else None
         if typing.get_origin(info.annotation) is dict:
@@ -197,7 +213,7 @@ def _field(path: KeyPath, part: type[BaseConfig], values: Any) -> Any:
             name = next(names, "")
             sections = sections_of(typing.get_args(info.annotation)[1])
             values = values.get(name) if isinstance(values, dict) else None
-    return info
+    return info, sections
 
 
 def _key_path(problem: ErrorDetails, values: Any) -> KeyPath:
