@@ -101,11 +101,8 @@ def local_directory(path: str, key: str = "model.path") -> str | None:
     if not folder.exists():
         parts = path.split("/")
         # Ids of the hub have at most one slash, after a name that is no folder here.
-        if (
-            not path.startswith((".", "/", "~"))
-            and len(parts) <= 2
-            and not (len(parts) == 2 and Path(parts[0]).is_dir())
-        ):
+        of_runs = len(parts) == 2 and (parts[0] == "runs" or Path(parts[0]).is_dir())
+        if not path.startswith((".", "/", "~")) and len(parts) <= 2 and not of_runs:
             return None
         remedy = (
             "a pattern of checkpoints needs `--all`"

@@ -30,6 +30,10 @@ def validation_errors(
     # A missing key may be one that is misspelt.
     for problem in sorted(error.errors(include_url=False), key=lambda problem: problem["type"] == "missing"):
         path = (*prefix, *_key_path(problem, _value(given.values, prefix)))
+        if problem["type"] == "missing" and any(
+            s.endswith(f"the nearest is {'.'.join(path)}") for s in sentences.values()
+        ):
+            continue  # it is the misspelt one
         sentences.setdefault(path, _sentence(problem, path, part, given, stage, prefix))
     return list(sentences.values())
 
@@ -111,15 +115,17 @@ def _sentence(
         main = next((key for key in ("type", "path", "train") if key in sections[0].model_fields), None)
         if isinstance(value, str) and main is not None:
             words += f"; write {dotted}.{main}={value}"
-        if isinstance(value, int | float) and "coefficient" in sections[0].model_fields:
-            words += f"; the nearest is {dotted}.coefficient"
+        number = next((key for key in ("coefficient", "rank") if key in sections[0].model_fields), None)
+        if isinstance(value, int | float) and number is not None:
+            words += f"; write {dotted}.{number}={_show(value)}"
     if problem["type"] in ("too_short", "too_long"):
         words = f"{words}, {problem['msg'].removeprefix('List should have ').partition(' after')[0]}"
     if words.startswith("text") and isinstance(value, int | float) and not isinstance(value, bool):
         words = f"{words}, in quotes"
     hint = ""
     if problem["type"] == "literal_error" and isinstance(value, str):
-        hint = nearest_type(value, re.findall("'([^']*)'", problem["ctx"]["expected"]))
+        choices = re.findall("'([^']*)'", problem["ctx"]["expected"])
+        hint = nearest_type({"gpu": "cuda"}.get(value.casefold(), value), choices)
     return f"{start}{dotted} is {_show(value)}{hint}; it must be {words}"
 
 
@@ -172,6 +178,8 @@ def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[Bas
         return f"the nearest is {leaves[close[0]]}"
     if section and siblings:
         return f"the keys of {'.'.join(section)} are {', '.join(siblings)}"
+    if "stage" not in stage.model_fields and siblings:
+        return f"the keys are {', '.join(siblings)}"
     shown = f" --stage {stage.model_fields['stage'].default}" if "stage" in stage.model_fields else ""
     keys = f"`posttrain recipe{shown}`"
     return f"{keys} shows the keys, and `posttrain import` converts commands of TRL, OpenRLHF, verl and RAGEN"
