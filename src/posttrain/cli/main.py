@@ -76,7 +76,7 @@ def _options(
 
     posttrain sft data.train=conversations.jsonl
 
-    posttrain pipeline demo/pipeline
+    posttrain demo
 
     posttrain recipe rollout
     """
