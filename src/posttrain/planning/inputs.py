@@ -44,9 +44,9 @@ def _require_rows(recipe: StageRecipe, section: BaseConfig, sources: list[Source
     """InputError for files that are not there, and for those of this machine without a row that the stage can use."""
     for source in sources:
         require_source(source)
-    columns = getattr(section, "columns", None)
+    columns: Any = getattr(section, "columns", None)
     if isinstance(columns, ConversationColumns) and all(Path(one.path).expanduser().exists() for one in sources):
-        kind = getattr(recipe if section is getattr(recipe, "data", None) else section, "kind", "prompt")
+        kind: Any = getattr(recipe if section is getattr(recipe, "data", None) else section, "kind", "prompt")
         problems = Problems()
         if next(read_examples(kind, sources, columns, problems), None) is None:
             problems.require_any(", ".join(source.path for source in sources))
