@@ -4,6 +4,7 @@ import asyncio
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -75,7 +76,8 @@ class RowEvaluator(Evaluator, ABC):
             samples.append(RowSample(row.origin, model.tokenizer.decode(prompt)[-LONGEST:], answers, self.score))
         if isinstance(model, Policy) and current_world().is_single_process:
             prompts = [tuple(_last_answer(rows[number].streams[0])[0].tolist()) for number in numbers]
-            replies = asyncio.run(_replies(model, prompts))
+            with ThreadPoolExecutor(1) as thread:  # a notebook already runs an event loop in this one
+                replies = thread.submit(asyncio.run, _replies(model, prompts)).result()
             samples = [replace(one, reply=reply) for one, reply in zip(samples, replies, strict=True)]
         return samples
 

@@ -511,7 +511,7 @@ class Trainer(Generic[Output]):
         try:
             if samples := [one for evaluator in self.evaluators for one in evaluator.samples()]:
                 self._world.on_rank0(partial(write_samples, self.run, samples))
-        except RuntimeError as error:  # such as no memory for an engine beside the optimizer
+        except Exception as error:  # such as no memory for an engine: pages must not end a run that is complete
             self.warn([f"the pages show no held-out rows: {' '.join(str(error).split())[:200]}"])
         if self.settings.plots and find_spec("matplotlib") is None:
             self.warn(
