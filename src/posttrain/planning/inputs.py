@@ -45,7 +45,7 @@ def _require_rows(recipe: StageRecipe, section: BaseConfig, sources: list[Source
     for source in sources:
         require_source(source)
     columns: Any = getattr(section, "columns", None)
-    if isinstance(columns, ConversationColumns) and all(Path(one.path).expanduser().exists() for one in sources):
+    if issubclass(type(columns), ConversationColumns) and all(Path(one.path).expanduser().exists() for one in sources):
         kind: Any = getattr(recipe if section is getattr(recipe, "data", None) else section, "kind", "prompt")
         problems = Problems()
         if next(read_examples(kind, sources, columns, problems), None) is None:
