@@ -20,7 +20,7 @@ TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(PROCESSES) -
 .PHONY: demo test test-all test-avx2 soak lint format docs figures screenshots clean vllm
 
 demo: $(DEMO_READY)
-	$(BIN)/posttrain pipeline demo/pipeline
+	$(BIN)/posttrain demo
 
 test: $(READY) lint
 	$(TESTS)

@@ -11,9 +11,8 @@ import torch
 from pydantic import Field
 
 import posttrain
-from posttrain.recipe.metrics import Metric
 
-BOUNDED = Metric("policy/bounded", "mean absolute value of the bounded ratio")
+BOUNDED = posttrain.Metric("policy/bounded", "mean absolute value of the bounded ratio")
 
 
 @posttrain.register_loss("soft_ppo", metrics=(BOUNDED,))

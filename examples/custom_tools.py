@@ -8,7 +8,7 @@ import sys
 from typing import Annotated
 
 import posttrain
-from posttrain.environments.tools import ToolEnvironment, calling
+from posttrain import ToolEnvironment, calling
 
 
 class Capitals(ToolEnvironment):

@@ -1,8 +1,6 @@
 """Guess a number. After a wrong guess, the policy learns only whether it was too low or too high."""
 
-from posttrain.environments.protocol import Environment, Observation, Step
-from posttrain.recipe.components import EnvironmentRecipe
-from posttrain.seeds import random_stream
+from posttrain import Environment, EnvironmentRecipe, Observation, Step, random_stream
 
 
 class GuessNumber(Environment):

@@ -118,11 +118,67 @@ def markdown_of_import(before: str, recipe: str | None = None, rows: str | None 
     return "\n".join(markdown_table(command, file) for command in commands)
 
 
+KEYS = re.compile(r"^(?P<marks>#{2,3}) `(?P<name>\w+)`\n(?P<about>(?:(?![|#]).*\n)*)(?P<table>(?:\|.*\n?)*)", re.M)
+"""A stage or section of docs/reference/recipes.md with the table of its keys."""
+
+
+def pages_of_keys(reference: str) -> tuple[str, dict[str, str]]:
+    """The reference of recipes with links in place of its tables, and address -> text of a page for each table.
+
+    A table of five columns is unreadable on a phone, so each key is a heading with its description.
+    """
+    pages: dict[str, str] = {}
+    stage = ""
+
+    def page_of(match: re.Match[str]) -> str:
+        nonlocal stage
+        stage = stage if match["marks"] == "###" else match["name"]
+        start = f"{match['marks']} `{match['name']}`\n{match['about']}"
+        if not match["table"]:
+            return start
+        title = f"`{stage}`: `{match['name']}`" if match["marks"] == "###" else f"`{stage}`: keys without a section"
+        parts = [f"# {title}\n"]
+        rows = match["table"].splitlines()[2:]
+        for row in rows:
+            key, kind, allowed, default, about = re.split(r"(?<!\\) \| ", row[2:-2].replace(" |  | ", " | \u200b | "))
+            kind = f" For type {kind}." if kind.strip("\u200b ") else ""
+            text = [f"Default {default}; must be {allowed}.{kind}", about]
+            parts += [f"## {key}\n", *(f"{part}\n".replace("\\|", "|").replace("<", "&lt;") for part in text)]
+        name = stage if match["marks"] == "##" else f"{stage}-{match['name']}"
+        pages[f"reference/recipes/{name}.md"] = "\n".join(parts)
+        keys = "1 key" if len(rows) == 1 else f"{len(rows)} keys"
+        return f"{start}\n[{keys}](recipes/{name}.md)\n"
+
+    return KEYS.sub(page_of, reference), pages
+
+
+def _reference() -> str:
+    return (Path(__file__).resolve().parents[1] / "reference" / "recipes.md").read_text(encoding="utf-8")
+
+
+def on_config(config: Any) -> Any:
+    """Put the pages of recipe keys into the navigation, below their reference."""
+    listed: dict[str, list[Any]] = {}
+    for path in pages_of_keys(_reference())[1]:
+        stage, _, section = Path(path).stem.partition("-")
+        listed.setdefault(stage, []).append({section or "without a section": path})
+    for group in config["nav"]:
+        for item in group.get("Reference", []):
+            if isinstance(item, dict) and "Recipe keys" in item:
+                item["Recipe keys"] = ["reference/recipes.md", *({stage: pages} for stage, pages in listed.items())]
+    return config
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Put generated tables where a page asks for them."""
+    """Put generated tables where a page asks for them. Commands lose their prompt, so that they can be copied."""
+    if page is not None and page.file.src_uri == "reference/recipes.md":
+        return pages_of_keys(markdown)[0]
     while (found := IMPORT.search(markdown)) is not None:
         before = markdown[: found.start()]
         markdown = before + markdown_of_import(before, found["recipe"], found["rows"]) + markdown[found.end() :]
+    markdown = re.sub(
+        r"^```console\n.*?^```", lambda match: re.sub(r"^\$ ", "", match[0], flags=re.M), markdown, flags=re.M | re.S
+    )
     return re.sub(r"^<!-- audit: (\w+) -->$", lambda match: markdown_of_audit(match[1]), markdown, flags=re.M)
 
 
@@ -133,6 +189,7 @@ def on_files(files: Any, config: Any) -> Any:
     for path, text in (
         ("reference/command_line.md", markdown_of_commands()),
         ("reference/metrics.md", markdown_of_metrics()),
+        *pages_of_keys(_reference())[1].items(),
     ):
         files.append(File.generated(config, path, content=text))
     return files

@@ -2,8 +2,7 @@
 
 import random
 
-from posttrain.environments.protocol import Environment, Observation, Step
-from posttrain.recipe.components import EnvironmentRecipe
+from posttrain import Environment, EnvironmentRecipe, Observation, Step
 
 ANIMALS = [
     "horse",

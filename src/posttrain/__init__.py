@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from posttrain.environments.protocol import Environment as Environment
     from posttrain.environments.protocol import Observation as Observation
     from posttrain.environments.protocol import Step as Step
+    from posttrain.environments.tools import ToolEnvironment as ToolEnvironment
+    from posttrain.environments.tools import calling as calling
     from posttrain.episode import Advantages as Advantages
     from posttrain.episode import Episode as Episode
     from posttrain.evaluation.summary import summarize as summarize
@@ -39,11 +41,14 @@ if TYPE_CHECKING:
     from posttrain.recipe.loss import EntropyRecipe as EntropyRecipe
     from posttrain.recipe.loss import KlRecipe as KlRecipe
     from posttrain.recipe.loss import register_loss as register_loss
+    from posttrain.recipe.metrics import Metric as Metric
+    from posttrain.recipe.metrics import Panel as Panel
     from posttrain.recipe.run import StageRecipe as StageRecipe
     from posttrain.recipe.run import TrainedRecipe as TrainedRecipe
     from posttrain.recipe.stages import register_stage as register_stage
     from posttrain.result import Result as Result
     from posttrain.rollout.driver import rollout as rollout
+    from posttrain.seeds import random_stream as random_stream
     from posttrain.training.learner import Learner as Learner
     from posttrain.training.learner import advantages as advantages
     from posttrain.training.trainer import Callback as Callback
@@ -69,8 +74,8 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 _PUBLIC = {
     "Advantages": "posttrain.episode",
-    "CispoLoss": "posttrain.losses.surrogates",
     "Callback": "posttrain.training.trainer",
+    "CispoLoss": "posttrain.losses.surrogates",
     "DppoLoss": "posttrain.losses.surrogates",
     "EntropyRecipe": "posttrain.recipe.loss",
     "Environment": "posttrain.environments.protocol",
@@ -81,7 +86,9 @@ _PUBLIC = {
     "KlRecipe": "posttrain.recipe.loss",
     "Learner": "posttrain.training.learner",
     "LocalEngine": "posttrain.engines.local.engine",
+    "Metric": "posttrain.recipe.metrics",
     "Observation": "posttrain.environments.protocol",
+    "Panel": "posttrain.recipe.metrics",
     "Policy": "posttrain.models.policy",
     "PpoLoss": "posttrain.losses.surrogates",
     "ReinforceLoss": "posttrain.losses.surrogates",
@@ -91,9 +98,11 @@ _PUBLIC = {
     "StageRecipe": "posttrain.recipe.run",
     "Step": "posttrain.environments.protocol",
     "TokenBatch": "posttrain.losses.policy",
+    "ToolEnvironment": "posttrain.environments.tools",
     "TrainedRecipe": "posttrain.recipe.run",
     "VllmEngine": "posttrain.engines.vllm.engine",
     "advantages": "posttrain.training.learner",
+    "calling": "posttrain.environments.tools",
     "distill": "posttrain.verbs",
     "dpo": "posttrain.verbs",
     "evaluate": "posttrain.verbs",
@@ -102,6 +111,7 @@ _PUBLIC = {
     "load_dataset": "posttrain.data.examples",
     "make_env": "posttrain.environments.make",
     "pipeline": "posttrain.verbs",
+    "random_stream": "posttrain.seeds",
     "register_credit": "posttrain.recipe.credit",
     "register_environment": "posttrain.recipe.components",
     "register_loss": "posttrain.recipe.loss",

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.episode import Episode
 from posttrain.errors import InputError, NothingLearned
 from posttrain.plugins import pip_command
 from posttrain.runs.directory import RunDirectory
@@ -15,6 +14,7 @@ from posttrain.runs.tables import IMPROVED, Verdict, read_verdict
 if TYPE_CHECKING:
     import pandas
 
+    from posttrain.episode import Episode
     from posttrain.rollout.store import Split
 
 _OF_THE_LOG = ("step", "kind", "time/run", "nonfinite")
@@ -84,7 +84,7 @@ class Result:
         """`metrics` as a pandas table with `step` as its index. InputError if pandas is not installed."""
         return _pandas().DataFrame(self.metrics, columns=None if self.metrics else ["step"]).set_index("step")
 
-    def episodes(self, step: int | None = None, split: "Split" = "train") -> list[Episode]:
+    def episodes(self, step: int | None = None, split: "Split" = "train") -> "list[Episode]":
         """The stored episodes of a step, or of all steps: `train`, `evaluation` (learning curve) or `final`."""
         return [episode for _, episode in self._episodes(step, split)]
 
@@ -114,7 +114,7 @@ class Result:
             rows.append(row | (last.info.get("scores", {}) if last else {}))
         return _pandas().DataFrame(rows)
 
-    def _episodes(self, step: int | None, split: "Split") -> Iterator[tuple[int, Episode]]:
+    def _episodes(self, step: int | None, split: "Split") -> "Iterator[tuple[int, Episode]]":
         from posttrain.rollout.store import read_episodes, stored_steps
 
         for stored in stored_steps(self.run / "episodes"):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from posttrain.data.examples import load_dataset
 from posttrain.data.problems import BROKEN_FILE, SHOWN, Problems
 from posttrain.errors import InputError
 
@@ -97,3 +98,21 @@ def test_no_usable_row_names_the_files_and_the_most_frequent_problem():
         counted((BROKEN_FILE, "a", "cut")).require_any("a")
     with pytest.raises(InputError, match=r"^a, b: no rows"):
         Problems().require_any("a, b")
+
+
+@pytest.mark.parametrize(
+    ("content", "remedy"),
+    [
+        (
+            b'{"prompt": "a", "completion" "b"}\n',
+            r"Expecting ':' delimiter at character 30 of the line; correct the data$",
+        ),
+        (b'{"prompt": "a", "comp\n', r"Unterminated string starting at character 17 of the line; correct the data$"),
+        ('{"prompt": "caf\xe9"}\n'.encode("latin-1"), r"byte 0xe9 at position 16 of the line; save the file as UTF-8$"),
+        (b'{"question": "a"}\n', r"; correct the data, or set its column names in `columns`$"),
+    ],
+)
+def test_the_remedy_fits_the_problem(content, remedy, tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    with pytest.raises(InputError, match=remedy):
+        load_dataset(tmp_path / "rows.jsonl")

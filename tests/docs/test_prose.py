@@ -43,3 +43,15 @@ def test_the_pages_are_short():
     assert outside <= OUTSIDE_RESULTS, outside
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
     assert len((ROOT / "AGENTS.md").read_text(encoding="utf-8").splitlines()) < 120
+
+
+def test_links_lead_to_files_of_the_repository():
+    """Also where the pages are read without the site, which has more pages."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    broken = [
+        (page.name, link)
+        for page in pages
+        for link in re.findall(r"\]\(([^)#\s:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+        if not (page.parent / link).exists()
+    ]
+    assert broken == []

@@ -84,6 +84,25 @@ def test_every_command_is_on_the_page():
     assert "`posttrain evaluate judge`" in page
 
 
+def test_every_key_of_a_recipe_is_a_heading_on_the_page_of_its_section():
+    hooks = module("theme/hooks.py")
+    text = (DOCS / "reference/recipes.md").read_text(encoding="utf-8")
+    index, pages = hooks.pages_of_keys(text)
+    keys = re.findall(r"^\| `([\w.*]+)` \|", text, re.M)
+    assert len(keys) > 800
+    assert sorted(re.findall(r"^## `([\w.*]+)`$", "\n".join(pages.values()), re.M)) == sorted(keys)
+    assert not re.search(r"^\|", index, re.M), "a table is unreadable on a phone"
+    assert all(f"](recipes/{Path(path).name})" in index for path in pages)
+    assert "Default `64`; must be a whole number, 1 or more." in pages["reference/recipes/rl-rollout.md"]
+    assert "\\|" not in "".join(pages.values())
+
+
+def test_commands_are_copied_without_their_prompt():
+    hooks = module("theme/hooks.py")
+    shown = hooks.on_page_markdown("```console\n$ posttrain demo\n$ pip list\n```\n`$ x`\n", None, None, None)
+    assert shown == "```console\nposttrain demo\npip list\n```\n`$ x`\n"
+
+
 @pytest.mark.parametrize("page", ["trl", "verl"])
 def test_the_importer_makes_the_migration_tables(page):
     from posttrain_import.commands import import_commands

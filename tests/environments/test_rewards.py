@@ -196,6 +196,16 @@ def test_an_unavailable_reward_is_an_input_error(tmp_path):
         assert what in str(caught.value)
 
 
+@pytest.mark.parametrize("word", ["completion", "completions", "reply", "response"])
+@pytest.mark.parametrize("rest", ["", ", prompts", ", **row"])
+def test_a_function_written_for_another_program_is_told_the_name_of_the_answer(word, rest, tmp_path):
+    (tmp_path / "foreign.py").write_text(f"def score({word}{rest}):\n    return 1.0\n")
+    with pytest.raises(InputError, match=rf"the model's reply is the parameter `answer`, .*rename `{word}`"):
+        load_reward(f"{tmp_path}/foreign.py:score")
+    (tmp_path / "both.py").write_text(f"def score(answer, {word}{rest}):\n    return 1.0\n")
+    assert load_reward(f"{tmp_path}/both.py:score").columns >= {word}, "a column of the row"
+
+
 def test_several_rewards_are_their_weighted_sum_and_each_is_reported(tmp_path):
     """Closed form: 2 x 3 + 0.5 x 4 - 1 x 1 = 7."""
     file = tmp_path / "rules.py"

@@ -21,7 +21,7 @@ from pathlib import Path
 from tests.conftest import save_tiny_model
 
 ROOT = Path(__file__).parent.parent.parent
-DRY_RUN = ("rl", "sft", "reward", "dpo", "distill", "evaluate", "generate", "pipeline", "tune")
+DRY_RUN = ("rl", "sft", "reward", "dpo", "distill", "evaluate", "generate", "pipeline", "demo", "tune")
 """Commands that have `--dry-run`."""
 NO_DRY_RUN = ("text", "reward")
 """Subcommands of `posttrain evaluate` that have none."""

@@ -33,7 +33,7 @@ def copy(model, target):
 
 
 def test_a_missing_directory_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"model.path: .*nowhere is not a model directory: it has no config.json"):
+    with pytest.raises(InputError, match=r"model.path: there is no folder .*nowhere; train the model first"):
         load_model(ModelRecipe(path=str(tmp_path / "nowhere")))
 
 

@@ -252,7 +252,10 @@ def test_an_empty_stop_string_is_refused():
     [
         ("distill", [], "teacher is missing; set teacher.path, teacher.urls or teacher.policy"),
         ("dpo", [], "data is missing; set data.train"),
-        ("rl", ["entropy=0.01"], "entropy is 0.01; .*; the nearest is entropy.coefficient"),
+        ("rl", ["entropy=0.01"], "entropy is 0.01; .*; write entropy.coefficient=0.01"),
+        ("rl", ["model.lora=16"], "model.lora is 16; .*; write model.lora.rank=16"),
+        ("rl", ["model.device=gpu"], r'model.device is "gpu" \(did you mean cuda\?\)'),
+        ("sft", ["data.trian=x"], r"^override data.trian=x: there is no key data.trian; the nearest is data.train$"),
         ("sft", ["data.train=x", "loss.type=DFT"], r'loss.type is "DFT" \(did you mean dft\?\); it must be nll or dft'),
         ("rl", ["credit.type=GRPO"], r'credit.type is "GRPO" \(did you mean grpo\?\)'),
     ],

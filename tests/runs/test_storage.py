@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 
@@ -75,6 +76,9 @@ def test_a_run_that_kept_its_state_makes_more_steps_without_changing_its_checkpo
     second = run.checkpoints / "step_000002" / "policy" / "model.safetensors"
     weights = second.read_bytes()
     assert (run.path / "model" / "model.safetensors").samefile(second)
+    said = io.StringIO()
+    run_stage(recipe, resume=True, console=Console(file=said, width=200))
+    assert "has made all of its 2 steps; to train further, add steps=4" in said.getvalue()
     run_stage(recipe.model_copy(update={"steps": 3}), resume=True, console=Console(file=io.StringIO()))
     assert second.read_bytes() == weights != (run.path / "model" / "model.safetensors").read_bytes()
 
@@ -137,13 +141,48 @@ def test_a_file_system_without_links_keeps_copies(whole, monkeypatch, tmp_path):
     (whole.path / "model" / "copy.safetensors").unlink()
 
 
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_a_run_that_did_not_improve_shares_the_weights_of_its_start(tiny_model, tmp_path, lora, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("posttrain.training.trainer.Best.replaced_by", lambda *better: False)
+    first = finished(tiny_model, tmp_path, name="first", export="last")
+    model = {**small.recipe_values(tiny_model, tmp_path)["model"], "path": str(first.path / "model"), "lora": lora}
+    changes = {
+        "model": model,
+        "export": "best",
+        "evaluation": {"every": 1, "seeds": {"count": 4}, "final_seeds": {"count": 4}},
+    }
+    run = finished(tiny_model, tmp_path, name="second", checkpoint={"every": 1, "keep": 1}, **changes)
+    exported, start = (one.path / "model" / "model.safetensors" for one in (run, first))
+    assert exported.samefile(start)
+    assert usage_of(run).shared >= exported.stat().st_size
+    assert main(["runs", "list", str(tmp_path)]) == 0
+    listed = capsys.readouterr().out
+    assert "are shared with the run or cache" in listed
+    assert listed.splitlines()[-1] == f"rm -r {run.path}"
+    # The link keeps its content when the start is replaced or deleted.
+    weights = exported.read_bytes()
+    shutil.rmtree(first.path)
+    assert exported.read_bytes() == weights
+    Policy(ModelRecipe(path=str(run.path / "model")))
+    assert usage_of(run).shared == 0
+
+
+def test_a_folder_of_the_user_is_not_linked_to(tiny_model, tmp_path):
+    """Programs write a model in place, which would change the run."""
+    shutil.copytree(tiny_model, tmp_path / "own")
+    run = finished(tmp_path / "own", tmp_path, optimizer={"learning_rate": 1e-30})
+    share_equal_files(run, tmp_path / "own")
+    assert (tmp_path / "own" / "model.safetensors").stat().st_nlink == 1
+
+
 def test_runs_are_listed_and_cleaned_after_a_question(tiny_model, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     run = finished(tiny_model, tmp_path, checkpoint={"every": 1, "keep_state": "always"})
     freed = usage_of(run).freed
     assert main(["runs", "list", str(tmp_path)]) == 0
     listed = capsys.readouterr().out
-    assert f"{run.path}  rl         2" in listed
+    assert f"{run.path}  rl     –            2" in listed
     assert f"1 run, {size_text(usage_of(run).total)}; {size_text(freed)} to free" in listed
     monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
     assert main(["runs", "clean", str(tmp_path)]) == 0

@@ -85,7 +85,12 @@ def browsed(width: int = 1280, dark: bool = False, refused: tuple[str, ...] = ()
         browser.close()
     errors = [error for error in errors if not any(word in error for word in refused)]
     assert not errors, errors
-    assert {re.match(r"\w+:(//[^/:]+)?", url)[0] for url in requests} <= {"http://127.0.0.1", "data:", "about:"}
+    assert {re.match(r"\w+:(//[^/:]+)?", url)[0] for url in requests} <= {
+        "http://127.0.0.1",
+        "data:",
+        "about:",
+        "file:",
+    }
 
 
 def eventually(check: Callable[[], object], seconds: float = 60) -> None:

@@ -1,4 +1,4 @@
-"""`make screenshots`: every page of `posttrain view` at two widths, light and dark, in build/screenshots; some in docs/figures.
+"""`make screenshots`: every page of `posttrain view`, and a report, at three widths, light and dark, in build/screenshots; some in docs/figures.
 
 Trains the runs that the pages show, unless their folder is given: `python -m tests.view.screenshots FOLDER`.
 """
@@ -17,12 +17,15 @@ ROOT = Path(__file__).parents[2]
 OUT, PUBLISHED = ROOT / "build" / "screenshots", ROOT / "docs" / "figures"
 PAGES = {
     "runs": "/",
+    "columns": "/?columns=state+result+optimizer.learning_rate+seed&seeds=apart",
     "run": "/run/sort-s1",
+    "supervised": "/run/pairs",
+    "pipeline": "/pipeline/demo",
     "episodes": "/episodes/lake?step=4",
     "group": "/group/lake?step=4&group=1",
     "compare": "/compare?run=sort-s1&run=sort-s2&run=sort-s3&run=slow-s1&run=slow-s2&run=slow-s3",
 }
-SHOTS = ((1280, False), (400, True), (1280, True), (400, False))
+SHOTS = ((1280, False), (400, True), (1280, True), (400, False), (2560, False), (2560, True))
 """Width in pixels, and whether it is dark."""
 IN_DOCS = {"runs-1280-light", "run-1280-light", "group-1280-light"}
 _WEIGHT = 150_000
@@ -63,8 +66,12 @@ def train(folder: Path) -> None:
     ]
     words.append(["rl", model, *_SHARED, *_LAKE, "optimizer.learning_rate=0.0005", runs])
     words.append(["pipeline", str(folder / "pipeline.yaml"), runs])
+    pairs = [{"prompt": f"{i} + 1?", "chosen": f"It is {i + 1}.", "rejected": f"It is {i + 2}."} for i in range(120)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    data = ["data.train=pairs.jsonl", "data.held_out=40", "epochs=4", "rows_per_update=8", "evaluation.every=4"]
+    words.append(["dpo", model, *data, "name=pairs", "optimizer.learning_rate=1e-4", runs])
     for one in words:
-        subprocess.run(command(*one), check=True)
+        subprocess.run(command(*one), check=True, cwd=folder)
     failing = ["rl", model, f"environment={task}", "steps=4", "name=sums", runs]
     assert subprocess.run(command(*failing), cwd=folder).returncode == 1
 
@@ -72,10 +79,10 @@ def train(folder: Path) -> None:
 def open_page(page, root: str, name: str) -> None:
     """Open a page and wait until it is complete."""
     page.goto(root + PAGES[name])
-    if name == "runs":
+    if name in ("runs", "columns"):
         page.wait_for_selector("#list[data-unread='0']")
         page.wait_for_selector("tr[data-state=running]", timeout=120_000)
-    if name in ("run", "compare"):
+    if name in ("run", "supervised", "compare"):
         page.wait_for_selector("#charts[data-ready]")
     if name == "compare":
         page.wait_for_selector("#results > :not(.note)")
@@ -88,15 +95,22 @@ def shoot(folder: Path) -> None:
 
     OUT.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder / "live", ignore_errors=True)
+    for name in ("lake", "pairs"):
+        subprocess.run(command("report", folder / name), check=True)
     with trained(folder, made_model.small(), steps=2000), served(folder) as server:
         for width, dark in SHOTS:
             with browsed(width, dark) as page:
+                for name in ("lake", "pairs"):
+                    page.goto((folder / name / "report.html").as_uri())
+                    page.screenshot(
+                        path=OUT / f"report-{name}-{width}-{'dark' if dark else 'light'}.png", full_page=True
+                    )
                 page.goto(server.address)
                 for name in PAGES:
                     open_page(page, server.root, name)
                     label = f"{name}-{width}-{'dark' if dark else 'light'}"
                     file = OUT / f"{label}.png"
-                    page.screenshot(path=file)
+                    page.screenshot(path=file, full_page=width != 1280 or label not in IN_DOCS)
                     print(file)
                     if label in IN_DOCS:
                         target = PUBLISHED / f"view_{label.replace('-', '_')}.png"

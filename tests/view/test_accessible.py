@@ -11,11 +11,21 @@ from posttrain.episode import Advantages
 from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog
+from posttrain.runs.samples import RowAnswer, RowSample, write_samples
 from tests.rollout.episodes import played
 from tests.runs.comparing import make_run
 from tests.view.browsing import browsed, eventually, needs_browser, served
 
-PAGES = ("/", "/run/lake", "/episodes/lake?step=4", "/group/lake?step=4&group=1", "/run/nothing")
+PAGES = (
+    "/",
+    "/pipeline/demo",
+    "/?columns=state+optimizer.learning_rate",
+    "/run/lake",
+    "/run/other",
+    "/episodes/lake?step=4",
+    "/group/lake?step=4&group=1",
+    "/run/nothing",
+)
 PAGES = (*PAGES, "/group/lake?step=4&group=2&tint=unit+credit", "/compare?run=lake&run=other")
 RULES = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}
 
@@ -31,6 +41,11 @@ def server(tmp_path_factory, tiny_model):
         make_run(folder, name, optimizer={"learning_rate": 0.125}, ended=name == "other")
     (folder / "broken" / "failure.txt").write_text("the disk is full; free some space")
     make_run(folder / "demo", "sft")
+    (folder / "demo" / "started.json").write_text('{"sft": {}}')
+    answers = [RowAnswer(name, "It is 3.", 0.25, 0.5) for name in ("chosen", "rejected")]
+    write_samples(
+        RunDirectory(folder / "other"), [RowSample("pairs.jsonl row 1", "1 + 2?", answers, "reward", "It is 4.")]
+    )
     with MetricsLog(run, []) as log:
         log.write(4, "warning", {"message": "entropy is low"})
     episodes = [

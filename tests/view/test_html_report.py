@@ -291,7 +291,7 @@ def test_the_page_opens_with_the_result_and_ends_with_the_machine(tmp_path):
     raw = (write_html([path])[0]).read_text()
     places = (
         '<p class="lead">',
-        "<table>",
+        '<table class="stack">',
         "<h3>Curves</h3>",
         "<h3>Warnings and failures</h3>",
         "<h3>The run</h3>",

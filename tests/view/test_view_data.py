@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 import shutil
+from urllib.parse import parse_qsl
 
 import numpy as np
 import pytest
@@ -20,8 +22,9 @@ from posttrain.view.browse import PAGE, Filter, Store, steps_of
 from posttrain.view.episodes import color
 from posttrain.view.groups import group_page
 from posttrain.view.listing import Query, listed
-from posttrain.view.run_pages import Logs, charts_of_runs, paired
+from posttrain.view.run_pages import Logs, charts_of_runs, paired, stages_of
 from posttrain.view.scan import Scanner
+from posttrain.view.server import Pages
 from tests.rollout.episodes import played
 from tests.runs.comparing import finished, make_run
 
@@ -77,6 +80,35 @@ def test_the_list_is_filtered_sorted_and_read_lazily(tmp_path):
     assert listed(scanner, Query.of({}), read=-1).unread == 3
     assert listed(scanner, Query.of({}), read=60).unread == 0
     assert listed(scanner, Query.of({}), read=-1).unread == 0, "kept"
+
+
+def test_the_list_has_the_columns_that_its_address_names(tmp_path):
+    make_run(tmp_path, "one", optimizer={"learning_rate": 0.125})
+    query = Query.of({"columns": "state, optimizer.learning_rate loss.type nothing.here"})
+    assert query.columns == ("state", "optimizer.learning_rate", "loss.type", "nothing.here")
+    assert Query.of(dict(parse_qsl(query.address()))) == query
+    assert Query.of({"columns": " "}) == Query()
+    (line,) = listed(Scanner(tmp_path), query, read=60).lines
+    assert [line.first.value(key) for key in query.columns[1:]] == ["0.125", "ppo", "–"]
+    page = Pages(tmp_path).whole_list(query).body.decode()
+    headings = re.findall(r"<th[^>]*>([^<]*)</th>", page)
+    assert headings == ["Run", "State", "optimizer.learning_rate", "loss.type", "nothing.here"]
+
+
+def test_a_pipeline_has_its_stages_in_order_on_one_axis(tmp_path):
+    for name, paid in (("rl", 3), ("warm-up", 1)):
+        make_run(tmp_path / "demo", name, paid=lambda step, paid=paid: paid)
+    make_run(tmp_path / "other", "rl")
+    (tmp_path / "demo" / "started.json").write_text('{"warm-up": {}, "rl": {}}')
+    scanner = Scanner(tmp_path)
+    stages = stages_of(scanner, "demo")
+    assert [stage.run.name for stage in stages] == ["demo/warm-up", "demo/rl"]
+    assert [stage.place(stage.run.best[0]) for stage in stages] == pytest.approx([10, 30])
+    assert stages[0].place(None) is stages[0].place(math.nan) is None
+    assert stages[0].place(2.0) == 100
+    for name in ("other", "demo/rl", "nothing"):
+        with pytest.raises(InputError, match="there is no pipeline"):
+            stages_of(scanner, name)
 
 
 def test_charts_have_intervals_baselines_marks_and_phases(tmp_path):

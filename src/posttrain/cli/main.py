@@ -20,7 +20,7 @@ from posttrain.cli.publish import export, push
 from posttrain.cli.recipe import recipe
 from posttrain.cli.runs import compare, episodes, plot, report
 from posttrain.cli.serve import serve
-from posttrain.cli.stages import OPEN, distill, dpo, fit_normalizer, generate, pipeline, reward, rl, sft
+from posttrain.cli.stages import OPEN, demo, distill, dpo, fit_normalizer, generate, pipeline, reward, rl, sft
 from posttrain.cli.storage import app as runs
 from posttrain.cli.tune import tune
 from posttrain.cli.view import view
@@ -44,7 +44,7 @@ app = typer.Typer(
 )
 for verb in (sft, reward, dpo, rl, distill, generate, pipeline, tune):
     app.command(context_settings=OPEN)(verb)
-for plain in (chat, compare, plot, report, view, episodes, recipe, doctor, export, push, serve):
+for plain in (demo, chat, compare, plot, report, view, episodes, recipe, doctor, export, push, serve):
     app.command()(plain)
 app.command("fit-normalizer")(fit_normalizer)
 app.add_typer(data, name="data", cls=PluginGroup)
@@ -76,7 +76,7 @@ def _options(
 
     posttrain sft data.train=conversations.jsonl
 
-    posttrain pipeline demo/pipeline
+    posttrain demo
 
     posttrain recipe rollout
     """

@@ -1,5 +1,6 @@
 """`posttrain runs`: disk usage of runs, and how to reduce it."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +19,7 @@ _Runs = Annotated[
 
 @app.command("list")
 def list_runs(folders: _Runs = None) -> None:
-    """List runs with their stage, progress and size, and what `posttrain runs clean` would free.
+    """List runs with their stage, progress, verdict and size, what `posttrain runs clean` would free, and runs that can go.
 
     Examples:
 
@@ -30,25 +31,39 @@ def list_runs(folders: _Runs = None) -> None:
     from rich.text import Text
 
     from posttrain.runs.storage import size_text
+    from posttrain.runs.tables import NOTHING, WORSE
     from posttrain.terminal import new_console
 
     used = _usages(folders)
     table = Table(box=None, pad_edge=False)
-    for heading in ("run", "stage", "steps", "size", "to free"):
-        table.add_column(heading, justify="left" if heading in ("run", "stage") else "right", overflow="fold")
+    for heading in ("run", "stage", "verdict", "steps", "size", "to free"):
+        table.add_column(
+            heading, justify="left" if heading in ("run", "stage", "verdict") else "right", overflow="fold"
+        )
     for usage in used:
         values = {} if usage.problem else usage.run.recipe_values()
         whole = "" if usage.ended or values.get("steps") is None else f" of {values['steps']}"
         steps = f"{usage.step}{whole}"
         table.add_row(
             Text(str(usage.run.path)),
-            *((Text(usage.problem), "–") if usage.problem else (str(values.get("stage", "?")), steps)),
-            size_text(usage.total),
+            Text(usage.problem) if usage.problem else str(values.get("stage", "?")),
+            usage.verdict or "–",
+            "–" if usage.problem else steps,
+            size_text(usage.total - usage.shared),
             size_text(usage.freed) if usage.ended and usage.freed else "–",
         )
     new_console(highlight=False).print(table)
     freed = sum(usage.freed for usage in used if usage.ended)
-    typer.echo(f"{_runs(len(used))}, {size_text(sum(usage.total for usage in used))}; {size_text(freed)} to free")
+    alone = sum(usage.total - usage.shared for usage in used)
+    typer.echo(f"{_runs(len(used))}, {size_text(alone)}; {size_text(freed)} to free")
+    if shared := max((usage.shared for usage in used), default=0):
+        typer.echo(
+            f"models up to {size_text(shared)} are shared with the run or cache that they come from, and not counted"
+        )
+    if gone := [usage for usage in used if usage.ended and usage.verdict in (NOTHING, WORSE)]:
+        size = size_text(sum(usage.total - usage.shared for usage in gone))
+        typer.echo(f"{_runs(len(gone))} of {size} did not improve; delete what you do not need:")
+        typer.echo(f"rm -r {' '.join(shlex.quote(str(usage.run.path)) for usage in gone)}")
 
 
 @app.command()

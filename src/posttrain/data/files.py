@@ -256,7 +256,7 @@ def _parsed_line(line: bytes) -> dict[str, Any] | str:
     except UnicodeDecodeError as error:
         return f"broken UTF-8: byte {line[error.start]:#04x} at position {error.start + 1} of the line"
     except json.JSONDecodeError as error:
-        return f"broken JSON: {error.msg} at character {error.pos + 1} of the line"
+        return f"broken JSON: {error.msg.removesuffix(' at')} at character {error.pos + 1} of the line"
     except (ValueError, RecursionError) as error:
         return _broken_json(error)
 

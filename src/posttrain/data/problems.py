@@ -99,6 +99,10 @@ class Problems:
         category, (count, places) = next(iter(_by_count(self._dropped)))
         detail = f": {places[0][1]}" if places[0][1] else ""
         remedy = "correct the data, or set its column names in `columns`"
+        if category.startswith("broken UTF-8"):
+            remedy = "save the file as UTF-8"
+        elif category.startswith("broken"):
+            remedy = "correct the data"
         if category == BROKEN_FILE:
             remedy = "replace the file, or remove it from the recipe"
         if category.endswith("data.max_tokens"):

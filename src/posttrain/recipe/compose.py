@@ -6,7 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import numpy as np
 from pydantic import ValidationError
 
 from posttrain.errors import InputError, require_type
@@ -77,7 +76,7 @@ def plain_values(value: Any, name: str = "recipe") -> Any:
         return value.model_dump(mode="json")
     if isinstance(value, Path):
         return str(value)
-    if isinstance(value, np.generic):
+    if any(f"{kind.__module__}.{kind.__name__}" == "numpy.generic" for kind in type(value).__mro__):
         return value.item()
     if isinstance(value, type):
         return register_environment(value)

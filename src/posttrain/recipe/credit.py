@@ -1,17 +1,19 @@
 """Credit assignment: from rewards to one advantage per sampled token."""
 
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny
 
-from posttrain.episode import Episode
 from posttrain.recipe.base import BaseConfig, Reads
 from posttrain.recipe.metrics import HELD_OUT, TRAINING, Metric, Panel
 from posttrain.recipe.model import Dtype, LoraRecipe, ModelRecipe, OptimizerRecipe, dtype_bytes
 from posttrain.recipe.needs import Needs, needs, several_updates
 from posttrain.recipe.plan import ModelSizes
 from posttrain.recipe.registry import F, Registry, Section
+
+if TYPE_CHECKING:
+    from posttrain.episode import Episode
 
 Comparison = Literal["group", "batch"] | None
 """The episodes that one is compared with: those of its group, or all of the step. None: no others."""
@@ -53,7 +55,7 @@ class Credit(Section):
             for key in (recipe.negative_rewards()[:1] if self.nonnegative else [])
         ]
 
-    def has_baseline_alone(self, episode: Episode) -> bool:
+    def has_baseline_alone(self, episode: "Episode") -> bool:
         """Whether `episode` has a baseline even without the others of `compared_with`."""
         return False
 

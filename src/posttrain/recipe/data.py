@@ -96,6 +96,8 @@ TaskSources = Annotated[list[TaskSourceRecipe], BeforeValidator(_sources)]
 class RowsRecipe(BaseConfig):
     """Rows to train on."""
 
+    kind: ClassVar[str] = "conversation"
+
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("validation/rows", "number of validation rows"),
         Metric("test/rows", "number of test rows"),

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from posttrain.errors import InputError
 from posttrain.recipe.catalogue import recipe_file
@@ -201,6 +199,11 @@ def merge(layers: list[Layer]) -> Layer:
     counts = Counter(key for layer in layers for key in layer.values)
     values = {key: copy.deepcopy(value) for layer in layers for key, value in layer.values.items()}
     shared = [{key: value for key, value in layer.values.items() if counts[key] > 1} for layer in layers]
+    if not any(shared):
+        return Layer(values, origins)
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
         merged = OmegaConf.unsafe_merge(*(OmegaConf.create(_literal(part)) for part in shared if part), {})
         values |= cast(dict[str, Any], OmegaConf.to_container(merged, resolve=True))

@@ -30,6 +30,10 @@ def validation_errors(
     # A missing key may be one that is misspelt.
     for problem in sorted(error.errors(include_url=False), key=lambda problem: problem["type"] == "missing"):
         path = (*prefix, *_key_path(problem, _value(given.values, prefix)))
+        if problem["type"] == "missing" and any(
+            s.endswith(f"the nearest is {'.'.join(path)}") for s in sentences.values()
+        ):
+            continue  # it is the misspelt one
         sentences.setdefault(path, _sentence(problem, path, part, given, stage, prefix))
     return list(sentences.values())
 
@@ -111,15 +115,17 @@ def _sentence(
         main = next((key for key in ("type", "path", "train") if key in sections[0].model_fields), None)
         if isinstance(value, str) and main is not None:
             words += f"; write {dotted}.{main}={value}"
-        if isinstance(value, int | float) and "coefficient" in sections[0].model_fields:
-            words += f"; the nearest is {dotted}.coefficient"
+        number = next((key for key in ("coefficient", "rank") if key in sections[0].model_fields), None)
+        if isinstance(value, int | float) and number is not None:
+            words += f"; write {dotted}.{number}={_show(value)}"
     if problem["type"] in ("too_short", "too_long"):
         words = f"{words}, {problem['msg'].removeprefix('List should have ').partition(' after')[0]}"
     if words.startswith("text") and isinstance(value, int | float) and not isinstance(value, bool):
         words = f"{words}, in quotes"
     hint = ""
     if problem["type"] == "literal_error" and isinstance(value, str):
-        hint = nearest_type(value, re.findall("'([^']*)'", problem["ctx"]["expected"]))
+        choices = re.findall("'([^']*)'", problem["ctx"]["expected"])
+        hint = nearest_type({"gpu": "cuda"}.get(value.casefold(), value), choices)
     return f"{start}{dotted} is {_show(value)}{hint}; it must be {words}"
 
 
@@ -131,6 +137,17 @@ def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[Bas
         kind = _value(given.values, (*section, "type"))
         return f"it belongs to {'.'.join(section)}.type {', '.join(other)}, not {kind}, so remove it or change the type"
     inside = ".".join(prefix) + "."
+    parts = [*path[:-1], name.replace("-", "_")]
+    foreign = {".".join(parts[start:]) for start in range(len(parts))} & {
+        *foreign_keys()["keys"],
+        *foreign_keys()["reasons"],
+    }
+    _, around = _at(section[len(prefix) :], part, _value(given.values, prefix))
+    # Listing all keys takes half a second, so that the most likely ones come first.
+    if not foreign and (
+        close := difflib.get_close_matches(name, [key for one in around for key in one.model_fields], 1, 0.75)
+    ):
+        return f"the nearest is {'.'.join((*section, close[0]))}"
     names = [key.path for key in keys_of(stage) if not prefix or not key.path.startswith(inside)]
     names += [key.path for key in keys_of(part, inside)] if prefix else []
     known_section = not section or any(key.startswith(f"{'.'.join(section)}.") for key in names)
@@ -161,6 +178,8 @@ def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[Bas
         return f"the nearest is {leaves[close[0]]}"
     if section and siblings:
         return f"the keys of {'.'.join(section)} are {', '.join(siblings)}"
+    if "stage" not in stage.model_fields and siblings:
+        return f"the keys are {', '.join(siblings)}"
     shown = f" --stage {stage.model_fields['stage'].default}" if "stage" in stage.model_fields else ""
     keys = f"`posttrain recipe{shown}`"
     return f"{keys} shows the keys, and `posttrain import` converts commands of TRL, OpenRLHF, verl and RAGEN"
@@ -181,6 +200,11 @@ def _other_types(path: KeyPath, part: type[BaseConfig], given: Layer, prefix: Ke
 
 def _field(path: KeyPath, part: type[BaseConfig], values: Any) -> Any:
     """The field that `path` names, in the sections that the `type` keys of `values` select; None if there is none."""
+    return _at(path, part, values)[0]
+
+
+def _at(path: KeyPath, part: type[BaseConfig], values: Any) -> tuple[Any, list[type[BaseConfig]]]:
+    """As `_field`, and the sections that the field may have, which for an empty path is `part`."""
     sections: list[type[BaseConfig]] = [part]
     info = None
     names = iter(path)
@@ -189,7 +213,7 @@ def _field(path: KeyPath, part: type[BaseConfig], values: Any) -> Any:
         chosen = [section for section in sections if len(sections) == 1 or kind in tags_of(section)] or sections
         info = next((section.model_fields[name] for section in chosen if name in section.model_fields), None)
         if info is None:
-            return None
+            return None, []
         sections = sections_of(info.annotation)
         values = values.get(name) if isinstance(values, dict) else None
         if typing.get_origin(info.annotation) is dict:
@@ -197,7 +221,7 @@ def _field(path: KeyPath, part: type[BaseConfig], values: Any) -> Any:
             name = next(names, "")
             sections = sections_of(typing.get_args(info.annotation)[1])
             values = values.get(name) if isinstance(values, dict) else None
-    return info
+    return info, sections
 
 
 def _key_path(problem: ErrorDetails, values: Any) -> KeyPath:

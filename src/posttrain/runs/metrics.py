@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.live import Live
@@ -21,13 +21,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from posttrain.episode import Advantages, Episode
 from posttrain.errors import InputError, RunError
 from posttrain.redaction import without_secrets
 from posttrain.runs.directory import LineLog, RunDirectory
 from posttrain.runs.reader import complete_lines, open_file, parse_json
 from posttrain.runs.sinks import SentRecord, Sink, completion_rows, numbers, open_sink
 from posttrain.terminal import new_console, printable
+
+if TYPE_CHECKING:
+    from posttrain.episode import Advantages, Episode
 
 RESERVED = ("step", "kind", "nonfinite", "time/run")
 """Keys that the log sets itself."""
@@ -84,7 +86,7 @@ class MetricsLog:
             # Each baseline policy has a line at step 0.
             self._send(line["step"], f"{kind}/{plain.get('policy', '')}", lambda sink: sink.write(line["step"], sent))
 
-    def completions(self, step: int, episodes: Sequence[Episode], advantages: Advantages | None = None) -> None:
+    def completions(self, step: int, episodes: Sequence["Episode"], advantages: "Advantages | None" = None) -> None:
         """Send the sinks a table of `episodes`: prompt, completion, reward, mean advantage, group."""
         if self._sinks and episodes:
             rows = completion_rows(episodes, advantages)
@@ -158,7 +160,7 @@ class NoLog:
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         """Do nothing."""
 
-    def completions(self, step: int, episodes: Sequence[Episode], advantages: Advantages | None = None) -> None:
+    def completions(self, step: int, episodes: Sequence["Episode"], advantages: "Advantages | None" = None) -> None:
         """Do nothing."""
 
     def truncate_after(self, step: int) -> None:

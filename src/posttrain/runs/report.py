@@ -19,6 +19,7 @@ from posttrain.runs.log import Line, Log, read_log
 from posttrain.runs.metrics import duration
 from posttrain.runs.panels import TITLES
 from posttrain.runs.reader import read_text
+from posttrain.runs.samples import RowSample, read_samples
 from posttrain.runs.tables import (
     TASKS,
     Table,
@@ -48,6 +49,8 @@ class Report:
     """Final results."""
     scores: Table | None = None
     """Scores by checkpoint."""
+    rows: Sequence[RowSample] = ()
+    """Held-out rows with their scores."""
     warnings: Sequence[str] = ()
     """Warnings and failures."""
     facts: Rows = field(default_factory=list)
@@ -65,6 +68,7 @@ class Report:
         audits = [str(line.get("message", line)) for line in log if line["kind"] == "audit"]
         try:
             verdict = read_verdict(run.path)
+            self.rows = read_samples(run)
             self.verdict = [*(verdict.lines if verdict is not None else ()), *audits[-1:]]
         except PosttrainError as error:
             self.missing.append(str(error))

@@ -8,15 +8,15 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
-from posttrain.episode import Advantages, Episode
 from posttrain.errors import InputError, RunError
 from posttrain.plugins import require_module
 from posttrain.runs.directory import RunDirectory, write_atomically
 from posttrain.runs.reader import read_json
+
+if TYPE_CHECKING:
+    from posttrain.episode import Advantages, Episode
 
 Row = dict[str, str | int | float | bool | None]
 """One row of a table of completions: column -> value."""
@@ -54,7 +54,7 @@ def numbers(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def completion_rows(episodes: Sequence[Episode], advantages: Advantages | None) -> list[Row]:
+def completion_rows(episodes: Sequence["Episode"], advantages: "Advantages | None") -> list[Row]:
     """One row per episode. `reward` is the return, None for an episode without one; `credit` is the mean advantage of its sampled
     tokens, None without advantages."""
     rows: list[Row] = []
@@ -62,6 +62,8 @@ def completion_rows(episodes: Sequence[Episode], advantages: Advantages | None) 
         prompt, completion = _conversation(episode)
         credit = None
         if advantages is not None and episode.sampled_tokens:
+            import numpy as np
+
             pairs = zip(advantages.values[number], episode.streams, strict=True)
             credit = float(np.concatenate([values[stream.sampled] for values, stream in pairs]).mean())
         rows.append(
@@ -79,7 +81,7 @@ def completion_rows(episodes: Sequence[Episode], advantages: Advantages | None) 
     return rows
 
 
-def _conversation(episode: Episode) -> tuple[str, str]:
+def _conversation(episode: "Episode") -> tuple[str, str]:
     """The text before the first answer, and the text from it on. Roles are shown if there are several messages."""
     messages = episode.messages
     first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))

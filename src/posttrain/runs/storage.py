@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import stat
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 
 from posttrain.errors import InputError, PosttrainError
-from posttrain.runs.directory import RunDirectory, partial_path, write_atomically
-from posttrain.runs.log import progress_of
+from posttrain.runs.directory import RunDirectory, cache_directory, partial_path, write_atomically
 from posttrain.runs.machine import usable_processors
 from posttrain.runs.reader import is_file, open_file, read_json
+from posttrain.runs.tables import read_verdict
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -73,34 +73,49 @@ def has_state(run: RunDirectory) -> bool:
         return True  # damaged; `Checkpoints.verify` reports it
 
 
-def free_space(run: RunDirectory) -> None:
-    """Delete the training state of a run that has ended, and store equal weights once. The caller holds its lock."""
+def free_space(run: RunDirectory, start: Path | None = None) -> None:
+    """Delete the training state of a run that has ended, and store equal weights once. The caller holds its lock. `start`:
+    as for `share_equal_files`.
+    """
     for step in saved_steps(run.checkpoints):
         delete_state(run.checkpoints / f"step_{step:06d}")
-    share_equal_files(run)
+    share_equal_files(run, start)
 
 
-def share_equal_files(run: RunDirectory) -> None:
-    """Replace equal files of `model/` and of the checkpoints' policies by hard links, if the file system has them."""
+def share_equal_files(run: RunDirectory, start: Path | None = None) -> None:
+    """Replace equal files of `model/` and of the checkpoints' policies by hard links, if the file system has them.
+
+    `start`: the folder of the model that the run started from. A run that did not improve exports this model again, and then
+    its files are links to that folder, which keep their content when that folder is moved or deleted. Only folders of runs
+    and of the cache are linked to: nothing writes there in place, which would change the run.
+    """
+    if start is not None:
+        of_run = any((folder / "environment.json").is_file() for folder in start.resolve().parents[:3])
+        start = start if of_run or start.resolve().is_relative_to(cache_directory().resolve()) else None
     by_size: dict[int, list[Path]] = defaultdict(list)
-    for path in _weights(run):
+    for path in _weights(*([] if start is None else [start]), *_policies(run)):
         by_size[path.stat().st_size].append(path)
     for same_size in by_size.values():
         first_of: dict[str, Path] = {}
         for path in same_size if len({file.stat().st_ino for file in same_size}) > 1 else ():
-            first = first_of.setdefault(digest_of_file(path), path)
+            digest = digest_of_file(path)
+            first = first_of.setdefault(digest, path)
             if first.samefile(path):
                 continue
             aside = partial_path(path)
             try:
                 os.link(first, aside)
-            except OSError:
-                return
+            except OSError:  # no links here, or `start` is on another file system
+                first_of[digest] = path
+                continue
             os.replace(aside, path)
 
 
-def _weights(run: RunDirectory) -> Iterator[Path]:
-    folders = [*sorted(run.checkpoints.glob("step_*/policy")), run.path / "model"]
+def _policies(run: RunDirectory) -> list[Path]:
+    return [*sorted(run.checkpoints.glob("step_*/policy")), run.path / "model"]
+
+
+def _weights(*folders: Path) -> Iterator[Path]:
     for folder in folders:
         for path in sorted(folder.rglob("*")):
             if is_file(path) and path.stat().st_size >= _SHARED_FROM:
@@ -119,6 +134,10 @@ class Usage:
     """Whether the run has ended, so that its training state is no longer needed."""
     step: int = 0
     """The last training step."""
+    shared: int = 0
+    """Bytes of files that other folders share, which deleting the run would not free."""
+    verdict: str = ""
+    """Whether the model improved, as far as it is known."""
     problem: str = ""
     """Why its files cannot be read; empty if they can."""
 
@@ -130,27 +149,34 @@ def usage_of(run: RunDirectory) -> Usage:
         with suppress(OSError):  # it was deleted meanwhile
             if not stat.S_ISDIR((status := path.lstat()).st_mode):
                 files[path] = status
-    total = sum({status.st_ino: status.st_size for status in files.values()}.values())
+    names = Counter(status.st_ino for status in files.values())
+    links = {status.st_ino: status for status in files.values()}
+    total = sum(status.st_size for status in links.values())
+    shared = sum(status.st_size for number, status in links.items() if status.st_nlink > names[number])
     state = 0
     for path, status in files.items():
         parts = path.relative_to(run.path).parts
         in_checkpoint = parts[0] == "checkpoints" and len(parts) > 3 and parts[2] != "policy"
         state += status.st_size if in_checkpoint or path.name == STATE else 0
     weights: dict[int, dict[int, Path]] = defaultdict(dict)
-    for path in files.keys() & set(_weights(run)):
+    for path in files.keys() & set(_weights(*_policies(run))):
         weights[files[path].st_size].setdefault(files[path].st_ino, path)
     repeated = sum(
         size * (len(same_size) - len({digest_of_file(path) for path in same_size.values()}))
         for size, same_size in weights.items()
         if len(same_size) > 1
     )
+    from posttrain.runs.log import progress_of  # imports numpy
+
     try:
         run.recipe_values()
         # Resuming a run deletes its final line.
         step, final = progress_of(run.metrics)
-        return Usage(run, total, state + repeated, final and is_file(run.report), step)
+        verdict = read_verdict(run.path)
+        outcome = verdict.outcome if verdict is not None else ""
+        return Usage(run, total, state + repeated, final and is_file(run.report), step, shared, outcome)
     except PosttrainError as error:
-        return Usage(run, total, state + repeated, False, problem=str(error))
+        return Usage(run, total, state + repeated, False, shared=shared, problem=str(error))
 
 
 def runs_in(folder: Path) -> list[RunDirectory]:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from posttrain.errors import InputError
 from posttrain.recipe.rollout import SCORES
 from posttrain.runs.directory import write_atomically
-from posttrain.runs.log import Line, Log
 from posttrain.runs.reader import is_file, read_json
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
+
+    from posttrain.runs.log import Line
 
 
 T = TypeVar("T")
@@ -243,8 +244,10 @@ class Checkpoint:
     """Mean return of the training episodes since the previous evaluation; None if there were none."""
 
 
-def checkpoint_scores(lines: Sequence[Line]) -> list[Checkpoint]:
+def checkpoint_scores(lines: Sequence["Line"]) -> list[Checkpoint]:
     """The evaluations in the lines of a metrics log, in order of step; empty if no episodes were evaluated."""
+    from posttrain.runs.log import Log  # imports numpy, which a wrong path need not wait for
+
     log = Log.of(lines)
     overall = _overall_key(log)
     evaluated = {line["step"]: line for line in log if line["kind"] == "evaluation" and line.get(overall) is not None}
@@ -280,7 +283,7 @@ def overall_name(lines: Sequence[Mapping[str, Any]]) -> str:
     return "success" if _overall_key(lines) == "success" else "mean return"
 
 
-def score_table(lines: Sequence[Line]) -> Table | None:
+def score_table(lines: Sequence["Line"]) -> Table | None:
     """A table with one row per evaluation; None for fewer than two evaluations."""
     table = scores_of_runs({"": lines})
     if table is None or len(table.rows) < 2:
@@ -288,7 +291,7 @@ def score_table(lines: Sequence[Line]) -> Table | None:
     return replace(table, title="", words=(), headings=table.headings[1:], rows=[row[1:] for row in table.rows])
 
 
-def evaluated_table(name: str, lines: Sequence[Line]) -> Table | None:
+def evaluated_table(name: str, lines: Sequence["Line"]) -> Table | None:
     """`score_table` of checkpoints that were evaluated by separate runs (`evaluated_checkpoints`)."""
     table = score_table(lines)
     if table is None:
@@ -301,7 +304,7 @@ def evaluated_table(name: str, lines: Sequence[Line]) -> Table | None:
     return replace(table, title=f"Scores by checkpoint: {name}", note=note)
 
 
-def scores_of_runs(runs: Mapping[str, Sequence[Line]]) -> Table | None:
+def scores_of_runs(runs: Mapping[str, Sequence["Line"]]) -> Table | None:
     """A table with one row per evaluation of each run (name -> lines); None if nothing was evaluated."""
     evaluated = {name: checkpoint_scores(lines) for name, lines in runs.items()}
     evaluated = {name: checkpoints for name, checkpoints in evaluated.items() if checkpoints}

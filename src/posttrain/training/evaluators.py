@@ -18,6 +18,7 @@ from posttrain.recipe.components import environment_class
 from posttrain.recipe.rollout import SCORES, EvaluationRecipe
 from posttrain.rollout.driver import Played, quiet, unscored_message
 from posttrain.rollout.store import Split, write_episodes
+from posttrain.runs.samples import RowSample
 from posttrain.runs.tables import EVALUATED, START, TRAINED, PolicyRow, Table, checkpoint_note, policy_tables
 
 if TYPE_CHECKING:
@@ -54,6 +55,10 @@ class Evaluator(ABC):
     def row_scores(self) -> MetricResult | None:
         """The score of each row in the last `final`; None if its episodes are stored instead."""
         return None
+
+    def samples(self) -> Sequence[RowSample]:
+        """Some of the rows of the last `final`, for the pages; none if its episodes are stored instead."""
+        return []
 
     def artifacts(self) -> Sequence[str]:
         """Lines to print after the final tables, such as scored samples; usually none."""

@@ -63,7 +63,11 @@ def _expert_episode(recipe: SftRecipe, renderer: Renderer, seed: int, group: int
             replaced = share > 0 and draw() < share
             text = _answer(environment, "random" if replaced else recipe.experts.expert, draw)
         except NotImplementedError as error:
-            raise InputError(f"experts.expert: {error}; choose another environment for this stage") from error
+            by_chance = replaced or recipe.experts.expert == "random"
+            key, method = ("random_share" if replaced else "expert"), ("random_answer" if by_chance else "expert")
+            raise InputError(
+                f"experts.{key}: {error}; add the method `{method}` to the environment, or change the key"
+            ) from error
         if not text.startswith(environment.primer):
             raise RunError(
                 f"the expert of {recipe.environment.type} does not start its answer with {environment.primer!r}"

@@ -1,19 +1,28 @@
 """Evaluators of held-out rows: loss per token, and accuracy of comparisons."""
 
+import asyncio
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 
-from posttrain.data.rendering import Renderer
+from posttrain.data.rendering import Renderer, TokenStream
 from posttrain.data.tokens import TokenRow
+from posttrain.distributed.world import current_world
+from posttrain.engines.local.engine import LocalEngine
+from posttrain.engines.protocol import Request
 from posttrain.evaluation.results import Better, MetricResult
 from posttrain.evaluation.statistics import ItemScores, Kind, calibration, pair_accuracy, probability_above, ratio
+from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
+from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.rollout.driver import Played, quiet
 from posttrain.runs.intervals import Estimate
+from posttrain.runs.samples import LONGEST, RowAnswer, RowSample
 from posttrain.runs.tables import START, TRAINED, Table, checkpoint_note
 from posttrain.training.evaluators import Evaluator
 from posttrain.training.objectives import PairObjective, RewardObjective, UnpairedObjective, logprobs
@@ -28,6 +37,8 @@ class RowEvaluator(Evaluator, ABC):
     """What is measured, for the title of the table."""
     columns: ClassVar[tuple[str, ...]]
     """Headings of `cells`."""
+    score: ClassVar[str]
+    """What the score of an answer is."""
 
     def __init__(
         self, learner: Updater[Any], validation: Sequence[TokenRow], test: Sequence[TokenRow], title: str
@@ -38,15 +49,49 @@ class RowEvaluator(Evaluator, ABC):
         self.validation, self.test = validation, test
         self.title = title
         self._scores: MetricResult | None = None
+        self._measured: list[np.ndarray] = []
+        """For each call of `final`, the scores of the answers of each test row [n, answers] float64."""
+        self._by_row = np.zeros((0, 1))
 
     def row_scores(self) -> MetricResult | None:
         return self._scores
+
+    def samples(self) -> list[RowSample]:
+        """Test rows from the lowest to the highest score, evenly spaced, with replies of a policy."""
+        if not self._measured:
+            return []
+        rows, before, after = self.test or self.validation, self._measured[0], self._measured[-1]
+        if before is after:  # the initial model was not measured in this process
+            before = np.full_like(after, np.nan)
+        order = np.argsort(after[:, 0] - after[:, 1:].sum(axis=1))
+        numbers = dict.fromkeys(order[np.linspace(0, len(order) - 1, _SHOWN_ROWS).round().astype(int)].tolist())
+        model: Any = self.learner.model
+        samples = []
+        for number in numbers:
+            row, answers = rows[number], []
+            for side, (name, stream) in enumerate(zip(self.names(row), row.streams, strict=False)):
+                prompt, answer = _last_answer(stream)
+                scores = (_known(float(scores[number, side])) for scores in (before, after))
+                answers.append(RowAnswer(name, model.tokenizer.decode(answer)[:LONGEST], *scores))
+            samples.append(RowSample(row.origin, model.tokenizer.decode(prompt)[-LONGEST:], answers, self.score))
+        if isinstance(model, Policy) and current_world().is_single_process:
+            prompts = [tuple(_last_answer(rows[number].streams[0])[0].tolist()) for number in numbers]
+            with ThreadPoolExecutor(1) as thread:  # a notebook already runs an event loop in this one
+                replies = thread.submit(asyncio.run, _replies(model, prompts)).result()
+            samples = [replace(one, reply=reply) for one, reply in zip(samples, replies, strict=True)]
+        return samples
+
+    def names(self, row: TokenRow) -> Sequence[str]:
+        """The names of the answers of a row."""
+        return ("reference",)
 
     def curve(self, step: int, played: Played = quiet) -> dict[str, Any]:
         return self.measure(self.validation, "validation", played) if self.validation else {}
 
     def final(self, step: int, played: Played = quiet) -> dict[str, Any]:
-        return self.measure(self.test or self.validation, "test", played)
+        values = self.measure(self.test or self.validation, "test", played)
+        self._measured.append(self._by_row)
+        return values
 
     def tables(self, lines: Mapping[str, Mapping[str, Any]]) -> list[Table]:
         """Before and after, whole and by domain."""
@@ -81,6 +126,27 @@ class RowEvaluator(Evaluator, ABC):
         """The cells of a row of the table, from the values whose keys end with `suffix`."""
 
 
+def _last_answer(stream: TokenStream) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens before the last answer of a stream, and those of the answer."""
+    trained = np.flatnonzero(stream.trained)
+    stop = int(trained[-1]) + 1
+    start = int(np.flatnonzero(~stream.trained[:stop])[-1]) + 1 if not stream.trained[:stop].all() else 0
+    return stream.ids[: max(start, 1)], stream.ids[start:stop]
+
+
+async def _replies(policy: Policy, prompts: Sequence[tuple[int, ...]]) -> list[str]:
+    """Greedy replies of at most `_REPLY_TOKENS` tokens."""
+    engine, sampling = LocalEngine(policy, slots=len(prompts)), SamplingRecipe(temperature=0.0)
+    engine.load_weights(policy.version)
+    renderer = Renderer(policy.tokenizer, policy.end_tokens)
+
+    async def reply(prompt: tuple[int, ...]) -> str:
+        with engine.episode():
+            return renderer.answer_text((await engine.generate(Request(prompt, sampling, 0, _REPLY_TOKENS))).ids)
+
+    return list(await asyncio.gather(*map(reply, prompts)))
+
+
 def _by_domain(rows: Sequence[TokenRow]) -> Iterator[tuple[str, np.ndarray]]:
     """The suffix of keys, and which rows it is about [n] bool: all rows, then those of each domain."""
     yield "", np.ones(len(rows), dtype=bool)
@@ -92,6 +158,7 @@ class LossEvaluator(RowEvaluator):
     """Loss in nats per trained token."""
 
     measured = "rows"
+    score = "loss in nats per token; lower is better"
     columns = ("loss", "95% interval", "perplexity")
     note = "Loss in nats per trained token; `n` rows; intervals are 95%, over rows"
 
@@ -112,6 +179,7 @@ class LossEvaluator(RowEvaluator):
             nats[number] -= float(score.sum(dtype="float64"))
             tokens[number] += len(score)
         self._scores = _scores("perplexity", "perplexity", "lower", nats, tokens)
+        self._by_row = (nats / np.maximum(tokens, 1))[:, None]
         values: dict[str, Any] = {}
         for suffix, inside in _by_domain(rows):
             estimate = ratio(nats[inside].tolist(), tokens[inside].tolist())
@@ -138,7 +206,8 @@ def _scores(name: str, kind: Kind, better: Better, sums: np.ndarray, counts: np.
     return MetricResult(name, ItemScores(kind, {str(row): summands for row, summands in enumerate(table)}), better)
 
 
-_SHOWN_PAIRS = 3
+_SHOWN_PAIRS, _SHOWN_ROWS = 3, 6
+_REPLY_TOKENS = 64
 
 
 def choice_of(metric: str) -> Callable[[dict[str, Any]], float]:
@@ -153,6 +222,7 @@ class PreferenceEvaluator(RowEvaluator):
     """Accuracy, loss and margin of preference rows."""
 
     measured = "comparisons"
+    score = "reward; for a policy, the implicit one of its loss"
     columns = ("accuracy", "95% interval", "loss", "mean margin")
 
     def __init__(
@@ -185,15 +255,20 @@ class PreferenceEvaluator(RowEvaluator):
         losses, chosen, rejected = self._compare(rows, played)
         ranked = (np.sign(chosen - rejected) + 1) / 2
         paired = not np.isnan(ranked).any()
+        both = np.stack([chosen, rejected], axis=1)
+        self._measured.append(np.nansum(both, axis=1, keepdims=True) if self.unpaired else both)
         named: tuple[str, Kind, Better] = ("accuracy", "rate", "higher") if paired else ("loss", "mean", "lower")
         self._scores = _scores(*named, ranked if paired else losses, np.ones(len(rows)))
         if self.model is not None:
-            both = np.concatenate([chosen, rejected])
+            rewards = np.concatenate([chosen, rejected])
             if self.validation and self.test:
-                both = np.concatenate(self._compare(self.validation)[1:])
-            self.model.set_statistics(float(both.mean()), float(both.std(ddof=1)))
+                rewards = np.concatenate(self._compare(self.validation)[1:])
+            self.model.set_statistics(float(rewards.mean()), float(rewards.std(ddof=1)))
             self._shown = [*_calibration_lines(chosen - rejected), *self._sample_lines(rows, chosen, rejected)]
         return _summary(rows, losses, chosen, rejected, "test")
+
+    def names(self, row: TokenRow) -> Sequence[str]:
+        return ("chosen", "rejected") if not self.unpaired else ("good",) if row.chosen else ("bad",)
 
     def cost(self) -> str:
         return f"ranking {len(self.test or self.validation)} held-out rows"

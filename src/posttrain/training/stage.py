@@ -1,5 +1,6 @@
 """Run one stage in this process, with notes about precision and threads."""
 
+import math
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -95,7 +96,7 @@ def _finish_ended(recipe: StageRecipe, run: RunDirectory, console: Console) -> N
     free_space(run)
     show_line(
         console,
-        f"{run.path} has ended; its report is {run.report}; to train further, start a run with model.path={run.path / 'model'}",
+        f"{run.path} has ended; its report is {run.report}; to train further, start a run with model.path={run.path / 'model'}, or train it with checkpoint.keep_state=always and resume it with steps=",
     )
 
 
@@ -224,6 +225,8 @@ def run_in_process(
         if resume and not has_state(run):
             world.on_rank0(lambda: _finish_ended(recipe, run, console))
             return run
+        if resume and world.is_rank0 and (done := run.saved_step()) >= (getattr(recipe, "steps", None) or math.inf):
+            show_line(console, f"{run.path} has made all of its {done} steps; to train further, add steps={2 * done}")
         for note in precision_notes(recipe) if world.is_rank0 else ():
             show_line(console, note)
         recipe.run(run, resume=resume, overwrite=overwrite, console=console, callbacks=callbacks)

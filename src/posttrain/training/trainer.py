@@ -23,6 +23,7 @@ from posttrain.episode import Advantages, Episode
 from posttrain.errors import InputError
 from posttrain.evaluation.results import Results
 from posttrain.evaluation.verdict import rows_file
+from posttrain.models.load import resolve_path
 from posttrain.models.policy import TrainedModel
 from posttrain.plugins import pip_command
 from posttrain.recipe.run import CheckpointRecipe, ExportedStep, SinkName, TrainedRecipe
@@ -30,6 +31,7 @@ from posttrain.rollout.store import episodes_file, read_episodes, remove_episode
 from posttrain.runs.directory import RunDirectory, partial_path, storage_errors
 from posttrain.runs.evaluated import StartValues
 from posttrain.runs.metrics import MetricsLog, NoLog, Progress, read_metrics, take_events
+from posttrain.runs.samples import write_samples
 from posttrain.runs.storage import free_space, share_equal_files
 from posttrain.runs.tables import START, TRAINED, UNIMPROVED
 from posttrain.seeds import derive_seed
@@ -360,6 +362,8 @@ class Trainer(Generic[Output]):
             metrics["memory/process"] = float(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
         if torch.cuda.is_initialized():
             metrics["memory/gpu"] = float(torch.cuda.max_memory_allocated())
+            with suppress(Exception):  # without nvidia-ml-py, and on parts of a GPU, there is no such number
+                metrics["speed/gpu_utilization"] = torch.cuda.utilization() / 100
         self.seconds.clear()
         self._log.write(self.step, "train", metrics)
         self.progress.update(self.step, metrics)
@@ -504,6 +508,11 @@ class Trainer(Generic[Output]):
         values = self._measure(TRAINED, self.step, f"the {which} checkpoint, step {step}")
         self.warn(take_events())
         self._log.write(self.step, "final", {"policy": TRAINED, "best_step": step, "chosen": chosen, **values})
+        try:
+            if samples := [one for evaluator in self.evaluators for one in evaluator.samples()]:
+                self._world.on_rank0(partial(write_samples, self.run, samples))
+        except Exception as error:  # such as no memory for an engine: pages must not end a run that is complete
+            self.warn([f"the pages show no held-out rows: {' '.join(str(error).split())[:200]}"])
         if self.settings.plots and find_spec("matplotlib") is None:
             self.warn(
                 [f"no figures are drawn without matplotlib; run `{pip_command('matplotlib')}`, then `posttrain plot`"]
@@ -523,7 +532,10 @@ class Trainer(Generic[Output]):
         console, plots = self.progress.console, self.settings.plots
         self._world.on_rank0(lambda: report_results(self.run, self.evaluators, directory, console, plots))
         ended = free_space if self.settings.checkpoint.keep_state == "while_running" else share_equal_files
-        self._world.on_rank0(lambda: ended(self.run))
+        start = None
+        with suppress(InputError):  # it was moved or deleted meanwhile
+            start = Path(resolve_path(self.model.recipe.path)) if step == 0 else None
+        self._world.on_rank0(lambda: ended(self.run, start))
 
 
 def random_states(device: torch.device) -> dict[str, torch.Tensor]:

@@ -14,6 +14,8 @@ from posttrain.view.scan import Scanner, Summary
 
 SORTS = ("newest", "name", "state", "stage", "model", "environment", "step", "result")
 STATES = ("running", "finished", "failed", "stopped")
+COLUMNS = ("state", "stage", "model", "environment", "step", "result", "random", "optimal", "curve")
+"""The columns of the list by default."""
 _PAGE = 60
 """Lines of the list that are shown at once."""
 
@@ -29,6 +31,8 @@ class Query:
     seeds: bool = True
     """Whether runs that differ by their seed alone are one line."""
     shown: int = _PAGE
+    columns: tuple[str, ...] = COLUMNS
+    """Some of `COLUMNS`, and dotted keys of recipes."""
 
     @classmethod
     def of(cls, given: Mapping[str, str]) -> "Query":
@@ -40,13 +44,15 @@ class Query:
             given.get("sort", "") if given.get("sort") in SORTS else "newest",
             given.get("seeds", "together") != "apart",
             int(count) if count.isdecimal() and len(count) < 7 else _PAGE,
+            tuple(dict.fromkeys(given.get("columns", "")[:1000].replace(",", " ").split()))[:30] or COLUMNS,
         )
 
     def address(self, **changed: Any) -> str:
         """The query as the part of an address after `?`."""
         query = replace(self, **changed)
         values = {"text": query.text, "state": query.state, "sort": query.sort, "shown": query.shown}
-        return urlencode({**values, "seeds": "together" if query.seeds else "apart"})
+        columns = {} if query.columns == COLUMNS else {"columns": " ".join(query.columns)}
+        return urlencode({**values, "seeds": "together" if query.seeds else "apart", **columns})
 
     @property
     def longer(self) -> str:

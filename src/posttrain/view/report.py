@@ -74,9 +74,30 @@ def section_of(source: Source) -> Section:
     return section
 
 
+_DARK = {
+    "#ffffff": "#16181b",
+    "#000000": "#e8e8e8",
+    "#222222": "#e8e8e8",
+    "#e4e4e4": "#3c3f44",
+    "#c4c4c4": "#6e6e6e",
+    "#0072b2": "#4ba3db",
+    "#6e6e6e": "#a8adb4",
+    "#009e73": "#2cc295",
+    "#d55e00": "#ff8a3d",
+    "#1f3a5f": "#7cc4ff",
+}
+"""Colors of figures in light and in dark mode: ground, ink, grid, and those of curves that are dim on a dark ground."""
+
+
 def image(title: str, figure: Figure) -> Image:
-    """The figure as an SVG data URI."""
-    content = base64.b64encode(encode(figure, "svg")).decode()
+    """The figure as an SVG data URI, with colors for dark mode."""
+    rules = (
+        f'[style*="{what}: {light}"]{{{what}:{dark}!important}}'
+        for light, dark in _DARK.items()
+        for what in ("fill", "stroke")
+    )
+    style = f"@media (prefers-color-scheme: dark){{svg{{fill:#e8e8e8}}{''.join(rules)}}}</style>"
+    content = base64.b64encode(encode(figure, "svg").replace(b"</style>", style.encode(), 1)).decode()
     return Image(title, f"data:image/svg+xml;base64,{content}")
 
 

@@ -1,10 +1,11 @@
 """What the pages of one run and of several show."""
 
+import math
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -14,10 +15,11 @@ from posttrain.figures.charts import Chart, axes_of, chart_of_runs, charts_of, m
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.log import Log, read_log
 from posttrain.runs.panels import Sampling
-from posttrain.runs.reader import complete_lines, open_file
+from posttrain.runs.reader import complete_lines, open_file, read_json
 from posttrain.runs.report import Report
 from posttrain.runs.sources import Bundle, Source, bundles_of, shared_metrics
 from posttrain.runs.tables import Table, read_tables
+from posttrain.view.scan import STARTED, Scanner, Summary
 
 _MOST_LOGS = 8
 """Runs whose metrics are kept in memory."""
@@ -80,6 +82,39 @@ def charts(logs: Logs, path: Path) -> dict[str, Any]:
 
 def _numbered(charts: Iterable[Chart]) -> list[dict[str, Any]]:
     return [{**chart.values(), "id": f"chart-{number}"} for number, chart in enumerate(charts)]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a pipeline, and where its result is between the ends of an axis that stages with the same metric share."""
+
+    run: Summary
+    low: float = 0.0
+    high: float = 1.0
+
+    def place(self, value: float | None) -> float | None:
+        """Where a value is on the axis, from 0 to 100; None for none."""
+        if value is None or not math.isfinite(value):
+            return None
+        return 100 * min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
+
+
+def stages_of(scanner: Scanner, name: str) -> list[Stage]:
+    """The stages of the pipeline `name` in their order. InputError if there is no such pipeline."""
+    runs = [scanner.summary(one, path) for one, path in scanner.find().items() if one.rpartition("/")[0] == name]
+    runs = [run for run in runs if run.pipeline]
+    if not runs:
+        raise InputError(f"there is no pipeline {name} in {scanner.folder}; go back to the list of runs")
+    order = [*read_json(runs[0].path.parent / STARTED)]
+    runs.sort(key=lambda run: order.index(run.path.name) if run.path.name in order else len(order))
+    stages = []
+    for run in runs:
+        alike = [one for one in runs if (one.metric, one.percent) == (run.metric, run.percent) and one.best]
+        values = [value for one in alike for value in (*(one.best or ()), one.random, one.optimal)]
+        known = [value for value in values if value is not None and math.isfinite(value)]
+        low, high = (0.0, 1.0) if run.percent or not known else (min(known), max(known))
+        stages.append(Stage(run, low, high if high > low else low + 1))
+    return stages
 
 
 def bundled(sources: Sequence[Source], apart: bool) -> list[Bundle]:

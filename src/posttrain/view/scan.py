@@ -5,7 +5,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,8 @@ State = Literal["running", "finished", "failed", "stopped", "reading"]
 """`reading`: the files of the run have not been read yet."""
 _DEEPEST = 3
 """Depth of the search for runs below the given folder: pipelines and studies contain runs."""
+STARTED = "started.json"
+"""The file in which a pipeline lists its stages in order."""
 _MOST_POINTS = 40
 """Points of a sparkline."""
 
@@ -77,6 +79,16 @@ class Summary:
     """Digest of the recipe without its seed and name."""
     parts: tuple[str, ...] = ("run", "episodes")
     """The pages of the run."""
+    pipeline: str = ""
+    """The pipeline that the run is a stage of."""
+    recipe: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def value(self, key: str) -> str:
+        """The value of a dotted key of the recipe as text; a dash if it has none."""
+        value: Any = self.recipe
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return "–" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)[:200]
 
     @property
     def when(self) -> str:
@@ -210,6 +222,8 @@ def summarize(name: str, run: RunDirectory, running: bool) -> Summary:
         changed=max(_stamp(run.metrics)[0], _stamp(run.environment_file)[0]) / 1e9,
         group=hashlib.sha256(json.dumps(shared, sort_keys=True, default=str).encode()).hexdigest()[:12],
         parts=("run", "episodes") if played else ("run",),
+        pipeline=name.rpartition("/")[0] if is_file(run.path.parent / STARTED) else "",
+        recipe=recipe,
         **measured,
     )
 

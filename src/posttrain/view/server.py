@@ -32,7 +32,7 @@ from posttrain.runs.sources import Source, bundles_of, differing_keys, open_sour
 from posttrain.view import run_pages
 from posttrain.view.browse import ENDINGS, ORDERS, PAGE, SPLITS, Filter, Store, steps_of
 from posttrain.view.groups import group_page
-from posttrain.view.listing import SORTS, STATES, Query, listed
+from posttrain.view.listing import COLUMNS, SORTS, STATES, Query, listed
 from posttrain.view.scan import Scanner
 from posttrain.view.templates import templates
 
@@ -117,6 +117,7 @@ class Pages:
             "/charts/{name:path}": self.charts,
             "/episodes/{name:path}": self.episodes,
             "/group/{name:path}": self.group,
+            "/pipeline/{name:path}": self.pipeline,
             "/compare": self.compare,
             "/compare-charts": self.compare_charts,
             "/compare-results": self.compare_results,
@@ -173,7 +174,7 @@ class Pages:
     def whole_list(self, query: Query) -> Response:
         """The page of the list, without waiting for all runs to be read, so that it is painted at once."""
         listing = listed(self.scanner, query, read=_FIRST_SECONDS)
-        return self.render("runs.html.j2", query=query, listing=listing, wait=_PAINT_MS)
+        return self.render("runs.html.j2", query=query, listing=listing, wait=_PAINT_MS, columns=COLUMNS)
 
     def runs_list(self, request: Request) -> Response:
         """The list without the page around it."""
@@ -225,6 +226,11 @@ class Pages:
         run = RunDirectory(self.scanner.path(name))
         shown = self.scanner.summary(name, run.path)
         return self.render("group.html.j2", name=name, run=shown, **group_page(run, request.query_params, self.store))
+
+    def pipeline(self, request: Request) -> Response:
+        """The page of a pipeline: its stages in order, with their results on one axis."""
+        name = request.path_params["name"]
+        return self.render("pipeline.html.j2", name=name, stages=run_pages.stages_of(self.scanner, name))
 
     def compare(self, request: Request) -> Response:
         """The page that compares runs."""

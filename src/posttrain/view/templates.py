@@ -42,7 +42,11 @@ def templates() -> Any:
         """The text of a style sheet of this package, for a page in one file."""
         return Markup((files("posttrain.view") / "static" / name).read_text(encoding="utf-8"))
 
-    environment.filters |= {"marked": marked, "short": short_number}
+    def score(value: float | None) -> str:
+        """A score with four decimals at most, without the noise of rounding around 0."""
+        return short_number(None if value is None else round(value, 4) + 0.0)
+
+    environment.filters |= {"marked": marked, "short": short_number, "score": score}
     environment.globals |= {"static": static, "inf": math.inf}
     return environment
 

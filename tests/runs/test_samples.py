@@ -1,0 +1,72 @@
+"""Held-out rows of supervised runs: stored by the run, read back, shown on its page and in its report."""
+
+import asyncio
+import json
+
+import pytest
+
+from posttrain import verbs
+from posttrain.errors import InputError
+from posttrain.runs.directory import RunDirectory
+from posttrain.runs.samples import read_samples
+from posttrain.view.report import write_html
+from posttrain.view.server import Pages
+
+ROWS = {
+    "sft": lambda n: {"prompt": f"Say {n}.", "completion": f"{n}."},
+    "dpo": lambda n: {"prompt": f"Say {n}.", "chosen": f"{n}.", "rejected": f"{n + 1}."},
+}
+ROWS["reward"] = ROWS["dpo"]
+NAMES = {"sft": ["reference"], "dpo": ["chosen", "rejected"], "reward": ["chosen", "rejected"]}
+
+
+@pytest.mark.parametrize("stage", ROWS)
+def test_a_run_keeps_rows_with_scores_before_and_after(stage, tiny_model, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(ROWS[stage](n)) + "\n" for n in range(30)))
+    keys = {"data": {"train": str(rows), "held_out": 12}, "model": {"path": str(tiny_model)}, "runs": str(tmp_path)}
+    keys |= {"optimizer": {"learning_rate": 1e-2}, "steps": 2, "name": stage, "plots": False, "export": "last"}
+
+    async def in_a_notebook():
+        return getattr(verbs, stage)(keys)
+
+    result = asyncio.run(in_a_notebook())
+    assert not any("held-out rows" in warning for warning in result.warnings)
+    run = RunDirectory.open(result.run)
+    samples = read_samples(run)
+    assert len(samples) == 6
+    for sample in samples:
+        number = int(sample.prompt.split("Say ")[1].split(".")[0])
+        assert sample.origin == f"rows.jsonl row {number + 1}"
+        assert [answer.name for answer in sample.answers] == NAMES[stage]
+        assert sample.answers[0].text.startswith(f"{number}.")
+        assert (sample.reply == "") == (stage == "reward")
+        assert all(answer.before is not None and answer.before != answer.after for answer in sample.answers)
+    scores = [one.answers[0].after - (one.answers[1].after if len(one.answers) > 1 else 0) for one in samples]
+    assert scores == sorted(scores)
+    if stage == "sft":
+        assert samples[0].answers[0].after < result.evaluation[-1]["test/loss"] < samples[-1].answers[0].after
+    page = write_html([run.path])[0].read_text()
+    assert page.count('<span class="role">prompt</span>') == 6
+    assert (
+        "Held-out rows"
+        in Pages(tmp_path)
+        .render("run.html.j2", run=Pages(tmp_path).scanner.summary(stage, run.path), about=section_of_path(run))
+        .body.decode()
+    )
+
+
+def section_of_path(run):
+    from posttrain.view.run_pages import Logs, facts
+
+    return facts(Logs(), run.path)
+
+
+@pytest.mark.parametrize("content", ["[]", '{"rows": [{"origin": 1}]}', '{"rows": 3}', "{"])
+def test_rows_of_another_form_are_named(content, tmp_path):
+    run = RunDirectory(tmp_path)
+    assert read_samples(run) == []
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "samples.json").write_text(content)
+    with pytest.raises(InputError, match=r"samples\.json"):
+        read_samples(run)
