@@ -168,6 +168,7 @@ def run_facts(run: RunDirectory, lines: Sequence[Line]) -> list[tuple[str, str]]
         ("machine", f"{machine['processor']}, {machine['cpus_allowed']} processors, {machine['platform']}"),
         ("software", f"Python {machine['python']}, {packages}{commit}"),
         ("started", machine["started"]),
+        *(("checked before", str(line.get("message", line))) for line in log if line["kind"] == "preflight"),
         ("command", f"`{machine['command']}`"),
         ("recipe", f"[recipe.yaml](recipe.yaml), hash {machine['recipe_hash']}"),
     ]

@@ -66,7 +66,7 @@ from posttrain.training.rollouts import (
     rollout_metrics,
 )
 from posttrain.training.rows import FixedRows
-from posttrain.training.tasks import LeftOut, check_tasks, too_long
+from posttrain.training.tasks import LeftOut, check_tasks, first_episodes, too_long
 from posttrain.training.teacher import Teacher, open_teacher, reverse_kl
 from posttrain.training.token_rules import set_bonus_tokens
 from posttrain.training.trainer import Callback, Checkpointable, LoopSettings, Trainer
@@ -158,6 +158,10 @@ def run_steps(c: StepComponents, recipe: SampledRecipe, resume: bool, console: C
                     break
                 step, tokens = trainer.step + 1, learner.trained_tokens
                 batch = c.batch(step)
+                if step == 1 and "rollout/episodes" in batch.metrics:
+                    message, no_signal = first_episodes(recipe.environment, batch.metrics, trainer.baseline("random"))
+                    trainer.preflight(step, message)
+                    batch.warnings += no_signal
                 with trainer.interrupts.critical():
                     with trainer.phase("update"):
                         totals = c.update(batch, step)

@@ -23,6 +23,7 @@ from posttrain.episode import Advantages, Episode
 from posttrain.errors import InputError
 from posttrain.evaluation.results import Results
 from posttrain.evaluation.verdict import rows_file
+from posttrain.models.gate import exactness
 from posttrain.models.policy import TrainedModel
 from posttrain.plugins import pip_command
 from posttrain.recipe.run import CheckpointRecipe, ExportedStep, SinkName, TrainedRecipe
@@ -302,8 +303,20 @@ class Trainer(Generic[Output]):
         policy, state = _bytes(self.model.saved_tensors().values()), _bytes(self._tensors(1).values())
         self.checkpoints.require_room(self.settings.steps, policy, state + remote)
 
+    def preflight(self, step: int, message: str) -> None:
+        """Show and log what was checked before `step`."""
+        self.progress.message(message)
+        self._log.write(step, "preflight", {"message": message})
+
+    def baseline(self, policy: str) -> dict[str, Any]:
+        """The logged values of a baseline policy on the final data; empty if it has none."""
+        lines = self._world.on_rank0(lambda: read_metrics(self.run.metrics))
+        return next((line for line in lines if line["kind"] == "baseline" and line["policy"] == policy), {})
+
     def begin(self) -> None:
         """Evaluate before the first step. A resumed run makes up an evaluation that the interrupted run missed."""
+        if self.evaluated < 0 and (distances := exactness(self.model.model)):
+            self.preflight(0, distances)
         # The results on the final data that the run is compared with: baseline policies and the initial model.
         for evaluator in self.evaluators if self.evaluated < 0 else ():
             for policy, baseline in evaluator.baselines().items():
