@@ -53,8 +53,8 @@ class SourceRecipe(BaseConfig):
 
     path: Reads
     """A `.parquet`, `.jsonl`, `.json` or `.csv` file, a directory of those, or a hub id."""
-    split: Text = Field("train", min_length=1)
-    """Split, for a hub data set."""
+    split: Text = Field("train", pattern=r"^[^\[\]]+(\[(\d+%)?:(\d+%)?\])?$")
+    """Split of a hub data set, and the part of its rows or of those of a file, in percent: `train[:50%]` and `train[50%:]` are disjoint, for a second reward model that audits the first."""
     subset: Text | None = None
     """Configuration, for a hub data set."""
     weight: float = Field(1.0, gt=0)
@@ -65,6 +65,13 @@ class SourceRecipe(BaseConfig):
     """Maximum ratio of the content of a `.jsonl.gz` file, or of the values of a `.parquet` file or row group, to its compressed size. What exceeds it and 64 MiB is not read further, and counted as a broken file."""
     max_depth: int = Field(32, ge=1, le=DEPTH)
     """Maximum nesting depth of lists and objects in a row. Deeper rows are skipped and counted."""
+
+    @property
+    def part(self) -> tuple[str, int, int]:
+        """The name in `split`, and the first and the last percent of its rows."""
+        name, _, limits = self.split.removesuffix("]").partition("[")
+        first, _, last = limits.replace("%", "").partition(":")
+        return name, int(first or 0), int(last or 100)
 
 
 class TaskSourceRecipe(SourceRecipe):

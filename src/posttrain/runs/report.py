@@ -22,6 +22,7 @@ from posttrain.runs.reader import read_text
 from posttrain.runs.tables import (
     TASKS,
     Table,
+    audit_table,
     headline,
     markdown_table,
     plain_numbers,
@@ -62,10 +63,14 @@ class Report:
         """Fill in what the files of a run say, except the tables. `warnings` are added to those of its log."""
         log = Log.of(lines)
         self.scores, self.warnings = score_table(log), run_warnings(log, warnings)
-        audits = [str(line.get("message", line)) for line in log if line["kind"] == "audit"]
+        audits = [line for line in log if line["kind"] == "audit" and "message" in line]
         try:
             verdict = read_verdict(run.path)
-            self.verdict = [*(verdict.lines if verdict is not None else ()), *audits[-1:]]
+            self.verdict = [
+                *(verdict.lines if verdict is not None else ()),
+                *(str(one["message"]) for one in audits[-1:]),
+            ]
+            self.tables = [*self.tables, *(audit_table(run.path, one["step"]) for one in audits[-1:])]
         except PosttrainError as error:
             self.missing.append(str(error))
         try:

@@ -20,6 +20,7 @@ from posttrain.credit.critic import CriticCredit
 from posttrain.data.held_out import TaskSplit
 from posttrain.environments.protocol import task_split
 from posttrain.episode import Advantages, Episode, RewardStreams
+from posttrain.errors import InputError
 from posttrain.models.forward import TokenScores
 from posttrain.models.policy import Policy
 from posttrain.recipe.credit import CreditRecipe
@@ -443,6 +444,14 @@ def make_trainer(
     evaluator = EpisodeEvaluator(
         manager, recipe.evaluation, tasks, recipe.seed, run.episodes, recipe.name, left_out.held_out
     )
+    auditor, audit = None, recipe.audit  # type: ignore[attr-defined]
+    if audit is not None and not rewarded:
+        raise InputError(
+            "audit: nothing scores the answers, so there is no reward to compare with; set environment.reward"
+        )
+    if audit is not None:
+        looks, timeout = math.ceil(recipe.steps / recipe.evaluation.every), recipe.rollout.environment_timeout
+        auditor = Auditor(audit, manager.policy, run, looks, timeout, recipe.guards.action)  # type: ignore[attr-defined]
     return Trainer(
         LoopSettings.of(recipe, recipe.steps),
         run,
@@ -452,16 +461,9 @@ def make_trainer(
         evaluators=[evaluator] if rewarded else [],
         best_by=evaluator.choice(recipe.evaluation.metric) if rewarded else None,
         start=start_values(recipe) if rewarded else None,
+        auditor=auditor,
         **parts,
     )
-
-
-def make_auditor(recipe: RlRecipe, policy: Policy, run: RunDirectory) -> Auditor | None:
-    """The second scorer of the evaluations; None without `audit`."""
-    if recipe.audit is None:
-        return None
-    looks = math.ceil(recipe.steps / recipe.evaluation.every)
-    return Auditor(recipe.audit, policy, run, looks, recipe.rollout.environment_timeout, recipe.guards.action)
 
 
 def make_components(
@@ -507,7 +509,6 @@ def make_components(
         left_out,
         stateful=state | {"reward": credit.rewards.running},
         checkpointables=checkpointables,
-        auditor=make_auditor(recipe, policy, run),
         remote={} if critic is None or critic.updater.remote_state is None else {"critic": critic.updater.remote_state},
         warnings=warnings,
         callbacks=callbacks,

@@ -410,24 +410,29 @@ class Trainer(Generic[Output]):
                     values |= self.start.curve
             for evaluator in self.evaluators if not values else ():
                 values |= evaluator.curve(self.step, self.progress.played)
-        improved = False
-        if self.best_by is not None:
-            candidate = Best(self.step, self.best_by(values), values.get("validation/loss"))
+        line, warnings = dict[str, Any](), list[str]()
+        if (auditor := self.auditor) is not None:
+            line, warnings, self.audit_stops = self._world.on_rank0(lambda: auditor(self.step))
+        improved, score = False, None
+        if self.settings.export == "best_by_audit":
+            score = line.get("audit/score")
+        elif self.best_by is not None:
+            score = self.best_by(values)
+        if score is not None:
+            candidate = Best(self.step, score, values.get("validation/loss"))
             improved = self.best is None or self.best.replaced_by(candidate)
         with self.interrupts.critical():
             if values:
                 self._log.write(self.step, "evaluation", values)
                 self.progress.update(self.step, values)
+            if line:
+                self._log.write(self.step, "audit", line)
             self.evaluated = self.step
             if improved:
                 self.best = candidate
             self._remember()
         self._call(lambda callback: callback.on_evaluation(self.step, values))
-        if (auditor := self.auditor) is not None:
-            line, warnings, self.audit_stops = self._world.on_rank0(lambda: auditor(self.step))
-            if line:
-                self._log.write(self.step, "audit", line)
-            self.warn(warnings)
+        self.warn(warnings)
         return improved
 
     def _call(self, function: Callable[[Callback], None]) -> None:
@@ -509,9 +514,10 @@ class Trainer(Generic[Output]):
         self._finished = True
         step = self.step
         which, chosen = "last", "the last one"
-        if self.best is not None and self.settings.export == "best":
+        if self.best is not None and self.settings.export != "last":
             step = self.best.step
-            which, chosen = "best", "best of the curve" if step else UNIMPROVED
+            by = "best by the audit" if self.settings.export == "best_by_audit" else "best of the curve"
+            which, chosen = "best", by if step else UNIMPROVED
         if step != self.step:
             self.model.restore(self.checkpoints.policy(step))
         values = self._measure(TRAINED, self.step, f"the {which} checkpoint, step {step}")
