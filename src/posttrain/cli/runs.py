@@ -61,7 +61,9 @@ def episodes(
 
     directory, console = RunDirectory.open(run), new_console(highlight=False)
     if split == "audit":
-        audited = sorted(int(file.stem.removeprefix("step_")) for file in directory.path.glob("audit/step_[0-9]*[0-9].json"))
+        audited = sorted(
+            int(file.stem.removeprefix("step_")) for file in directory.path.glob("audit/step_[0-9]*[0-9].json")
+        )
         if not audited or step not in (None, *audited):
             raise InputError(
                 f"{run} has no audit{'' if step is None else f' of step {step}'}; audited steps: {audited or 'none'}"

@@ -18,10 +18,11 @@ from posttrain.runs.directory import RunDirectory, write_atomically
 from posttrain.runs.log import Line, Log, read_log
 from posttrain.runs.metrics import duration
 from posttrain.runs.panels import TITLES
-from posttrain.runs.reader import read_text
+from posttrain.runs.reader import is_file, read_text
 from posttrain.runs.tables import (
     TASKS,
     Table,
+    audit_file,
     audit_table,
     headline,
     markdown_table,
@@ -70,7 +71,8 @@ class Report:
                 *(verdict.lines if verdict is not None else ()),
                 *(str(one["message"]) for one in audits[-1:]),
             ]
-            self.tables = [*self.tables, *(audit_table(run.path, one["step"]) for one in audits[-1:])]
+            audited = [one["step"] for one in audits[-1:] if is_file(audit_file(run.path, one["step"]))]
+            self.tables = [*self.tables, *(audit_table(run.path, step) for step in audited)]
         except PosttrainError as error:
             self.missing.append(str(error))
         try:

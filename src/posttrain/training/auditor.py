@@ -41,7 +41,8 @@ class Auditor:
         """`looks`: evaluations after the first one. `timeout`: of one episode's scoring, in seconds. `action`: as
         `guards.action`."""
         self.run, self.looks, self.timeout, self.action = run, max(1, looks), timeout, action
-        self._first: tuple[dict[str, float], AuditScores] | None = None
+        self._first: tuple[int, list[Episode], tuple[dict[str, float], AuditScores]] | None = None
+        """Step, episodes and scores of the first evaluation."""
         self._factory = None if recipe.environment is None else EnvironmentFactory(recipe.environment)
         self._model: RewardScorer | None = None
         if recipe.path is not None:
@@ -52,10 +53,13 @@ class Auditor:
         """The values of a line about the evaluation of `step`, warnings, and whether the run ends. The first evaluation,
         which is scored once per process, has no verdict. The tasks that differ most are written to `audit_file`.
         """
-        first = min(stored.step for stored in stored_steps(self.run.episodes) if stored.split == "evaluation")
-        self._first = self._first or self._scored(self._episodes(first))
-        episodes = self._episodes(step)
-        found = look(self._first, self._first if step == first else self._scored(episodes), self.looks)
+        if self._first is None:
+            first = min(stored.step for stored in stored_steps(self.run.episodes) if stored.split == "evaluation")
+            begun = self._episodes(first)
+            self._first = first, begun, self._scored(begun)
+        first, begun, start = self._first
+        episodes = begun if step == first else self._episodes(step)
+        found = look(start, start if step == first else self._scored(episodes), self.looks)
         if found is None:
             return {}, ["audit: fewer than two tasks are scored, so nothing is tested"] if step != first else [], False
         values = {"audit/reward": found.reward.after, "audit/score": found.audit.after, "audit/n": found.n}
@@ -64,7 +68,7 @@ class Auditor:
             values |= {name: gain.value, **{key: one for key, one in limits.items() if math.isfinite(one)}}
         if step == first:
             return values, [], False
-        answers = [{str(e.seed): e for e in reversed(part)} for part in (self._episodes(first), episodes)]
+        answers = [{str(e.seed): e for e in reversed(part)} for part in (begun, episodes)]
         rows = [
             {
                 "task": task,
