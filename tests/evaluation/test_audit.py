@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -305,3 +306,12 @@ def test_parts_of_a_file_are_disjoint(tmp_path, split, rows):
     assert [row["row"] for _, row in read_rows(source)] == [*rows]
     with pytest.raises(ValueError, match="split"):
         SourceRecipe(path=str(file), split="train[5:7]")
+
+
+def test_only_the_auditor_imports_the_scores():
+    """A reward, a credit, a loop or a study that imports them fails here; `export: best_by_audit` reads a mean of the log."""
+    source = Path(posttrain.__file__).parent
+    readers = {str(file.relative_to(source)) for file in source.rglob("*.py") if "evaluation.audit" in file.read_text()}
+    assert readers == {"training/auditor.py"}
+    logged = {str(file.relative_to(source)) for file in source.rglob("*.py") if '"audit/score' in file.read_text()}
+    assert logged == {"training/auditor.py", "training/trainer.py", "recipe/audit.py"}

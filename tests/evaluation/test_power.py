@@ -127,6 +127,8 @@ def test_the_command_plans_from_stored_and_from_pilot_runs(tiny_model, tmp_path,
     printed = capsys.readouterr().out
     assert "2 pilot runs on 30 shared tasks" in printed
     assert "on this machine" in printed
+    assert main(["plan", *keys, "--pilots", f"{tmp_path}/pilot-0,{tmp_path}/pilot-0"]) == 2
+    assert "each with another seed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

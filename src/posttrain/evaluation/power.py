@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.episode import reports_success
 from posttrain.errors import InputError
 from posttrain.evaluation.statistics import Kind
 from posttrain.recipe.plan import TaskSplit, counted
@@ -136,7 +137,8 @@ def pilot_spread(runs: Sequence[Path]) -> Spread:
     """The spread of finished runs of one recipe with different seeds. InputError for runs that do not have one."""
     if len(runs) < 2:
         raise InputError("--pilots needs two or more runs, separated by commas, such as runs/a,runs/b")
-    results, minutes, per_episode, recipes, machines = [], [], [], [], set()
+    results, minutes, per_episode, machines = [], [], [], set()
+    recipes: list[Any] = []
     for path in runs:
         run = RunDirectory.open(path)
         finals = [one for one in stored_steps(run.episodes) if one.split == "final"]
@@ -147,7 +149,7 @@ def pilot_spread(runs: Sequence[Path]) -> Spread:
         recipes.append(run.load_recipe())
         machines.add(str(run.load_environment().get("processor")))
         episodes = read_episodes(max(finals, key=lambda one: one.step).path).episodes
-        rate = all(episode.success is not None for episode in episodes)
+        rate = reports_success(episodes)
         by_task: dict[int, list[float]] = {}
         for episode in (one for one in episodes if one.has_return):
             by_task.setdefault(episode.seed, []).append(float(episode.success) if rate else episode.total_reward)
@@ -157,8 +159,8 @@ def pilot_spread(runs: Sequence[Path]) -> Spread:
         per_episode.append((ends[-1] - trained) / 60 / len(episodes))
         minutes.append(ends[-1] / 60 - per_episode[-1] * len(episodes))
     environments = [evaluated_environment(recipe) for recipe in recipes]
-    if any(one != environments[0] for one in environments):
-        raise InputError("--pilots: the runs have different environments; give runs of one recipe with different seeds")
+    if any(one != environments[0] for one in environments) or len({recipe.seed for recipe in recipes}) < len(runs):
+        raise InputError("--pilots: give runs of one recipe, in one environment, each with another seed")
     shared = sorted(set.intersection(*(set(one) for one in results)))
     least = min((len(one[task]) for one in results for task in shared), default=0)
     if len(shared) < 2:
