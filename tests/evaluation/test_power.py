@@ -11,6 +11,7 @@ from posttrain.cli.main import main
 from posttrain.evaluation.paired import paired_test
 from posttrain.evaluation.power import FEWEST_TASKS, FILE, POWER, Spread
 from posttrain.evaluation.statistics import item_means
+from posttrain.rollout.store import episodes_file, read_episodes, write_episodes
 
 BOARD = Path(__file__).parents[2] / "docs" / "results" / "board.jsonl"
 
@@ -123,6 +124,15 @@ def test_the_command_plans_from_stored_and_from_pilot_runs(tiny_model, tmp_path,
         assert main(["rl", *keys, f"seed={seed}", f"name=pilot-{seed}"]) == 0
     capsys.readouterr()
     pilots = f"{tmp_path}/pilot-0,{tmp_path}/pilot-1"
+    # The tiny model never succeeds.
+    assert main(["plan", *keys, "--pilots", pilots]) == 2
+    assert "all final results are equal" in capsys.readouterr().err
+    for seed in (0, 1):
+        file = episodes_file(tmp_path / f"pilot-{seed}" / "episodes", 1, "final")
+        episodes = read_episodes(file).episodes
+        for place, episode in enumerate(episodes):
+            episode.turns[-1].info["success"] = (place + seed) % 3 == 0
+        write_episodes(file.parent, 1, "final", episodes)
     assert main(["plan", *keys, "--pilots", pilots]) == 0
     printed = capsys.readouterr().out
     assert "2 pilot runs on 30 shared tasks" in printed

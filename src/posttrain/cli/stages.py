@@ -484,6 +484,7 @@ def plan(
     from posttrain.evaluation.power import pilot_spread, plan_lines, stored_spread
     from posttrain.planning.dry_run import tasks_of
     from posttrain.recipe.pipeline import load_pipeline
+    from posttrain.recipe.rollout import evaluated_environment
     from posttrain.recipe.sources import read_file, read_overrides
     from posttrain.runs.tables import show_line
     from posttrain.terminal import new_console
@@ -499,7 +500,8 @@ def plan(
         raise InputError(f"--detect {detect:g} is not a difference; give points above 0, such as 5")
     spread = stored_spread(recipe) if pilots is None else pilot_spread([Path(one) for one in pilots.split(",") if one])
     gain = detect / 100 if spread.kind == "rate" else detect
-    lines, table = plan_lines(recipe, spread, gain, tasks_of(recipe), price)
+    tasks = None if evaluated_environment(recipe) is None else tasks_of(recipe)
+    lines, table = plan_lines(recipe, spread, gain, tasks, price)
     console = new_console(highlight=False)
     for line in lines:
         show_line(console, line)

@@ -48,7 +48,7 @@ class Spread:
     source: str
     """The runs, in words."""
     environment: dict[str, Any]
-    """The keys of the evaluated environment that differ from their defaults, and its type."""
+    """The keys of the evaluated environment."""
     kind: Kind
     mean: float
     seeds: float
@@ -149,7 +149,7 @@ def pilot_spread(runs: Sequence[Path]) -> Spread:
         recipes.append(run.load_recipe())
         machines.add(str(run.load_environment().get("processor")))
         episodes = read_episodes(max(finals, key=lambda one: one.step).path).episodes
-        rate = reports_success(episodes)
+        rate = reports_success(episodes) and getattr(recipes[-1].evaluation, "metric", None) != "return"
         by_task: dict[int, list[float]] = {}
         for episode in (one for one in episodes if one.has_return):
             by_task.setdefault(episode.seed, []).append(float(episode.success) if rate else episode.total_reward)
@@ -165,8 +165,13 @@ def pilot_spread(runs: Sequence[Path]) -> Spread:
     least = min((len(one[task]) for one in results for task in shared), default=0)
     if len(shared) < 2:
         raise InputError("--pilots: the runs share fewer than two final tasks; give runs of one recipe")
+    tables = [np.array([one[task][:least] for task in shared]) for one in results]
+    if not np.ptp(tables):
+        raise InputError(
+            "--pilots: all final results are equal, so they show no spread; give runs that sometimes succeed"
+        )
     return Spread.of(
-        [np.array([one[task][:least] for task in shared]) for one in results],
+        tables,
         source=f"{counted(len(runs), 'pilot run')} on {counted(len(shared), 'shared task')}",
         environment=keys_of_environment(recipes[0]),
         kind="rate" if rate else "mean",
@@ -177,11 +182,11 @@ def pilot_spread(runs: Sequence[Path]) -> Spread:
 
 
 def keys_of_environment(recipe: StageRecipe) -> dict[str, Any]:
-    """The keys of the evaluated environment that differ from their defaults, and its type."""
+    """The keys of the evaluated environment."""
     environment = evaluated_environment(recipe)
     if environment is None:
         raise InputError("a plan of tasks and seeds needs an environment; set environment.type")
-    return {"type": environment.type, **environment.model_dump(mode="json", exclude_defaults=True)}
+    return environment.model_dump(mode="json")
 
 
 def stored_spread(recipe: StageRecipe) -> Spread:
@@ -228,7 +233,7 @@ def plan_lines(
         money = "–" if price is None else f"{price * hours:,.2f}"
         rows.append((f"{seeds}{' *' if seeds == 1 else ''}", f"{needed:,}", str(episodes), f"{60 * hours:,.0f}", money))
         plans += [(hours, seeds, needed, episodes)] if seeds > 1 else []
-        if needed == FEWEST_TASKS:
+        if needed == FEWEST_TASKS and seeds > 1:
             break
     mean = f"{100 * spread.mean:.1f}%" if spread.kind == "rate" else f"{spread.mean:.3g}"
     lines = [
