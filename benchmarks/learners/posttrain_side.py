@@ -122,7 +122,9 @@ def _engine_with(lengths: list[int]) -> Any:
             return await super().generate(replace(request, max_tokens=lengths.pop(0) if lengths else 1))
 
     def made(policy: Any, recipe: Any) -> Any:
-        policy.end_tokens = frozenset({-1})  # none that is sampled; the reference model, which is loaded later, needs one
+        policy.end_tokens = frozenset(
+            {-1}
+        )  # none that is sampled; the reference model, which is loaded later, needs one
         return Cut(policy, recipe)
 
     return made
