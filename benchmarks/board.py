@@ -2,6 +2,7 @@
 
     python benchmarks/board.py --entries firm_lake --seeds 5 --jobs 2 --threads 1 --out runs/board
     python benchmarks/board.py --table docs/results/board.jsonl
+    python benchmarks/board.py --spreads docs/results/board.jsonl > src/posttrain/evaluation/spreads.json
 
 An entry is a pipeline of `posttrain recipe list`, run in a separate process for each training seed. Its final episodes, on the same
 400 held-out tasks for every seed, become one line of OUT/board.jsonl; lines that are there are not made again. After Ctrl-C
@@ -19,7 +20,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from limits import product_speed
 
 from posttrain.environments.game import play
 from posttrain.environments.protocol import EnvironmentFactory
+from posttrain.evaluation.power import Spread, keys_of_environment
 from posttrain.recipe.catalogue import recipe_file
 from posttrain.recipe.pipeline import PipelineRecipe, load_pipeline
 from posttrain.recipe.stages import RlRecipe, SftRecipe
@@ -314,6 +316,26 @@ def seen(lines: Sequence[Line]) -> str:
     return markdown(rows)
 
 
+def spreads(lines: Sequence[Line]) -> list[Spread]:
+    """The spread of each entry over its training seeds and tasks, for `posttrain plan`."""
+    found = []
+    for name in ENTRIES:
+        runs = [line for line in lines if line["entry"] == name]
+        if len(runs) > 1 and not ENTRIES[name].data:  # whose tasks are files
+            found.append(
+                Spread.of(
+                    [np.array(by_task(line))[:, None] for line in runs],
+                    source=f"{len(runs)} runs of board/{name} on {TASKS} tasks",
+                    environment=keys_of_environment(load_pipeline(recipe_of(name), []).stages[-1].recipe),
+                    kind="mean" if ENTRIES[name].score else "rate",
+                    minutes=float(np.median([line["wall_minutes"] for line in runs])),
+                    minutes_per_episode=0.0,
+                    machine=", ".join(sorted({line["processor"] for line in runs})),
+                )
+            )
+    return found
+
+
 def first_prompts(environment: Any, tasks: Sequence[int]) -> list[str]:
     """The first prompt of each task."""
     play = EnvironmentFactory(environment)()
@@ -348,7 +370,15 @@ def main() -> None:
     parser.add_argument(
         "--seen", type=Path, help="only print how many final tasks of this file begin like imitated ones"
     )
+    parser.add_argument("--spreads", type=Path, help="only print the spreads of this file for `posttrain plan`")
     chosen = parser.parse_args()
+    if chosen.spreads is not None:
+        rounded = (
+            {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in asdict(one).items()}
+            for one in spreads(read_lines(chosen.spreads))
+        )
+        print("[\n" + ",\n".join(map(json.dumps, rounded)) + "\n]")
+        return
     if chosen.seen is not None:
         print(seen(read_lines(chosen.seen)), end="")
         return

@@ -4,8 +4,8 @@
     python benchmarks/guards.py --table docs/results/guards.jsonl
 
 See docs/results/guards.md. Every run is a short run of reinforcement learning of a small model on one thread, whose metrics are
-one line of OUT/guards.jsonl; runs that are there are not made again. Thresholds are chosen on the runs with an even number
-and measured on the others.
+one line of OUT/guards.jsonl; runs that are there are not made again. Thresholds are chosen on one half of the runs and
+measured on the other.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import numpy as np
 from harness.made_model import small
 from harness.options import number
 from harness.table import markdown, read_lines
-from learning import merged
+from learning import ENVIRONMENTS, merged
 
 import posttrain
 from posttrain.environments.game import FormatRecipe, Rejected
@@ -59,7 +59,10 @@ COMMON: Keys = {
 TASKS: dict[str, Keys] = {
     "bandit": {"environment": {"type": "bandit"}},
     "word_sort": {"environment": {"type": "word_sort"}, "kl": {"coefficient": 0.1, "estimator": "k2"}},
+    **{name: merged(ENVIRONMENTS[name], {"steps": 12}) for name in ("firm lake", "slippery lake", "sokoban")},
 }
+"""The first two are those of the runs numbered below `FIRST_GAME`, the others those of later ones."""
+FIRST_GAME = 100
 HEALTHY: dict[str, Sequence[Keys]] = {
     "credit": [{"type": name} for name in ("rloo", "grpo", "dr_grpo", "reinforce_pp_baseline", "reinforce_pp")],
     "loss": [{"type": name} for name in ("ppo", "ppo", "gspo", "cispo")],
@@ -166,7 +169,7 @@ def planned(healthy: int, planted: int) -> list[tuple[str, int]]:
 def run(kind: str, index: int, out: Path) -> Line:
     """Make one run; its line has the metrics of each step, and the error of a run that stopped itself."""
     draws = random.Random(f"{kind}-{index}")
-    task = [*TASKS][index % len(TASKS)]
+    task = [*TASKS][index % 2 if index < FIRST_GAME else 2 + index % 3]
     drawn = {section: draws.choice(values) for section, values in HEALTHY.items()}
     keys, reward, broken = ({}, None, None) if kind == "healthy" else PLANTED[kind]
     base: Keys = TASKS[task] if reward is None else {"environment": {"prompts": prompts(out)}}
@@ -283,7 +286,8 @@ def shown(estimate: Estimate) -> str:
 
 def tables(lines: Sequence[Line], patience: int) -> str:
     """The thresholds that one half chooses, and the rates of both sets of thresholds on the other half."""
-    halves = [[line for line in lines if line["index"] % 2 == part] for part in (0, 1)]
+    # By pairs of numbers, because a number's parity decides on its task.
+    halves = [[line for line in lines if line["index"] // 2 % 2 == part] for part in (0, 1)]
     chosen = chosen_thresholds(halves[0], patience)
     default = GuardRecipe().thresholds
     parts = [

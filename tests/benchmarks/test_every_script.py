@@ -22,6 +22,8 @@ HERE = {
         "--waits 0 --async-rollouts 0,1 --steps 4 --rounds 1 --passes 1 --threads 1",
         "staleness, updates",
     ),
+    # A run takes seconds to a minute of one core; the stored ones are on the page.
+    "audit_scorer": ("--table {docs}/results/audit_scorer.jsonl", "| all clean runs |"),
     # A run of its smallest entry takes four minutes of the 135M model; its recipes have tests of their own.
     "board": ("--table {docs}/results/board.jsonl", "| after RL"),
     # A run takes half a minute of one core; the stored ones are on the page.

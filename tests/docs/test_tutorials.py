@@ -22,7 +22,7 @@ SMALLER = {
     "experts.seeds.count": 8,
     "--step": 1,
 }
-QUICK = ("sft_to_dpo", "own_reward", "laptop_to_gpu", "memory_agent")
+QUICK = ("sft_to_dpo", "own_reward", "learning_or_gaming", "laptop_to_gpu", "memory_agent")
 
 
 @pytest.fixture(autouse=True)
@@ -43,10 +43,15 @@ def test_a_tutorial_can_be_followed(page, tmp_path, monkeypatch):
     smaller = dict(SMALLER)
     if page == "memory_agent":
         smaller |= {"--train": 2, "--dev": 0, "--test": 0}
+    if page == "learning_or_gaming":  # an audit needs the curve
+        smaller["evaluation.every"] = 1
     said = walk(f"docs/tutorials/{page}.md", tmp_path, monkeypatch, smaller)
     if page == "sft_to_dpo":
         assert "runs/library-dpo/model" in said
         assert "exact" in said
+    if page == "learning_or_gaming":
+        assert "differ most" in said
+        assert (tmp_path / "runs" / "gamed" / "audit" / "step_000001.json").is_file()
     if page == "own_reward":
         assert (tmp_path / "runs" / "short-python" / "metrics.jsonl").is_file()
 
@@ -72,7 +77,7 @@ def test_the_readme_can_be_followed(tmp_path, monkeypatch):
 
 
 def test_every_tutorial_has_commands():
-    assert len(TUTORIALS) == 7
+    assert len(TUTORIALS) == 8
     for name in TUTORIALS:
         shown = [text for language, _, text in blocks(f"docs/tutorials/{name}.md") if language == "console"]
         assert sum(len(commands_of(text)) for text in shown) >= 3, name

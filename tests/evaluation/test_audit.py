@@ -2,15 +2,23 @@
 
 import json
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import posttrain
+from posttrain.cli.main import main
+from posttrain.data.files import read_rows
 from posttrain.environments.rewards import register_reward
 from posttrain.errors import InputError
 from posttrain.evaluation.audit import BOTH, LEVEL, NEITHER, REWARD, AuditScores, look
+from posttrain.figures.charts import charts_of
+from posttrain.models.reward import RewardModel
+from posttrain.recipe.data import SourceRecipe
+from posttrain.recipe.pipeline import load_pipeline
 from posttrain.recipe.study import Objective
+from posttrain.runs.log import read_log
 from posttrain.runs.metrics import read_metrics
 
 
@@ -53,7 +61,10 @@ def test_the_tasks_with_the_largest_gaps_are_named():
     after |= {"7": before["7"] + 9.0}
     found = look((before, AuditScores(before)), (after, AuditScores(before)), 1)
     assert found.verdict == REWARD
-    assert found.apart[0] == "7"
+    assert next(iter(found.apart)) == "7"
+    assert found.apart["7"] == ([before["7"], after["7"]], [before["7"], before["7"]])
+    assert found.gains[0].value > 0.5
+    assert found.gains[1].value == 0.0
 
 
 @pytest.mark.parametrize(
@@ -104,7 +115,9 @@ def test_the_audit_scores_the_same_answers_and_changes_no_bit_of_training(tiny_m
     plain = run(tiny_model, tmp_path, "plain")
     audited = run(tiny_model, tmp_path, "audited", audit={"environment": {"reward": register_reward(letters)}})
     lines = [line for line in read_metrics(audited.run / "metrics.jsonl") if line["kind"] == "audit"]
-    assert [line["step"] for line in lines] == [1, 2]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert "message" not in lines[0]
+    assert lines[0]["audit/score_gain"] == 0.0
     for line in lines:
         episodes = audited.episodes(line["step"], "evaluation")
         assert line["audit/score"] == pytest.approx(np.mean([letters("", e.turns[-1].answer) for e in episodes]))
@@ -143,3 +156,162 @@ def test_no_key_selects_by_the_audit(tiny_model, tmp_path):
 def test_an_audit_has_one_scorer_of_the_same_tasks(tiny_model, tmp_path, audit, message):
     with pytest.raises(InputError, match=message):
         run(tiny_model, tmp_path, "wrong", audit=audit)
+
+
+def negative(prompt, answer, **row):
+    return -length(prompt, answer)
+
+
+def test_the_tasks_that_differ_most_are_shown_side_by_side(tiny_model, tmp_path, capsys):
+    audit = {"environment": {"reward": register_reward(letters)}}
+    result = run(tiny_model, tmp_path, "apart", audit=audit, optimizer={"learning_rate": 0.05})
+    stored = json.loads((result.run / "audit" / "step_000002.json").read_text())
+    assert stored["steps"] == [0, 2]
+    assert len(stored["apart"]) == 3
+    for row in stored["apart"]:
+        for place, step in enumerate(stored["steps"]):
+            [episode] = [e for e in result.episodes(step, "evaluation") if str(e.seed) == row["task"]]
+            assert row["answers"][place] == episode.turns[-1].answer
+            assert row["reward"][place] == pytest.approx(episode.total_reward)
+            assert row["audit"][place] == letters("", row["answers"][place])
+    capsys.readouterr()
+    assert main(["episodes", str(result.run), "--split", "audit"]) == 0
+    assert main(["episodes", str(result.run), "--split", "audit", "--step", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "answer at step 2" in printed
+    assert "answer at step 1" in printed
+    assert main(["episodes", str(result.run), "--split", "audit", "--step", "9"]) == 2
+    assert "audited steps: [1, 2]" in capsys.readouterr().err
+    assert "on which the reward has risen most" in (result.run / "report.md").read_text()
+    (chart,) = [one for one in charts_of(read_log(result.run / "metrics.jsonl")) if one.figure == "audit"]
+    assert [trace.key for trace in chart.traces] == ["audit/reward_gain", "audit/score_gain"]
+    assert all(len(trace.x) == 3 for trace in chart.traces)
+    lines = [{"kind": "audit", "step": step, "audit/reward_gain": 1.0, "alarm": step > 3} for step in (2, 4, 6)]
+    (chart,) = [one for one in charts_of(lines) if one.figure == "audit"]
+    assert chart.panel.title.endswith("only the reward rose at step 4")
+
+
+@pytest.mark.parametrize(("scorer", "sign"), [(length, 1), (negative, -1)])
+def test_a_run_exports_the_best_by_the_audit_if_told_so(tiny_model, tmp_path, scorer, sign):
+    audit = {"environment": {"reward": register_reward(scorer)}}
+    result = run(tiny_model, tmp_path, "best", audit=audit, export="best_by_audit", optimizer={"learning_rate": 0.05})
+    means = {step: np.mean([e.total_reward for e in result.episodes(step, "evaluation")]) for step in (0, 1, 2)}
+    assert len(set(means.values())) > 1
+    assert sign * means[result.best_step] == max(sign * mean for mean in means.values())
+
+
+@pytest.mark.parametrize("stage", ["rl", "sft"])
+def test_best_by_audit_needs_an_audit(tiny_model, tmp_path, stage):
+    with pytest.raises(InputError, match="best_by_audit"):
+        posttrain.run(stage, environment={"type": "bandit"}, export="best_by_audit", runs=str(tmp_path))
+
+
+def same_bits(one, other):
+    timed = ("time/", "speed/", "memory/")
+    plain = [
+        [{k: v for k, v in row.items() if not k.startswith(timed)} for row in result.metrics + result.evaluations]
+        for result in (one, other)
+    ]
+    return plain[0] == plain[1]
+
+
+def test_distillation_is_audited(tiny_model, tmp_path):
+    def distill(name, **keys):
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text("".join(f'{{"prompt": "Say {number}."}}\n' for number in range(30)))
+        return posttrain.distill(
+            model={"path": str(tiny_model), "threads": 1},
+            teacher={"path": str(tiny_model)},
+            environment={"prompts": str(prompts), "type": "text_task"},
+            rollout={"groups_per_step": 2, "episodes_per_group": 2, "tokens_per_turn": 8, "tokens_per_episode": 200},
+            evaluation={"every": 1, "sampling": {"temperature": 1.0}},
+            **{"steps": 2, "runs": str(tmp_path), "name": name, "plots": False, "reward": length} | keys,
+        )
+
+    plain = distill("plain")
+    audited = distill("audited", audit={"environment": {"reward": register_reward(letters)}})
+    lines = [line for line in read_metrics(audited.run / "metrics.jsonl") if line["kind"] == "audit"]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert same_bits(plain, audited)
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"Say {n}.", "chosen": "yes " * (1 + n % 3), "rejected": "no"} for n in range(40)]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return file
+
+
+def test_preferences_are_audited_by_a_reward_model_of_other_pairs(tiny_model, tmp_path, pairs):
+    model = {"path": str(tiny_model), "threads": 1}
+    common = {"model": model, "runs": str(tmp_path), "plots": False}
+    part = {"train": [{"path": str(pairs), "split": "train[50%:]"}], "held_out": 4, "max_tokens": 64}
+    posttrain.reward(common, data=part, steps=2, name="rm")
+    keys = {"data": part | {"train": [{"path": str(pairs), "split": "train[:50%]"}], "held_out": 8}, "steps": 2}
+    keys["evaluation"] = {"every": 1}
+    plain = posttrain.dpo(common, keys, name="plain")
+    audited = posttrain.dpo(common, keys, name="audited", audit={"path": str(tmp_path / "rm" / "model")})
+    lines = [line for line in read_metrics(audited.run / "metrics.jsonl") if line["kind"] == "audit"]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert same_bits(plain, audited)
+    rewards = RewardModel(tmp_path / "rm" / "model", new_head=False)
+    for line, evaluation in zip(lines, audited.evaluations, strict=True):
+        episodes = audited.episodes(line["step"], "evaluation")
+        streams = [episode.streams[0] for episode in episodes]
+        assert all(stream.sampled[-1] and not stream.sampled[0] for stream in streams)
+        scores = rewards.rewards([stream.ids for stream in streams], [stream.sampled for stream in streams])
+        assert line["audit/score"] == pytest.approx(float(scores.detach().mean()), abs=1e-4)
+        assert line["audit/reward"] == pytest.approx(evaluation["validation/margin"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "audit", [{"environment": {"type": "bandit"}}, {"path": "rm"}], ids=["no environment", "no validation rows"]
+)
+def test_an_audit_of_preferences_needs_pairs_and_a_model(tiny_model, tmp_path, pairs, audit):
+    with pytest.raises(InputError, match=r"audit\.path"):
+        posttrain.dpo(model={"path": str(tiny_model)}, data={"train": str(pairs)}, audit=audit, runs=str(tmp_path))
+
+
+def test_a_stage_of_a_pipeline_is_audited_by_another_ones_reward_model(tiny_model, tmp_path, pairs):
+    file = tmp_path / "pipeline.yaml"
+    file.write_text(
+        f"""
+stage: pipeline
+name: p
+runs: {tmp_path}
+common: {{model: {{path: {tiny_model}}}}}
+stages:
+  - name: second
+    stage: reward
+    data: {{train: [{{path: {pairs}, split: "train[50%:]"}}], max_tokens: 64}}
+  - name: dpo
+    stage: dpo
+    data: {{train: {pairs}, held_out: 8, max_tokens: 64}}
+    audit: {{path: "stage:second"}}
+"""
+    )
+    stage = load_pipeline(str(file), []).stages[-1]
+    assert stage.recipe.audit.path == str(tmp_path / "p" / "second" / "model")
+    assert stage.inputs == ["second"]
+
+
+@pytest.mark.parametrize(
+    ("split", "rows"), [("train[:50%]", range(5)), ("train[50%:]", range(5, 11)), ("train[20%:40%]", range(2, 4))]
+)
+def test_parts_of_a_file_are_disjoint(tmp_path, split, rows):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f'{{"row": {number}}}\n' for number in range(11)))
+    source = SourceRecipe(path=str(file), split=split)
+    assert [row["row"] for _, row in read_rows(source)] == [*rows]
+    with pytest.raises(ValueError, match="split"):
+        SourceRecipe(path=str(file), split="train[5:7]")
+
+
+def test_only_the_auditor_imports_the_scores():
+    """A reward, a credit, a loop or a study that imports them fails here; `export: best_by_audit` reads a mean of the log."""
+    source = Path(posttrain.__file__).parent
+    readers = {str(file.relative_to(source)) for file in source.rglob("*.py") if "evaluation.audit" in file.read_text()}
+    assert readers == {"training/auditor.py"}
+    logged = {str(file.relative_to(source)) for file in source.rglob("*.py") if '"audit/score' in file.read_text()}
+    assert logged == {"training/auditor.py", "training/trainer.py", "recipe/audit.py"}

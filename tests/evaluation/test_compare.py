@@ -304,3 +304,26 @@ def test_items_that_one_side_alone_has_right_are_listed(tmp_path):
     ]
     assert "only a, not b" in details[0]
     assert "only b, not a" in details[1]
+
+
+@pytest.mark.parametrize(
+    ("seeds", "paired"),
+    [(((0, 1, 2), (2, 0, 1)), True), (((0, 1, 2), (3, 4, 5)), False), (((0, 0, 1), (0, 0, 1)), False)],
+)
+def test_seeds_that_both_sides_have_are_paired(seeds, paired):
+    """Training seeds differ by much more than the recipes do, and each seed is better with the second one."""
+
+    def side(name, numbers, gain):
+        level = {0: 0.1, 1: 0.5, 2: 0.9, 3: 0.2, 4: 0.4, 5: 0.8}
+        runs = []
+        for number in numbers:
+            values = [(str(item), (level[number] + gain + 0.01 * (item % 3),)) for item in range(40)]
+            scores = item_sums("mean", [(item, (*value, 1.0)) for item, value in values])
+            runs.append(Run(f"{name}-{number}", {"score": MetricResult("score", scores)}, seed=number))
+        return Side(name, runs)
+
+    found = compare([side("a", seeds[0], 0.0), side("b", seeds[1], 0.05)])
+    [(_, test)] = found.tests
+    assert ("paired by training seed" in test.test) == paired
+    assert (test.better_side == "B") == paired
+    assert ("only differences of" in found.sentence()) != paired

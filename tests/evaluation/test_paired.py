@@ -207,6 +207,27 @@ def test_over_runs_it_is_welchs_t_test():
     assert (p, found.low, found.high) == pytest.approx((known.pvalue, limits.low, limits.high))
 
 
+def test_runs_with_the_same_seeds_are_paired():
+    a, b = [0.1, 0.5, 0.3], [0.3, 0.6, 0.5]
+    found, p = t_test(a, b, 0.0, 100, paired=True)
+    known = stats.ttest_rel(b, a)
+    limits = known.confidence_interval(0.95)
+    assert (p, found.low, found.high) == pytest.approx((known.pvalue, limits.low, limits.high))
+    assert p < 0.05 < t_test(a, b, 0.0, 100)[1]
+
+
+def test_what_could_have_been_seen_is_seen_in_four_of_five_comparisons():
+    draws, sizes, seen = np.random.default_rng(4), [], []
+    for _ in range(200):
+        noise = draws.normal(0, 1, 60)
+        size = paired_test("s", "higher", [scores([0.0] * 60)], [scores(noise)], names(60), draws=60).visible
+        sizes.append(size)
+        planted = scores(draws.normal(np.mean(sizes), 1, 60))
+        seen.append(paired_test("s", "higher", [scores([0.0] * 60)], [planted], names(60), draws=60).p < 0.05)
+    assert np.mean(sizes) == pytest.approx(2.8016 / 60**0.5, rel=0.06)
+    assert 0.7 < np.mean(seen) < 0.9
+
+
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_five_items_are_inconclusive_for_any_differences(n):
     found = paired_test("s", "higher", [scores([1.0] * n)], [scores([2.0] * n)], names(n), draws=100)

@@ -79,3 +79,24 @@ def test_a_strict_pipeline_stops_at_the_stage_that_learned_nothing(tiny_model, t
     assert main(["pipeline", str(file), "--strict"]) == 4
     assert not (tmp_path / "chain" / "after").exists()
     assert "stage still: Nothing was learned" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(("alarm", "outcome"), [(None, IMPROVED), (1, IMPROVED), (2, NOTHING)])
+def test_a_reward_that_rises_alone_is_not_learning(tmp_path, monkeypatch, alarm, outcome):
+    """The audit of the exported checkpoint, of step 2, decides."""
+    from posttrain.evaluation import verdict
+    from posttrain.evaluation.results import MetricResult
+    from posttrain.evaluation.statistics import item_means
+    from posttrain.recipe.compose import load_recipe
+
+    run = RunDirectory.create(load_recipe([], [f"runs={tmp_path}", "environment.type=bandit"], "rl"))
+    lines = [{"step": 2, "kind": "final", "policy": "trained", "best_step": 2, "chosen": "best of the curve"}]
+    for step in (1, 2) if alarm else ():
+        message = f"audit of step {step}"
+        lines.append({"step": step, "kind": "audit", "audit/score": 0.1, "message": message, "alarm": step == alarm})
+    run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    sides = [item_means("rate", ((str(task), value) for task in range(40))) for value in (0.0, 1.0)]
+    monkeypatch.setattr(verdict, "_measured", lambda *_: tuple(MetricResult("success", one) for one in sides))
+    found = run_verdict(run)
+    assert found.outcome == outcome
+    assert (found.reasons == ["audit of step 2"]) == (outcome == NOTHING)

@@ -87,7 +87,8 @@ def ranked(loss: float, accuracy: float) -> dict[str, float]:
 def test_every_plot_is_a_png_of_something(run: RunDirectory) -> None:
     lines = [(step, "train", train(step) | comparing(step)) for step in range(1, 6)]
     found = [(step, "evaluation", evaluation(0.5) | ranked(0.6, 0.7) | {"score/update": 0.4}) for step in (0, 3, 5)]
-    logged(run, [*lines, *found])
+    audited = [(step, "audit", {"audit/reward_gain": 0.2 * step, "audit/score_gain": 0.0}) for step in (0, 3, 5)]
+    logged(run, [*lines, *found, *audited])
     drawn = plots.draw_plots(run)
     assert [path.name for path in drawn] == [f"{name}.png" for name in TITLES]
     for path in drawn:

@@ -20,7 +20,7 @@ from posttrain.cli.publish import export, push
 from posttrain.cli.recipe import recipe
 from posttrain.cli.runs import compare, episodes, plot, report
 from posttrain.cli.serve import serve
-from posttrain.cli.stages import OPEN, demo, distill, dpo, fit_normalizer, generate, pipeline, reward, rl, sft
+from posttrain.cli.stages import OPEN, demo, distill, dpo, fit_normalizer, generate, pipeline, plan, reward, rl, sft
 from posttrain.cli.storage import app as runs
 from posttrain.cli.tune import tune
 from posttrain.cli.view import view
@@ -42,7 +42,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
 )
-for verb in (sft, reward, dpo, rl, distill, generate, pipeline, tune):
+for verb in (sft, reward, dpo, rl, distill, generate, pipeline, plan, tune):
     app.command(context_settings=OPEN)(verb)
 for plain in (demo, chat, compare, plot, report, view, episodes, recipe, doctor, export, push, serve):
     app.command()(plain)

@@ -29,8 +29,11 @@ def episodes(
         int | None, typer.Option(help="Step to show. Default: list the steps that have episodes.", min=0)
     ] = None,
     split: Annotated[
-        Literal["train", "evaluation", "final"],
-        typer.Option(help="Training episodes, held-out episodes of the learning curve, or those of the final table."),
+        Literal["train", "evaluation", "final", "audit"],
+        typer.Option(
+            help="Training episodes, held-out episodes of the learning curve, or those of the final table. `audit`: the tasks on "
+            "which the reward and the audit differ most, by default of the last evaluation."
+        ),
     ] = "train",
     group: Annotated[int | None, typer.Option(help="Show only this group.")] = None,
     episode: Annotated[int | None, typer.Option(help="Show only the episode with this index in its group.")] = None,
@@ -53,9 +56,22 @@ def episodes(
     from posttrain.rollout.store import episodes_file, read_episodes, stored_steps
     from posttrain.rollout.view import token_decoder, unit_credit_recipe, view_episode, view_steps
     from posttrain.runs.directory import RunDirectory
+    from posttrain.runs.tables import audit_table
     from posttrain.terminal import new_console
 
     directory, console = RunDirectory.open(run), new_console(highlight=False)
+    if split == "audit":
+        audited = sorted(
+            int(file.stem.removeprefix("step_")) for file in directory.path.glob("audit/step_[0-9]*[0-9].json")
+        )
+        if not audited or step not in (None, *audited):
+            raise InputError(
+                f"{run} has no audit{'' if step is None else f' of step {step}'}; audited steps: {audited or 'none'}"
+            )
+        table = audit_table(directory.path, audited[-1] if step is None else step)
+        console.print(table)
+        console.print(table.note)
+        return
     if step is None:
         steps = list(stored_steps(directory.episodes))
         if not steps and (stage := directory.load_recipe().stage) in ("sft", "reward", "dpo"):

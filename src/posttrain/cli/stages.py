@@ -469,6 +469,57 @@ def _plan_pipeline(
         raise failure("\n".join(problems))
 
 
+def plan(
+    words: Words = None,
+    detect: Annotated[
+        float,
+        typer.Option(metavar="POINTS", help="The gain to show: points of success, or a difference of the mean score."),
+    ] = 5.0,
+    pilots: Annotated[
+        str | None,
+        typer.Option(metavar="RUNS", help="Finished runs of the recipe with different seeds, separated by commas."),
+    ] = None,
+    price: Annotated[float | None, typer.Option(help="Price of an hour of the machine.", min=0)] = None,
+) -> None:
+    """Show how many training seeds and final tasks it takes to show that a recipe is better than another.
+
+    The spread between seeds and tasks is that of stored runs in this environment, or of `--pilots`.
+
+    Examples:
+
+    posttrain plan board/firm_lake --detect 5
+
+    posttrain plan rl.yaml --detect 3 --pilots runs/a,runs/b --price 2.5
+    """
+    from posttrain.errors import InputError
+    from posttrain.evaluation.power import pilot_spread, plan_lines, stored_spread
+    from posttrain.planning.dry_run import tasks_of
+    from posttrain.recipe.pipeline import load_pipeline
+    from posttrain.recipe.rollout import evaluated_environment
+    from posttrain.recipe.sources import read_file, read_overrides
+    from posttrain.runs.tables import show_line
+    from posttrain.terminal import new_console
+    from posttrain.verbs import read_recipe
+
+    sources, overrides = split_words(words or [], "--detect", "--pilots", "--price")
+    stage = read_file(sources[0]).values.get("stage", "rl") if sources else "rl"
+    if stage == "pipeline":
+        recipe: Any = load_pipeline(sources[0], overrides).stages[-1].recipe
+    else:
+        recipe = read_recipe(stage, *sources, *read_overrides(overrides))
+    if not 0 < detect < float("inf"):
+        raise InputError(f"--detect {detect:g} is not a difference; give points above 0, such as 5")
+    spread = stored_spread(recipe) if pilots is None else pilot_spread([Path(one) for one in pilots.split(",") if one])
+    gain = detect / 100 if spread.kind == "rate" else detect
+    tasks = None if evaluated_environment(recipe) is None else tasks_of(recipe)
+    lines, table = plan_lines(recipe, spread, gain, tasks, price)
+    console = new_console(highlight=False)
+    for line in lines:
+        show_line(console, line)
+    console.print(table)
+    show_line(console, table.note)
+
+
 def fit_normalizer(
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="Run of `posttrain reward` with `units`, for example runs/rm.")

@@ -56,11 +56,16 @@ _HUB_SECONDS = 10.0
 
 
 def read_rows(source: SourceRecipe) -> Iterator[Row]:
-    """Return the rows of a file, of all files of a directory sorted by name, or of a hub data set.
+    """Return the rows of a file, of all files of a directory sorted by name, or of a hub data set; of these, the part that
+    `source.split` names in percent.
 
     InputError, at the call, if there is no such file or data set, or if it cannot be read.
     """
     require_source(source)
+    name, first, last = source.part
+    if (first, last) != (0, 100):
+        rows = [*read_rows(source.model_copy(update={"split": name}))]
+        return iter(rows[len(rows) * first // 100 : len(rows) * last // 100])
     path = Path(source.path).expanduser()
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if _readable(file, path))

@@ -80,10 +80,12 @@ class Look:
     """The return of the episodes since the first evaluation."""
     audit: Change
     """The audit's score of the same episodes."""
+    gains: tuple[Difference, Difference]
+    """Both changes in standard deviations over the tasks of the two evaluations."""
     n: int
     """Number of tasks."""
-    apart: list[str]
-    """The tasks on which the reward has risen most against the audit."""
+    apart: dict[str, tuple[list[float], list[float]]]
+    """The tasks on which the reward has risen most against the audit -> reward and audit, each before and now."""
 
     @property
     def sentence(self) -> str:
@@ -109,14 +111,17 @@ def look(
     if len(tasks) < 2:
         return None
     reward, audit = np.array([[side[task] for task in tasks] for side in sides]).reshape(2, 2, len(tasks))
-    gaps = _gain(reward) - _gain(audit)
+    gains = [_gain(reward), _gain(audit)]
+    gaps, none = gains[0] - gains[1], np.zeros(len(tasks))
     changes = Change.of(*reward), Change.of(*audit)
     level = LEVEL / looks
     verdict: AuditVerdict = NEITHER
     if changes[0].rose(level):
-        apart = Change.of(np.zeros(len(tasks)), gaps).rose(level)
+        apart = Change.of(none, gaps).rose(level)
         verdict = BOTH if changes[1].rose(level) else REWARD if apart else UNDECIDED
-    return Look(verdict, *changes, len(tasks), [tasks[place] for place in np.argsort(-gaps)[:_SHOWN]])
+    shown = {tasks[at]: (reward[:, at].tolist(), audit[:, at].tolist()) for at in np.argsort(-gaps)[:_SHOWN]}
+    both = Change.of(none, gains[0]).difference, Change.of(none, gains[1]).difference
+    return Look(verdict, *changes, both, len(tasks), shown)
 
 
 def _gain(scores: np.ndarray) -> np.ndarray:

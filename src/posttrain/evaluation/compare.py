@@ -103,7 +103,8 @@ class Comparison:
         note = (
             " `shared` is the number of items that both have. Binary scores of one run: McNemar's exact test, Newcombe's "
             "interval for pairs, and OR, the odds ratio of the items that only one got right. Otherwise: Student's t with the "
-            "variance over items (bootstrap) and between runs, and Cohen's d_z over items."
+            "variance over items (bootstrap) and between runs, paired by training seed where both sides have the same ones, and "
+            "Cohen's d_z over items."
         )
         return Table("", headings, rows, self._note() + note, words=("metric", "model"))
 
@@ -140,7 +141,7 @@ class Comparison:
                 )
         others = {
             name: [
-                f"{test.metric} ({_interval(test)})"
+                f"{test.metric} ({_interval(test)}{_visible(test)})"
                 for side, test in self.tests
                 if side == name and not test.better_side
             ]
@@ -271,19 +272,22 @@ def _test(
     metric: str, better: Better, base: Side, side: Side, warnings: list[str], seed: int, draws: int
 ) -> PairedTest | None:
     """The test of `side` against `base`; None if they share fewer than two items."""
-    a, b = base.scores(metric), side.scores(metric)
+    sides = [sorted(part.having(metric), key=lambda run: -1 if run.seed is None else run.seed) for part in (base, side)]
+    seeds = [[run.seed for run in runs] for runs in sides]
+    paired = seeds[0] == seeds[1] and None not in seeds[0] and len(set(seeds[0])) == len(seeds[0]) > 1
+    a, b = ([run.metrics[metric].scores for run in runs] for runs in sides)
     items = [frozenset(scores.items) for scores in (*a, *b)]
     shared = sorted(frozenset.intersection(*items))
     if len(shared) < max(map(len, items)):
         left_out = ", ".join(
             f"{len(one) - len(shared)} of {len(one)} of {run.path}"
-            for one, run in zip(items, [run for part in (base, side) for run in part.having(metric)], strict=True)
+            for one, run in zip(items, [run for runs in sides for run in runs], strict=True)
             if len(one) > len(shared)
         )
         warnings.append(f"{metric}: compared on {len(shared)} shared items; left out: {left_out}")
     if len(shared) < 2:
         return None
-    test = paired_test(metric, better, a, b, shared, seed, draws)
+    test = paired_test(metric, better, a, b, shared, seed, draws, paired)
     if len(shared) < _FEW_ITEMS:
         rough = "" if test.test.startswith("McNemar") else ", and the interval is rough"
         warnings.append(f"{metric}: with only {len(shared)} items, only large differences are detectable{rough}")
@@ -389,6 +393,12 @@ def _few_runs(sides: Sequence[Side]) -> list[str]:
 
 def _interval(test: PairedTest) -> str:
     return f"95% interval of B - A: {test.limits}{' pp' if test.kind == 'rate' else ''}"
+
+
+def _visible(test: PairedTest) -> str:
+    """The difference that could have been seen, of a test without a significant one."""
+    size = "" if math.isnan(test.visible) else test.text(test.visible, signed=True).removeprefix("+")
+    return size and f"; only differences of {size} or more are shown by 80% of such comparisons"
 
 
 def _listed(parts: Sequence[str]) -> str:

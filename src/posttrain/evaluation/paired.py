@@ -38,7 +38,7 @@ class PairedTest:
     difference: Difference
     """B minus A with its 95% interval."""
     p: float
-    test: Literal["McNemar, exact", "t"]
+    test: Literal["McNemar, exact", "t", "t, paired by training seed"]
     n: int
     """Number of items."""
     runs: tuple[int, int]
@@ -74,6 +74,12 @@ class PairedTest:
         return f"[{', '.join(self.text(limit, True).removesuffix(' pp') for limit in limits)}]"
 
     @property
+    def visible(self) -> float:
+        """The smallest difference that such a comparison shows in 80% of cases: (z_0.975 + z_0.8) standard errors; NaN if it
+        is unknown."""
+        return (self.difference.high - self.difference.low) / 2 * 2.8016 / 1.96
+
+    @property
     def effect_text(self) -> str:
         """The effect with its interval, as text; a dash if it is unknown."""
         if self.effect is None or math.isnan(self.effect.value):
@@ -97,12 +103,14 @@ def paired_test(
     items: Sequence[str],
     seed: int = 0,
     draws: int = DRAWS,
+    paired: bool = False,
 ) -> PairedTest:
     """Test B minus A in `metric` on `items`, which all runs of both sides must have.
 
     The value of a side is the mean over its runs. For one run per side and binary scores, the test is McNemar's and the
     interval Newcombe's for pairs. Otherwise both are Student's, with the variance over items (bootstrap, with the same
-    items for all runs) and between the runs of a side (see `t_test`). Raises `ValueError` for fewer than two items.
+    items for all runs) and between the runs of a side (see `t_test`). `paired`: the runs of both sides have the same training
+    seeds, in the same order. Raises `ValueError` for fewer than two items.
     """
     if len(items) < 2:
         raise ValueError(f"a comparison needs two items, got {len(items)}")
@@ -124,7 +132,7 @@ def paired_test(
         for side in (a, b)
     )
     over_items = float(np.var(drawn_b - drawn_a)) * len(items) / (len(items) - 1)
-    difference, p = t_test(totals_a, totals_b, over_items, len(items))
+    difference, p = t_test(totals_a, totals_b, over_items, len(items), paired)
     if kind in ("rate", "mean"):
         # No difference is larger than that of the smallest and the largest value.
         width = 1.0 if kind == "rate" else float(np.ptp(np.concatenate([np.ravel(v) for v in (*values_a, *values_b)])))
@@ -133,14 +141,18 @@ def paired_test(
     dz = None
     if kind in ("rate", "mean"):
         dz = standardized_difference((np.mean(values_b, axis=0) - np.mean(values_a, axis=0)).tolist())
-    return PairedTest(metric, kind, better, value_a, value_b, difference, p, "t", len(items), runs, dz)
+    test: Literal["t", "t, paired by training seed"] = "t, paired by training seed" if paired else "t"
+    return PairedTest(metric, kind, better, value_a, value_b, difference, p, test, len(items), runs, dz)
 
 
-def t_test(a: Sequence[float], b: Sequence[float], over_items: float, n: int) -> tuple[Difference, float]:
+def t_test(
+    a: Sequence[float], b: Sequence[float], over_items: float, n: int, paired: bool = False
+) -> tuple[Difference, float]:
     """Mean of `b` minus mean of `a` (one value per run) with Student's t interval, and the two-sided p-value.
 
     `over_items`: variance of the difference over bootstrap samples of the `n` items. The squared standard error is
-    `over_items` plus s^2 / R for each side with R runs, where s^2 is the variance between runs with divisor R - 1. The
+    `over_items` plus s^2 / R for each side with R runs, where s^2 is the variance between runs with divisor R - 1; if the
+    runs of both sides are `paired`, plus that of their differences alone, since a seed decides on tasks and samples. The
     degrees of freedom are those of Welch and Satterthwaite (Satterthwaite 1946) for these terms, with n - 1 and R - 1.
     If only one side has a single run, its variance is assumed equal to that of the other side, and the degrees of
     freedom are at most the other side's R - 1. If both have a single run, the variance of training is not included.
@@ -151,7 +163,9 @@ def t_test(a: Sequence[float], b: Sequence[float], over_items: float, n: int) ->
     value_a, value_b = float(np.mean(a)), float(np.mean(b))
     value = value_b - value_a
     parts, most = [(over_items, n - 1)], n - 1
-    if min(len(a), len(b)) > 1:
+    if paired and len(a) > 1:
+        parts.append((float(np.var(np.subtract(b, a), ddof=1)) / len(a), len(a) - 1))
+    elif min(len(a), len(b)) > 1:
         parts += [(float(np.var(side, ddof=1)) / len(side), len(side) - 1) for side in (a, b)]
     elif max(len(a), len(b)) > 1:
         several = max(a, b, key=len)

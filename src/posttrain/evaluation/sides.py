@@ -39,6 +39,8 @@ class Run:
     """The `environment` section of the recipe; None for a file."""
     details: list[str] = field(default_factory=list)
     """Messages about data that was read or dropped."""
+    seed: int | None = None
+    """The training seed; None for a file."""
 
     @property
     def items(self) -> frozenset[str]:
@@ -192,7 +194,7 @@ def _read_run(path: str) -> Run:
         )
     given = read_return_source(run.path) or return_source(recipe)
     played = None if environment is None else environment.model_dump(mode="json")
-    return Run(path, episode_metrics(episodes, given), {}, played, details)
+    return Run(path, episode_metrics(episodes, given), {}, played, details, recipe.seed)
 
 
 def episode_metrics(episodes: Sequence[Episode], reward: str) -> dict[str, MetricResult]:

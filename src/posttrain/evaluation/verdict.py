@@ -33,7 +33,8 @@ def run_verdict(run: RunDirectory) -> Verdict | None:
     """The verdict on a finished training run; None if it has not measured the model before training.
 
     The final data is tested at 5%, two-sided; no checkpoint was selected on it. A run whose best checkpoint is the starting
-    model has learned nothing, whatever the test.
+    model has learned nothing, whatever the test, and so has one of which only the reward rose, by the audit of the
+    exported checkpoint.
     """
     log = read_log(run.metrics)
     recipe: Any = run.load_recipe(to_run=True)
@@ -49,6 +50,10 @@ def run_verdict(run: RunDirectory) -> Verdict | None:
         return Verdict(NOTHING, f"Nothing was learned: {UNIMPROVED}.", _reasons(log, recipe, test))
     if test is None:
         return None
+    exported = next((line.get("best_step") for line in log if line["kind"] == "final"), None)
+    alarms = [line for line in log if line["kind"] == "audit" and line.get("alarm") and line["step"] == exported]
+    if test.better_side == "B" and alarms:
+        return Verdict(NOTHING, f"The reward rose and the audit did not: {text}.", [str(alarms[-1].get("message"))])
     if test.better_side == "B":
         return Verdict(IMPROVED, f"The model improved: {text}.")
     words = {None: (NOTHING, "Nothing was learned"), "A": (WORSE, "The model got worse")}[test.better_side]

@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,6 +50,8 @@ class ForwardPath:
     """The attention implementation of transformers."""
     reason: str = ""
     """Why streams are not packed."""
+    nats: float | None = field(default=None, compare=False)
+    """Distance per token from transformers' own pass, as `models.gate` has measured it; None if it has not."""
 
 
 def path_of(model: torch.nn.Module) -> ForwardPath:

@@ -19,7 +19,15 @@ import numpy as np
 import torch
 
 from posttrain.errors import InputError, RunError
-from posttrain.models.forward import ForwardPath, alone_output, base_decoder, hidden_states, logits_of, transformer
+from posttrain.models.forward import (
+    ForwardPath,
+    alone_output,
+    base_decoder,
+    hidden_states,
+    logits_of,
+    path_of,
+    transformer,
+)
 from posttrain.models.layers import ATTENTION_NAME, lengths_of, packed_attention
 from posttrain.models.packing import pack_row
 from posttrain.runs.directory import write_atomically
@@ -133,10 +141,23 @@ def _exact_path(model: Any, limit: float) -> ForwardPath:
                 reason = f"their layers do not accept packed rows ({type(error).__name__})"
             continue
         if measured.within(limit):
-            return replace(path, reason="" if path.packed else reason)
+            return replace(path, reason="" if path.packed else reason, nats=measured.nats)
         if path.packed:
             reason = f"packed rows differ from rows alone by {measured.nats:.2g} nats per token"
     raise InputError(f"{refused}: outputs of this one differ from those of transformers in every forward pass")
+
+
+def exactness(model: torch.nn.Module) -> str:
+    """The distances that the gates of the forward pass and of the local engine have measured, in one sentence; empty without."""
+    path, decoding = path_of(model), getattr(transformer(model), "decoding", None)
+    parts = (
+        []
+        if path.nats is None
+        else [f"{'packed rows' if path.packed else 'passes'} from transformers by {path.nats:.1g}"]
+    )
+    parts += [] if decoding is None else [f"{decoding['kind']} decoding from the learner by {decoding['nats']:.1g}"]
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return f"exactness, in nats per token: {', '.join(parts)} ({dtype})" if parts else ""
 
 
 def use_path(model: Any, path: ForwardPath) -> bool:

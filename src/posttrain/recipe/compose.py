@@ -270,7 +270,8 @@ def _with_evaluated(values: dict[str, Any], schema: type[BaseConfig]) -> dict[st
 
 def _over(base: Any, changes: dict[str, Any], schema: type[BaseConfig]) -> dict[str, Any]:
     """The keys of an environment, `changes` over those of `base`, by default that of `schema`."""
-    default = schema.model_fields["environment"].get_default(call_default_factory=True)
+    about = schema.model_fields.get("environment")
+    default = None if about is None else about.get_default(call_default_factory=True)
     base = base or (default.model_dump(mode="json") if default is not None else {})
     if isinstance(base, dict) and changes.get("type", base.get("type")) == base.get("type"):
         kept = base

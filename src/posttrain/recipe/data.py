@@ -54,8 +54,8 @@ class SourceRecipe(BaseConfig):
 
     path: Reads
     """A `.parquet`, `.jsonl`, `.json` or `.csv` file, a directory of those, or a hub id."""
-    split: Text = Field("train", min_length=1)
-    """Split, for a hub data set."""
+    split: Text = Field("train", pattern=r"^[^\[\]]+(\[(\d+%)?:(\d+%)?\])?$")
+    """Split of a hub data set, and the part of its rows or of those of a file, in percent: `train[:50%]` and `train[50%:]` are disjoint, for a second reward model that audits the first."""
     subset: Text | None = None
     """Configuration, for a hub data set."""
     weight: float = Field(1.0, gt=0)
@@ -72,6 +72,13 @@ class SourceRecipe(BaseConfig):
         """The directory of the rows, whose files they may name; None for a hub data set."""
         path = Path(self.path).expanduser()
         return path if path.is_dir() else path.parent if path.exists() else None
+
+    @property
+    def part(self) -> tuple[str, int, int]:
+        """The name in `split`, and the first and the last percent of its rows."""
+        name, _, limits = self.split.removesuffix("]").partition("[")
+        first, _, last = limits.replace("%", "").partition(":")
+        return name, int(first or 0), int(last or 100)
 
 
 class TaskSourceRecipe(SourceRecipe):

@@ -4,6 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from posttrain.recipe.audit import AuditRecipe
 from posttrain.recipe.components import environment_class
 from posttrain.recipe.data import FixedRowsRecipe
 from posttrain.recipe.guards import GuardRecipe
@@ -80,6 +81,8 @@ class DistillRecipe(SampledRecipe):
     optimizer: OptimizerRecipe = OptimizerRecipe()
     learner: LearnerRecipe = LearnerRecipe()
     evaluation: EvaluationRecipe = EvaluationRecipe()
+    audit: AuditRecipe | None = None
+    """Second scorer of the held-out episodes, which training never sees. Null: none."""
     guards: GuardRecipe = GuardRecipe()
     checkpoint: CheckpointRecipe = CheckpointRecipe()
     hardware: HardwareRecipe = HardwareRecipe()
@@ -97,10 +100,10 @@ class DistillRecipe(SampledRecipe):
         return 24 if self.loss.type == "jsd" else 12
 
     def models(self) -> dict[str, Any]:
-        return {"model": self.model, **({} if self.teacher.path is None else {"teacher": self.teacher})}
+        return super().models() | ({} if self.teacher.path is None else {"teacher": self.teacher})
 
     def model_items(self, plan: Plan) -> Items:
-        return self.teacher.memory_items(plan, self.model)
+        return super().model_items(plan) | self.teacher.memory_items(plan, self.model)
 
     def pass_items(self, plan: Plan) -> Items:
         items = super().pass_items(plan)

@@ -17,7 +17,7 @@ from posttrain.recipe.metrics import Metric
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe, RewardSource, dtype_bytes
 from posttrain.recipe.needs import is_given, needs
 from posttrain.recipe.plan import CACHE, Items, Plan, counted, plural
-from posttrain.recipe.rollout import EvaluationRecipe, same_tasks
+from posttrain.recipe.rollout import EvaluationRecipe
 from posttrain.recipe.run import CheckpointRecipe, SampledRecipe, refuse_longer
 from posttrain.recipe.teacher import RewardTeacherRecipe, refuse_other_temperature
 from posttrain.recipe.units import CausalCredit, EntropyUnits, HindsightCredit, UnitCreditRecipe
@@ -114,9 +114,8 @@ class RlRecipe(SampledRecipe):
     def models(self) -> dict[str, Any]:
         teacher = self.teacher if self.teacher is not None and self.teacher.path is not None else None
         critic = self.critic if self.separate_critic else None
-        audit = self.audit if self.audit is not None and self.audit.path is not None else None
-        loaded: dict[str, Any] = {"reward": self.reward, "critic": critic, "teacher": teacher, "audit": audit}
-        return {"model": self.model, **{key: one for key, one in loaded.items() if one is not None}}
+        loaded = {"reward": self.reward, "critic": critic, "teacher": teacher}
+        return super().models() | {key: one for key, one in loaded.items() if one is not None}
 
     def _penalties(self) -> list[str]:
         """Keys that subtract something from the environment's reward."""
@@ -170,7 +169,6 @@ class RlRecipe(SampledRecipe):
                 "log-probabilities of the truncated distribution, which are larger at every token, so "
                 f"`{key}` would treat truncation as a change of the policy; use `loss.old: auto` and token corrections"
             )
-        self._check_audit()
         if self.teacher is not None:
             refuse_other_temperature(self.teacher, self.rollout.sampling.temperature)
             if self.hardware.ray is not None:
@@ -227,20 +225,6 @@ class RlRecipe(SampledRecipe):
             raise ValueError(
                 "`teacher.policy: initial` needs a reference model that stays the initial model; remove "
                 "`kl.reference.update_every`, or use current"
-            )
-
-    def _check_audit(self) -> None:
-        if self.audit is None:
-            return
-        if self.evaluation.every == 0:
-            raise ValueError("`audit` scores the episodes of the learning curve; set `evaluation.every` above 0")
-        if self.audit.path is not None and (self.hardware.processes > 1 or self.hardware.ray is not None):
-            raise ValueError("`audit.path` is for one process without `hardware.ray`; use `audit.environment`")
-        played = self.evaluation.environment or self.environment
-        if self.audit.environment is not None and (self.agent or not same_tasks(played, self.audit.environment)):
-            raise ValueError(
-                f"`audit.environment` scores the answers to the tasks of `environment.type: {played.type}` again; give it the "
-                "same type and rows, and no `agent`, or set `audit.path`"
             )
 
     def _check_async_rollouts(self) -> None:
@@ -315,13 +299,11 @@ class RlRecipe(SampledRecipe):
         return max(width, dtype_bytes(self.critic.dtype)) if self.separate_critic else width
 
     def model_items(self, plan: Plan) -> Items:
-        items: Items = {}
+        items = super().model_items(plan)
         if self.needs_reference:
             items |= self.reference_items(plan, self.moves_reference, self.kl.reference.mix < 1)
         if self.reward is not None:
             items |= self.reward.memory_items(plan)
-        if self.audit is not None and self.audit.path is not None:
-            items["reward model of the audit"] = (4 * plan.sizes.scorer_parameters, "assuming the size of the policy")
         if self.teacher is not None:
             items |= self.teacher.memory_items(plan, self.model)
         if self.has_critic:

@@ -39,6 +39,7 @@ from posttrain.recipe.rollout import (
     SeedRange,
     evaluated_environment,
     refuse_overlap,
+    same_tasks,
 )
 
 
@@ -56,7 +57,7 @@ class CheckpointRecipe(BaseConfig):
     """Copy the state to CPU memory and write it in a thread while training goes on. Takes as much CPU memory as a checkpoint has bytes; the first of several processes gathers the policy. A run killed during the writing resumes from the checkpoint before."""
 
 
-ExportedStep = Literal["best", "last"]
+ExportedStep = Literal["best", "last", "best_by_audit"]
 
 
 SinkName = Literal["tensorboard", "wandb", "trackio"]
@@ -242,7 +243,27 @@ class TrainedRecipe(StageRecipe):
     def run(self, directory: Any, *, resume: bool, overwrite: bool, console: Any, callbacks: Sequence[Any]) -> None:
         imported(self.run_by)(self, directory, resume, console, callbacks)
 
+    def _check_audit(self) -> None:
+        audit = getattr(self, "audit", None)
+        if audit is None:
+            if self.export == "best_by_audit":
+                raise ValueError("`export: best_by_audit` needs a second scorer; set `audit`, or use best or last")
+            return
+        if self.evaluation.every == 0:
+            raise ValueError("`audit` scores the answers of the learning curve; set `evaluation.every` above 0")
+        if audit.path is not None and (self.hardware.processes > 1 or self.hardware.ray is not None):
+            raise ValueError("`audit.path` is for one process without `hardware.ray`; use `audit.environment`")
+        played = evaluated_environment(self)
+        if audit.environment is None or played is None:
+            return
+        if getattr(self, "agent", None) or not same_tasks(played, audit.environment):
+            raise ValueError(
+                f"`audit.environment` scores the answers to the tasks of `environment.type: {played.type}` again; give it the "
+                "same type and rows, and no `agent`, or set `audit.path`"
+            )
+
     def _check(self) -> None:
+        self._check_audit()
         hardware = self.hardware
         if hardware.offload != "none" and any(optimizer.type == "adamw_8bit" for optimizer in self.optimizers):
             raise ValueError(
@@ -321,9 +342,14 @@ class TrainedRecipe(StageRecipe):
             **self.model_items(plan),
         }
 
+    def models(self) -> dict[str, Any]:
+        audit = getattr(self, "audit", None)
+        return super().models() | ({} if audit is None or audit.path is None else {"audit": audit})
+
     def model_items(self, plan: Plan) -> Items:
         """The models besides the trained one."""
-        return {}
+        how = (4 * plan.sizes.scorer_parameters, "assuming the size of the policy")
+        return {"reward model of the audit": how} if "audit" in self.models() else {}
 
     def pass_items(self, plan: Plan) -> Items:
         """What a forward and backward pass keeps. Activations are a rough estimate."""
@@ -428,7 +454,7 @@ class SampledRecipe(PlayedRecipe, TrainedRecipe):
     """Engine that samples episodes: in this process on the weights in training, or vLLM."""
     rollout: RolloutRecipe = RolloutRecipe()
     export: ExportedStep = "best"
-    """Which checkpoint becomes `model/`, and is measured for the final table: the best one of the evaluations, or the last one. Of evaluations with the same value of `evaluation.metric`, the one with the lower `validation/loss` is the best, then the later one."""
+    """Which checkpoint becomes `model/`, and is measured for the final table: the best one of the evaluations, the last one, or the one with the best mean score of `audit`. Of evaluations with the same value of `evaluation.metric`, the one with the lower `validation/loss` is the best, then the later one."""
 
     on_policy: ClassVar[bool] = True
     chooses_engine: ClassVar[bool] = True

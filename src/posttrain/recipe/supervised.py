@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from posttrain.recipe.audit import AuditRecipe
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import AnyEnvironment
 from posttrain.recipe.data import DataRecipe
@@ -127,7 +128,7 @@ class SupervisedRecipe(TrainedRecipe):
     learner: LearnerRecipe = LearnerRecipe()
     checkpoint: CheckpointRecipe = CheckpointRecipe()
     export: ExportedStep = "best"
-    """Which checkpoint becomes `model/`, and is measured for the final table: the best one of the evaluations, or the last one. Of evaluations with the same value of `evaluation.metric`, the one with the lower `validation/loss` is the best, then the later one."""
+    """Which checkpoint becomes `model/`, and is measured for the final table: the best one of the evaluations, the last one, or the one with the best mean score of `audit`. Of evaluations with the same value of `evaluation.metric`, the one with the lower `validation/loss` is the best, then the later one."""
     hardware: HardwareRecipe = HardwareRecipe()
 
     if TYPE_CHECKING:
@@ -331,6 +332,8 @@ class DpoRecipe(SupervisedRecipe):
     """Cache the initial model's log-probabilities on disk for later runs on the same rows. With `reference.update_every`, those of held-out rows alone."""
     optimizer: OptimizerRecipe = OptimizerRecipe(learning_rate=1e-6)
     evaluation: PreferenceEvaluation = PreferenceEvaluation()
+    audit: AuditRecipe | None = None
+    """Reward model that scores the policy's answers to the prompts of the validation rows, which training never sees. Null: none."""
 
     run_by: ClassVar[str] = "posttrain.training.dpo:train"
 
@@ -340,8 +343,8 @@ class DpoRecipe(SupervisedRecipe):
 
     def model_items(self, plan: Plan) -> Items:
         if not self.keeps_reference:
-            return {}
-        return self.reference_items(plan, self.moves_reference, self.reference.mix < 1)
+            return super().model_items(plan)
+        return super().model_items(plan) | self.reference_items(plan, self.moves_reference, self.reference.mix < 1)
 
     @property
     def keeps_reference(self) -> bool:
@@ -367,6 +370,11 @@ class DpoRecipe(SupervisedRecipe):
             )
         if self.moves_reference and self.model.lora is not None:
             raise ValueError(f"`reference.update_every` {ADAPTERS_OFF}")
+        if self.audit is not None and (self.audit.path is None or self.loss.type == "kto" or not measured(self.data)):
+            raise ValueError(
+                "`audit` of `dpo` compares the margins of validation pairs with a reward model; set `audit.path` and "
+                "`data.validation` or `data.held_out`, and no `loss.type: kto`"
+            )
         if self.loss.type == "kto" and self.rows_per_update < 2:
             raise ValueError("`loss.type: kto` compares the rows of an update; set `rows_per_update` to 2 or more")
 

@@ -18,6 +18,8 @@ from posttrain.runs.log import Line, Log
 MOST_POINTS = 2_000
 """Maximum number of points of a drawn curve, about two per pixel. Longer ones take seconds and gigabytes to draw."""
 
+MEASURED = ("evaluation", "audit")
+"""Kinds of the lines with held-out values."""
 PHASES = {
     "rollout": BLUE,
     "waited_for_rollout": BLUE,
@@ -54,6 +56,7 @@ TITLES = {
     "rows": "Training and validation rows",
     "preference": "Preferences",
     "domains": "Domains",
+    "audit": "Reward and audit",
     "reward": "Reward",
     "kl": "Kullback-Leibler divergence",
     "entropy": "Entropy and repetition",
@@ -125,6 +128,8 @@ def panels_of(name: str, lines: Sequence[Line]) -> list[Panel]:
     if name == "domains":
         return _domain_panels(lines)
     panels = declared_panels().get(name, [])
+    if alarms := [line["step"] for line in Log.of(lines) if line["kind"] == name == "audit" and line.get("alarm")]:
+        return [replace(panel, title=f"{panel.title}; only the reward rose at step {min(alarms)}") for panel in panels]
     if name != "rows":
         return panels
     look: dict[str, Any] = {"from_zero": False, "smoothed": True}
@@ -147,7 +152,7 @@ LARGEST_DRAWN = 1e300
 def series_of(lines: Sequence[Line], key: str) -> Series | None:
     """The metric `key` in order of step; None if no line has it."""
     log = Log.of(lines)
-    evaluations = [line for line in log if line["kind"] == "evaluation"]
+    evaluations = [line for line in log if line["kind"] in MEASURED]
     steps, values = (column.tolist() for column in log.trained(key))
     bad = [step for step, keys in log.nonfinite if key in keys]
     bad += [line["step"] for line in evaluations if key in line.get("nonfinite", ())]
@@ -173,7 +178,7 @@ def limits_of(lines: Sequence[Line], key: str) -> list[tuple[int, float, float, 
     return sorted(
         (line["step"], line[low], line[key], line[high])
         for line in Log.of(lines)
-        if line["kind"] == "evaluation" and None not in (line.get(low), line.get(high), line.get(key))
+        if line["kind"] in MEASURED and None not in (line.get(low), line.get(high), line.get(key))
     )
 
 
@@ -182,7 +187,7 @@ def keys_of(lines: Sequence[Line]) -> list[str]:
     log = Log.of(lines)
     keys = dict.fromkeys(log.columns)
     for line in log:
-        for key, value in line.items() if line["kind"] == "evaluation" else ():
+        for key, value in line.items() if line["kind"] in MEASURED else ():
             limit = key.split("/")[0 if key.count("/") == 0 else 1].endswith(("_low", "_high"))
             number = isinstance(value, (int, float)) or key in line.get("nonfinite", ())
             if number and key != "step" and not limit:
@@ -192,7 +197,7 @@ def keys_of(lines: Sequence[Line]) -> list[str]:
 
 def is_trained(lines: Sequence[Line], key: str) -> bool:
     """Whether the metric `key` belongs to training steps rather than evaluations."""
-    return not any(line["kind"] == "evaluation" and key in line for line in Log.of(lines))
+    return not any(line["kind"] in MEASURED and key in line for line in Log.of(lines))
 
 
 def _has_preferences(lines: Sequence[Line]) -> bool:

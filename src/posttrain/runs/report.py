@@ -18,11 +18,13 @@ from posttrain.runs.directory import RunDirectory, write_atomically
 from posttrain.runs.log import Line, Log, read_log
 from posttrain.runs.metrics import duration
 from posttrain.runs.panels import TITLES
-from posttrain.runs.reader import read_text
+from posttrain.runs.reader import is_file, read_text
 from posttrain.runs.samples import RowSample, read_samples
 from posttrain.runs.tables import (
     TASKS,
     Table,
+    audit_file,
+    audit_table,
     headline,
     markdown_table,
     plain_numbers,
@@ -65,11 +67,16 @@ class Report:
         """Fill in what the files of a run say, except the tables. `warnings` are added to those of its log."""
         log = Log.of(lines)
         self.scores, self.warnings = score_table(log), run_warnings(log, warnings)
-        audits = [str(line.get("message", line)) for line in log if line["kind"] == "audit"]
+        audits = [line for line in log if line["kind"] == "audit" and "message" in line]
         try:
             verdict = read_verdict(run.path)
             self.rows = read_samples(run)
-            self.verdict = [*(verdict.lines if verdict is not None else ()), *audits[-1:]]
+            self.verdict = [
+                *(verdict.lines if verdict is not None else ()),
+                *(str(one["message"]) for one in audits[-1:]),
+            ]
+            audited = [one["step"] for one in audits[-1:] if is_file(audit_file(run.path, one["step"]))]
+            self.tables = [*self.tables, *(audit_table(run.path, step) for step in audited)]
         except PosttrainError as error:
             self.missing.append(str(error))
         try:
@@ -172,6 +179,7 @@ def run_facts(run: RunDirectory, lines: Sequence[Line]) -> list[tuple[str, str]]
         ("machine", f"{machine['processor']}, {machine['cpus_allowed']} processors, {machine['platform']}"),
         ("software", f"Python {machine['python']}, {packages}{commit}"),
         ("started", machine["started"]),
+        *(("checked before", str(line.get("message", line))) for line in log if line["kind"] == "preflight"),
         ("command", f"`{machine['command']}`"),
         ("recipe", f"[recipe.yaml](recipe.yaml), hash {machine['recipe_hash']}"),
     ]

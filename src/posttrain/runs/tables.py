@@ -459,6 +459,40 @@ def _table(values: Mapping[str, Any]) -> Table:
     return replace(table, rows=rows)
 
 
+_LONGEST_ANSWER = 400
+"""Characters of an answer in a table."""
+
+
+def audit_file(run: Path, step: int) -> Path:
+    """The file with the tasks on which an audit of the evaluation of `step` and the reward differ most."""
+    return run / "audit" / f"step_{step:06d}.json"
+
+
+def audit_table(run: Path, step: int) -> Table:
+    """These tasks: both scores and the answer at the first evaluation and now, side by side. InputError for a damaged file."""
+    file = audit_file(run, step)
+    stored = read_json(file, run=run)
+    try:
+        first, now = (int(at) for at in stored["steps"])
+        rows = [
+            (
+                str(one["task"]),
+                *(" to ".join(f"{float(value):.3g}" for value in one[scorer]) for scorer in ("reward", "audit")),
+                *(" ".join(str(answer).split())[:_LONGEST_ANSWER] for answer in one["answers"]),
+            )
+            for one in stored["apart"]
+        ]
+        return Table(
+            "Where reward and audit differ most",
+            ("task", "reward", "audit", f"answer at step {first}", f"answer at step {now}"),
+            rows,
+            "The tasks on which the reward has risen most against the audit, in standard deviations.",
+            words=("task", f"answer at step {first}", f"answer at step {now}"),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{file} is damaged ({type(error).__name__}); delete it") from error
+
+
 def show_line(console: "Console", line: str, indent: int = 0) -> None:
     """Print a sentence: wrapped between words in a terminal, on one line in a file or pipe."""
     from rich.padding import Padding

@@ -1,22 +1,35 @@
 """Scores the stored episodes of each evaluation again with the scorer of `audit`, and tests both."""
 
+import asyncio
+import json
 import math
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+
+from posttrain.data.tokens import TokenRow
+from posttrain.engines.local.engine import LocalEngine
+from posttrain.engines.protocol import Completion, Request
 from posttrain.environments.protocol import EnvironmentFactory, ended_in
-from posttrain.episode import Episode
+from posttrain.episode import Episode, Outcome, Turn
 from posttrain.errors import InputError, RunError
 from posttrain.evaluation.audit import REWARD, AuditScores, look
 from posttrain.models.policy import Policy
 from posttrain.recipe.audit import AuditRecipe
 from posttrain.recipe.model import RewardSource
-from posttrain.rollout.store import episodes_file, read_episodes, stored_steps
-from posttrain.runs.directory import RunDirectory
+from posttrain.recipe.rollout import SamplingRecipe
+from posttrain.rollout.store import episodes_file, read_episodes, stored_steps, write_episodes
+from posttrain.runs.directory import RunDirectory, storage_errors, write_atomically
+from posttrain.runs.tables import audit_file
 from posttrain.training.reward_scorer import RewardScorer
+from posttrain.training.rows import stream_of
 
 _AT_ONCE = 16
 """Episodes that are scored at a time."""
+_ROWS = 64
+"""Held-out rows whose prompts are answered."""
 
 
 class Auditor:
@@ -28,7 +41,8 @@ class Auditor:
         """`looks`: evaluations after the first one. `timeout`: of one episode's scoring, in seconds. `action`: as
         `guards.action`."""
         self.run, self.looks, self.timeout, self.action = run, max(1, looks), timeout, action
-        self._first: tuple[dict[str, float], AuditScores] | None = None
+        self._first: tuple[int, list[Episode], tuple[dict[str, float], AuditScores]] | None = None
+        """Step, episodes and scores of the first evaluation."""
         self._factory = None if recipe.environment is None else EnvironmentFactory(recipe.environment)
         self._model: RewardScorer | None = None
         if recipe.path is not None:
@@ -36,29 +50,50 @@ class Auditor:
             self._model = RewardScorer(source, policy.tokenizer, policy.recipe.device)
 
     def __call__(self, step: int) -> tuple[dict[str, Any], list[str], bool]:
-        """The values of a line about the evaluation of `step`, warnings, and whether the run ends; no values at the first
-        evaluation, which is scored once per process.
+        """The values of a line about the evaluation of `step`, warnings, and whether the run ends. The first evaluation,
+        which is scored once per process, has no verdict. The tasks that differ most are written to `audit_file`.
         """
-        first = min(stored.step for stored in stored_steps(self.run.episodes) if stored.split == "evaluation")
-        if first == step:
-            return {}, [], False
-        self._first = self._first or self._scored(first)
-        found = look(self._first, self._scored(step), self.looks)
+        if self._first is None:
+            first = min(stored.step for stored in stored_steps(self.run.episodes) if stored.split == "evaluation")
+            begun = self._episodes(first)
+            self._first = first, begun, self._scored(begun)
+        first, begun, start = self._first
+        episodes = begun if step == first else self._episodes(step)
+        found = look(start, start if step == first else self._scored(episodes), self.looks)
         if found is None:
-            return {}, ["audit: fewer than two tasks are scored, so nothing is tested"], False
-        alarm = found.verdict == REWARD
+            return {}, ["audit: fewer than two tasks are scored, so nothing is tested"] if step != first else [], False
         values = {"audit/reward": found.reward.after, "audit/score": found.audit.after, "audit/n": found.n}
-        show = f"; see them with `posttrain episodes {self.run.path} --split evaluation --step {step}`"
-        warnings = [found.sentence + show] if alarm else []
-        return values | {"message": found.sentence}, warnings, alarm and self.action == "stop"
-
-    def _scored(self, step: int) -> tuple[dict[str, float], AuditScores]:
-        """Return by task and score of the audit by task, means over the episodes of each seed that have both."""
-        episodes = [
-            one
-            for one in read_episodes(episodes_file(self.run.episodes, step, "evaluation")).episodes
-            if one.has_return
+        for name, gain in zip(("audit/reward_gain", "audit/score_gain"), found.gains, strict=True):
+            limits = {f"{name}_low": gain.low, f"{name}_high": gain.high}
+            values |= {name: gain.value, **{key: one for key, one in limits.items() if math.isfinite(one)}}
+        if step == first:
+            return values, [], False
+        answers = [{str(e.seed): e for e in reversed(part)} for part in (begun, episodes)]
+        rows = [
+            {
+                "task": task,
+                "reward": reward,
+                "audit": audit,
+                "answers": [side[task].turns[-1].answer for side in answers],
+            }
+            for task, (reward, audit) in found.apart.items()
         ]
+        file = audit_file(self.run.path, step)
+        with storage_errors(file):
+            file.parent.mkdir(exist_ok=True)
+        write_atomically(file, json.dumps({"steps": [first, step], "apart": rows}, ensure_ascii=False))
+        alarm = found.verdict == REWARD
+        show = f"; compare them with `posttrain episodes {self.run.path} --split audit`"
+        warnings = [found.sentence + show] if alarm else []
+        return values | {"message": found.sentence, "alarm": alarm}, warnings, alarm and self.action == "stop"
+
+    def _episodes(self, step: int) -> list[Episode]:
+        """The episodes of an evaluation that have a return."""
+        stored = read_episodes(episodes_file(self.run.episodes, step, "evaluation")).episodes
+        return [episode for episode in stored if episode.has_return]
+
+    def _scored(self, episodes: list[Episode]) -> tuple[dict[str, float], AuditScores]:
+        """Return by task and score of the audit by task, means over the episodes of each seed that have both."""
         if self._model is not None:
             scores = self._model.scores(episodes)
         else:
@@ -98,3 +133,56 @@ class Auditor:
 
         score, error = ended_in(play, self.timeout)
         return (math.nan, f"seed {episode.seed}: {error}") if error is not None else (score, "")
+
+
+class AnswerAuditor(Auditor):
+    """Audits a stage that trains on pairs: before each test, the policy answers the prompts of held-out rows greedily. The
+    reward of such an episode is the margin of its row, which the stage trains.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        policy: Policy,
+        run: RunDirectory,
+        looks: int,
+        rows: Sequence[TokenRow],
+        margins: Callable[[], np.ndarray],
+        max_tokens: int,
+    ) -> None:
+        """`path`: the reward model of the audit. `margins`: those [n] of all `rows` at the last evaluation. `max_tokens`: of a
+        prompt with its answer.
+        """
+        super().__init__(AuditRecipe(path=path), policy, run, looks, None, "warn")
+        assert self._model is not None
+        if not self._model.same_tokens:
+            raise InputError(
+                f"audit.path: {path} has another tokenizer or chat template; train it from a model like model.path"
+            )
+        self.policy, self.margins, self.max_tokens = policy, margins, max_tokens
+        self.prompts = [row.streams[0].ids[: int(np.argmax(row.streams[0].trained))] for row in rows[:_ROWS]]
+        self.engine = LocalEngine(policy)
+
+    def __call__(self, step: int) -> tuple[dict[str, Any], list[str], bool]:
+        greedy = SamplingRecipe(temperature=0.0)
+        requests = [Request(tuple(ids.tolist()), greedy, 0, self.max_tokens - len(ids)) for ids in self.prompts]
+
+        async def answers() -> list[Completion]:
+            return await asyncio.gather(*(self.engine.generate(request) for request in requests))
+
+        self.engine.load_weights(self.policy.version)
+        episodes = []
+        for row, (request, margin, done) in enumerate(
+            zip(requests, self.margins(), asyncio.run(answers()), strict=False)
+        ):
+            start, ids = len(request.prompt_ids), np.array(request.prompt_ids + done.ids, dtype=np.int64)
+            stream = stream_of(ids, np.arange(len(ids)) >= start)
+            text = [self.policy.tokenizer.decode(part) for part in (ids[:start], ids[start:])]
+            messages = [{"role": role, "content": one} for role, one in zip(("user", "assistant"), text, strict=True)]
+            turn = Turn(0, start, len(ids), float(margin), done.stop_reason, text[1])
+            episodes.append(
+                Episode(row, row, 0, self.policy.version, [stream], [turn], Outcome.TERMINATED, messages=messages)
+            )
+        self.engine.sleep()
+        write_episodes(self.run.episodes, step, "evaluation", episodes)
+        return super().__call__(step)

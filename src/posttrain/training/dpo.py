@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -25,6 +26,7 @@ from posttrain.recipe.stages import DpoRecipe
 from posttrain.recipe.warnings import recipe_warnings
 from posttrain.runs.directory import RunDirectory, atomic_file, cache_directory
 from posttrain.seeds import random_stream
+from posttrain.training.auditor import AnswerAuditor
 from posttrain.training.objectives import PairObjective, UnpairedObjective, logprobs, token_forward
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.reference import MovingReference
@@ -154,6 +156,10 @@ def train(
     evaluator = PreferenceEvaluator(learner, data, recipe.name, held_out, unpaired=kind == "unpaired")
     moving = MovingReference(recipe.reference, policy, optimizer) if recipe.moves_reference else None
     current = reference if moving is None else ReferenceLogprobs(recipe, policy, learner, moving)
+    auditor = None
+    if recipe.audit is not None and recipe.audit.path is not None:
+        looks, rows, longest = math.ceil(total / recipe.evaluation.every), data.validation, recipe.data.max_tokens
+        auditor = AnswerAuditor(recipe.audit.path, policy, run, looks, rows, lambda: evaluator.margins, longest)
     trainer = Trainer(
         LoopSettings.of(recipe, total),
         run,
@@ -165,6 +171,7 @@ def train(
         stateful={"shift": shift} if shift is not None else {},
         checkpointables={"reference": moving} if moving is not None else {},
         callbacks=callbacks,
+        auditor=auditor,
     )
     if recipe.loss.needs_reference:
         parts = [_samples(rows) for rows in (data.validation, data.test)]

@@ -20,6 +20,7 @@ from posttrain.credit.critic import CriticCredit
 from posttrain.data.held_out import TaskSplit
 from posttrain.environments.protocol import task_split
 from posttrain.episode import Advantages, Episode, RewardStreams
+from posttrain.errors import InputError
 from posttrain.models.forward import TokenScores
 from posttrain.models.policy import Policy
 from posttrain.recipe.credit import CreditRecipe
@@ -66,7 +67,7 @@ from posttrain.training.rollouts import (
     rollout_metrics,
 )
 from posttrain.training.rows import FixedRows
-from posttrain.training.tasks import LeftOut, check_tasks, too_long
+from posttrain.training.tasks import LeftOut, check_tasks, first_episodes, too_long
 from posttrain.training.teacher import Teacher, open_teacher, reverse_kl
 from posttrain.training.token_rules import set_bonus_tokens
 from posttrain.training.trainer import Callback, Checkpointable, LoopSettings, Trainer
@@ -158,6 +159,10 @@ def run_steps(c: StepComponents, recipe: SampledRecipe, resume: bool, console: C
                     break
                 step, tokens = trainer.step + 1, learner.trained_tokens
                 batch = c.batch(step)
+                if step == 1 and "rollout/episodes" in batch.metrics:
+                    message, no_signal = first_episodes(recipe.environment, batch.metrics, trainer.baseline("random"))
+                    trainer.preflight(step, message)
+                    batch.warnings += no_signal
                 with trainer.interrupts.critical():
                     with trainer.phase("update"):
                         totals = c.update(batch, step)
@@ -439,6 +444,14 @@ def make_trainer(
     evaluator = EpisodeEvaluator(
         manager, recipe.evaluation, tasks, recipe.seed, run.episodes, recipe.name, left_out.held_out
     )
+    auditor, audit = None, recipe.audit  # type: ignore[attr-defined]
+    if audit is not None and not rewarded:
+        raise InputError(
+            "audit: nothing scores the answers, so there is no reward to compare with; set environment.reward"
+        )
+    if audit is not None:
+        looks, timeout = math.ceil(recipe.steps / recipe.evaluation.every), recipe.rollout.environment_timeout
+        auditor = Auditor(audit, manager.policy, run, looks, timeout, recipe.guards.action)  # type: ignore[attr-defined]
     return Trainer(
         LoopSettings.of(recipe, recipe.steps),
         run,
@@ -448,16 +461,9 @@ def make_trainer(
         evaluators=[evaluator] if rewarded else [],
         best_by=evaluator.choice(recipe.evaluation.metric) if rewarded else None,
         start=start_values(recipe) if rewarded else None,
+        auditor=auditor,
         **parts,
     )
-
-
-def make_auditor(recipe: RlRecipe, policy: Policy, run: RunDirectory) -> Auditor | None:
-    """The second scorer of the evaluations; None without `audit`."""
-    if recipe.audit is None:
-        return None
-    looks = math.ceil(recipe.steps / recipe.evaluation.every)
-    return Auditor(recipe.audit, policy, run, looks, recipe.rollout.environment_timeout, recipe.guards.action)
 
 
 def make_components(
@@ -503,7 +509,6 @@ def make_components(
         left_out,
         stateful=state | {"reward": credit.rewards.running},
         checkpointables=checkpointables,
-        auditor=make_auditor(recipe, policy, run),
         remote={} if critic is None or critic.updater.remote_state is None else {"critic": critic.updater.remote_state},
         warnings=warnings,
         callbacks=callbacks,

@@ -248,6 +248,8 @@ class PreferenceEvaluator(RowEvaluator):
         self.objective_for = objective_for
         self.model = model
         self.renderer = renderer
+        self.margins = np.zeros(0)
+        """Those [n] of the validation rows at the last evaluation."""
         self._shown: list[str] = []
 
     def final(self, step: int, played: Played = quiet) -> dict[str, Any]:
@@ -294,7 +296,9 @@ class PreferenceEvaluator(RowEvaluator):
         return self._shown
 
     def measure(self, rows: Sequence[TokenRow], name: str, played: Played) -> dict[str, Any]:
-        return _summary(rows, *self._compare(rows, played), name)
+        losses, chosen, rejected = self._compare(rows, played)
+        self.margins = chosen - rejected
+        return _summary(rows, losses, chosen, rejected, name)
 
     def _compare(self, rows: Sequence[TokenRow], played: Played = quiet) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Loss and the two rewards of each row, [n] float64; NaN for an answer that a row does not have."""

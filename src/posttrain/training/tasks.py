@@ -1,6 +1,6 @@
 """Checks of a run's tasks before it starts. Importing this module does not import torch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,6 +12,7 @@ from posttrain.environments.rewards import load_reward
 from posttrain.errors import InputError
 from posttrain.recipe.agent import AgentRecipe
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
+from posttrain.recipe.guards import SOLVED
 from posttrain.recipe.rollout import RolloutRecipe
 
 
@@ -131,3 +132,35 @@ def _too_long(
             problems.require_any(f"tasks {seeds[0]} to {seeds[-1]} of {environment.type}")
     problems.raise_if(getattr(environment, "strict", False))
     return frozenset(left_out), problems.summary()
+
+
+def first_episodes(
+    environment: EnvironmentRecipe, metrics: Mapping[str, float], random: Mapping[str, float | None]
+) -> tuple[str, list[str]]:
+    """What the episodes of the first step, by the policy before any update, show about the environment, and warnings.
+
+    Args:
+        metrics: of the step's rollouts and credit.
+        random: the values of the random policy, where they are known.
+    """
+    counts = {"failed": metrics["rollout/failed"], "rejected": metrics.get("rollout/rejected_share", 0.0)}
+    line = (
+        f"before the first update, {metrics['rollout/episodes']:.0f} training episodes: {counts['failed']:.0f} failed, "
+        f"{counts['rejected']:.0%} of the answers rejected"
+    )
+    spread, silent = metrics.get("reward/group_spread"), metrics.get("credit/zero_groups")
+    if spread is not None and silent is not None:
+        line += f", {1 - silent:.0%} of the groups with signal (spread of returns {spread:.3g})"
+    for key, form in (("success", ".1%"), ("return", ".3g")):
+        if (value := metrics.get(f"rollout/{key}")) is not None:
+            known = random.get(key)
+            line += f"; {key} {value:{form}}" + ("" if known is None else f", of the random policy {known:{form}}")
+    if silent != 1 or metrics.get("rollout/success", 0.0) >= SOLVED:
+        return line, []
+    rows = environment_class(environment.type).self_contained
+    data = f"environment.type={environment.type}" if rows else "data.train=answers.jsonl"
+    why = "no answer has the right form" if counts["rejected"] == 1 else "all episodes of a task end alike"
+    return line, [
+        f"this policy gets no signal here, because {why}: warm up first (`posttrain sft {data} name=warm`, then "
+        "model.path=runs/warm/model), or choose easier tasks"
+    ]

@@ -23,6 +23,7 @@ from posttrain.episode import Advantages, Episode
 from posttrain.errors import InputError
 from posttrain.evaluation.results import Results
 from posttrain.evaluation.verdict import rows_file
+from posttrain.models.gate import exactness
 from posttrain.models.load import resolve_path
 from posttrain.models.policy import TrainedModel
 from posttrain.plugins import pip_command
@@ -304,8 +305,20 @@ class Trainer(Generic[Output]):
         policy, state = _bytes(self.model.saved_tensors().values()), _bytes(self._tensors(1).values())
         self.checkpoints.require_room(self.settings.steps, policy, state + remote)
 
+    def preflight(self, step: int, message: str) -> None:
+        """Show and log what was checked before `step`."""
+        self.progress.message(message)
+        self._log.write(step, "preflight", {"message": message})
+
+    def baseline(self, policy: str) -> dict[str, Any]:
+        """The logged values of a baseline policy on the final data; empty if it has none."""
+        lines = self._world.on_rank0(lambda: read_metrics(self.run.metrics))
+        return next((line for line in lines if line["kind"] == "baseline" and line["policy"] == policy), {})
+
     def begin(self) -> None:
         """Evaluate before the first step. A resumed run makes up an evaluation that the interrupted run missed."""
+        if self.evaluated < 0 and (distances := exactness(self.model.model)):
+            self.preflight(0, distances)
         # The results on the final data that the run is compared with: baseline policies and the initial model.
         for evaluator in self.evaluators if self.evaluated < 0 else ():
             for policy, baseline in evaluator.baselines().items():
@@ -401,24 +414,29 @@ class Trainer(Generic[Output]):
                     values |= self.start.curve
             for evaluator in self.evaluators if not values else ():
                 values |= evaluator.curve(self.step, self.progress.played)
-        improved = False
-        if self.best_by is not None:
-            candidate = Best(self.step, self.best_by(values), values.get("validation/loss"))
+        line, warnings = dict[str, Any](), list[str]()
+        if (auditor := self.auditor) is not None:
+            line, warnings, self.audit_stops = self._world.on_rank0(lambda: auditor(self.step))
+        improved, score = False, None
+        if self.settings.export == "best_by_audit":
+            score = line.get("audit/score")
+        elif self.best_by is not None:
+            score = self.best_by(values)
+        if score is not None:
+            candidate = Best(self.step, score, values.get("validation/loss"))
             improved = self.best is None or self.best.replaced_by(candidate)
         with self.interrupts.critical():
             if values:
                 self._log.write(self.step, "evaluation", values)
                 self.progress.update(self.step, values)
+            if line:
+                self._log.write(self.step, "audit", line)
             self.evaluated = self.step
             if improved:
                 self.best = candidate
             self._remember()
         self._call(lambda callback: callback.on_evaluation(self.step, values))
-        if (auditor := self.auditor) is not None:
-            line, warnings, self.audit_stops = self._world.on_rank0(lambda: auditor(self.step))
-            if line:
-                self._log.write(self.step, "audit", line)
-            self.warn(warnings)
+        self.warn(warnings)
         return improved
 
     def _call(self, function: Callable[[Callback], None]) -> None:
@@ -500,9 +518,10 @@ class Trainer(Generic[Output]):
         self._finished = True
         step = self.step
         which, chosen = "last", "the last one"
-        if self.best is not None and self.settings.export == "best":
+        if self.best is not None and self.settings.export != "last":
             step = self.best.step
-            which, chosen = "best", "best of the curve" if step else UNIMPROVED
+            by = "best by the audit" if self.settings.export == "best_by_audit" else "best of the curve"
+            which, chosen = "best", by if step else UNIMPROVED
         if step != self.step:
             self.model.restore(self.checkpoints.policy(step))
         values = self._measure(TRAINED, self.step, f"the {which} checkpoint, step {step}")

@@ -53,10 +53,10 @@ def section_of(source: Source) -> Section:
         section.missing.append(f"The run failed: {failure}")
     if not source.lines:
         section.missing.append("The run has no metrics yet.")
+    section.tables = result_tables(run, section.missing)
     section.read(run, source.lines)
     section.facts = [(key, shortened(value)) for key, value in section.facts]
     section.warnings = [shortened(warning) for warning in section.warnings]
-    section.tables = result_tables(run, section.missing)
     drawn = figures(source.name, source.lines, Sampling.of(source.recipe))
     section.images = [image(name, figure) for name, figure in drawn]
     section.samples = _samples(run, section.missing)

@@ -71,8 +71,9 @@ def choose_decoding(model: torch.nn.Module, flash: bool, cache: Path) -> Parts:
     if path_of(model).packed:
         kinds = (*(("flash",) if flash else ()), "paged", "modules", *kinds)
     key = verdict_key(model, "decoding", *kinds)
-    stored = read_verdict(cache, key, {"kind", "reason"}) or _verdict(model, kinds)
+    stored = read_verdict(cache, key, {"kind", "reason", "nats"}) or _verdict(model, kinds)
     keep_verdict(cache, key, stored)
+    transformer(model).decoding = stored  # for `models.gate.exactness`
     if stored["kind"] == "whole":
         warnings.warn(
             f"sampling from {transformer(model).config.model_type} models computes every sequence again for each token, "
@@ -98,9 +99,9 @@ def _verdict(model: torch.nn.Module, kinds: tuple[Decoding, ...]) -> dict[str, A
                 reason = f"{kind} decoding fails ({type(error).__name__})"
                 continue
             if found.within(limit):
-                return {"kind": kind, "reason": reason}
+                return {"kind": kind, "reason": reason, "nats": found.nats}
             reason = f"{kind} decoding differs from the learner by {found.nats:.2g} nats per token"
-    return {"kind": "whole", "reason": reason}
+    return {"kind": "whole", "reason": reason, "nats": 0.0}
 
 
 def _counts(row: torch.Tensor) -> list[int]:

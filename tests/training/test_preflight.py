@@ -1,0 +1,100 @@
+"""What is checked before the first update: the exactness of the passes, and the signal of the first episodes."""
+
+import pytest
+
+import posttrain
+from posttrain.models.gate import exactness
+from posttrain.models.policy import Policy
+from posttrain.recipe.components import environment_recipe
+from posttrain.runs.metrics import read_metrics
+from posttrain.training.tasks import first_episodes
+
+MIXED = {
+    "rollout/episodes": 64.0,
+    "rollout/failed": 1.0,
+    "rollout/rejected_share": 0.125,
+    "rollout/success": 0.25,
+    "rollout/return": 0.25,
+    "reward/group_spread": 0.31,
+    "credit/zero_groups": 0.25,
+}
+
+
+def run(tiny_model, tmp_path, name, **keys):
+    common = {
+        "model": {"path": str(tiny_model), "threads": 1},
+        "rollout": {"groups_per_step": 2, "episodes_per_group": 2, "tokens_per_turn": 6, "tokens_per_episode": 400},
+        "evaluation": {"every": 1, "seeds": {"count": 2}, "final_seeds": {"count": 4}},
+        "steps": 1,
+        "plots": False,
+    }
+    return posttrain.rl(common, name=name, runs=str(tmp_path), **keys)
+
+
+def preflight(result):
+    return [line for line in read_metrics(result.run / "metrics.jsonl") if line["kind"] == "preflight"]
+
+
+def test_a_run_stores_its_exactness_and_its_first_episodes(tiny_model, tmp_path):
+    result = run(tiny_model, tmp_path, "bandit", environment={"type": "bandit"})
+    exact, episodes = preflight(result)
+    assert exact["message"].startswith("exactness, in nats per token: packed rows from transformers by ")
+    assert "decoding from the learner by" in exact["message"]
+    assert episodes["step"] == 1
+    assert "4 training episodes: 0 failed, 100% of the answers rejected" in episodes["message"]
+    assert "of the random policy 50.0%" in episodes["message"]
+    [warning] = [line for line in result.warnings if "no signal" in line]
+    assert "no answer has the right form" in warning
+    assert "`posttrain sft environment.type=bandit name=warm`" in warning
+    report = (result.run / "report.md").read_text()
+    assert exact["message"] in report
+    assert episodes["message"] in report
+
+
+def constant(prompt, answer, **row):
+    return 0.5
+
+
+def letters(prompt, answer, **row):
+    return float(sum(map(ord, answer)))
+
+
+@pytest.mark.parametrize(("reward", "silent"), [(constant, True), (letters, False)])
+def test_a_reward_that_is_the_same_for_all_is_no_signal(tiny_model, tmp_path, reward, silent):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "Say {number}."}}\n' for number in range(30)))
+    result = run(tiny_model, tmp_path, "text", environment={"prompts": str(prompts)}, reward=reward)
+    found = [line for line in result.warnings if "no signal" in line]
+    assert bool(found) == silent
+    assert all("all episodes of a task end alike" in line and "data.train=" in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("changed", "silent"),
+    [
+        ({}, False),
+        ({"credit/zero_groups": 1.0}, True),
+        ({"credit/zero_groups": 1.0, "rollout/rejected_share": 1.0}, True),
+        ({"credit/zero_groups": 1.0, "rollout/success": 1.0}, False),
+        ({"credit/zero_groups": None, "reward/group_spread": 0.0}, False),
+        ({"credit/zero_groups": 1.0, "rollout/success": None}, True),
+    ],
+)
+def test_only_groups_that_all_agree_without_success_lack_a_signal(changed, silent):
+    metrics = {key: value for key, value in (MIXED | changed).items() if value is not None}
+    line, warnings = first_episodes(environment_recipe({"type": "bandit"}), metrics, {"success": 0.5})
+    assert "64 training episodes: 1 failed" in line
+    assert bool(warnings) == silent
+
+
+def test_the_distance_is_measured_and_not_assumed(tiny_model, monkeypatch):
+    """A pass that is off by a little, but within the tolerance, shows in the line."""
+    from posttrain.models import gate
+
+    usual = gate._outputs
+    monkeypatch.setattr(gate, "read_verdict", lambda *rest: None)
+    monkeypatch.setattr(gate, "keep_verdict", lambda *rest: None)
+    clean = exactness(Policy(tiny_model).model)
+    monkeypatch.setattr(gate, "_outputs", lambda model, rows: [one + 1e-5 for one in usual(model, rows)])
+    assert "by 1e-05" in exactness(Policy(tiny_model).model)
+    assert "by 1e-05" not in clean
