@@ -119,7 +119,7 @@ COMMANDS = (
         ["pipeline", "{recipe}"],
         ["view", NAME],
         ["serve", NAME],
-        ["push", "{run}", NAME],
+        ["export", "{run}", "--push", NAME],
         ["doctor", NAME],
     ),
     *(["plot", "{run}", "--metric", NAME, "--format", "svg"], ["rl", "{recipe}", "--debug"]),

@@ -1,4 +1,4 @@
-"""`posttrain push` against a server with the hub's interface: one commit with all files, a private repository, refusals."""
+"""`posttrain export --push` against a server with the hub's interface: one commit with all files, a private repository, refusals."""
 
 import base64
 import json
@@ -89,7 +89,7 @@ def hub(monkeypatch):
 
 
 def test_a_push_is_one_commit_of_the_export(hub, played, capsys):
-    assert main(["push", str(played.path), "user/name", "--licence", "apache-2.0"]) == 0
+    assert main(["export", str(played.path), "--push", "user/name", "--licence", "apache-2.0"]) == 0
     assert [(one["name"], one["visibility"]) for one in hub.created] == [("name", "private")]
     expected = {"README.md", "recipe.yaml", "config.json", "model.safetensors", "tokenizer.json"}
     assert expected <= set(hub.committed)
@@ -102,9 +102,9 @@ def test_a_push_is_one_commit_of_the_export(hub, played, capsys):
 
 def test_a_refused_push_is_reported(hub, played, capsys):
     hub.refuse = True
-    assert main(["push", str(played.path), "user/name"]) == 1
+    assert main(["export", str(played.path), "--push", "user/name"]) == 1
     assert "user/name: the upload failed" in capsys.readouterr().err
-    assert main(["push", str(played.path), "name"]) == 2
+    assert main(["export", str(played.path), "--push", "name"]) == 2
     assert "name is not USER/NAME" in capsys.readouterr().err
     assert hub.committed == {}
 
@@ -120,10 +120,10 @@ def test_no_file_outside_of_the_run_is_pushed(hub, played, tmp_path, capsys, whe
         outside.write_text("hunter2" if "txt" in where else (run / where).read_text())
         (run / where).unlink(missing_ok=True)
     (run / where).symlink_to(outside)
-    assert main(["push", str(run), "user/name"]) == 2
+    assert main(["export", str(run), "--push", "user/name"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
     assert hub.committed == {}
     (run / where).unlink()
     shutil.copytree(outside, run / where) if where == "model" else shutil.copy(outside, run / where)
-    assert main(["push", str(run), "user/name"]) == 0
+    assert main(["export", str(run), "--push", "user/name"]) == 0
     assert not any(b"hunter2" in content for name, content in hub.committed.items() if name != "notes.txt")

@@ -16,7 +16,7 @@ from posttrain.cli.doctor import doctor
 from posttrain.cli.env import app as env
 from posttrain.cli.evaluate import app as evaluate
 from posttrain.cli.plugins import PluginGroup, usage_message
-from posttrain.cli.publish import export, push
+from posttrain.cli.publish import export
 from posttrain.cli.recipe import recipe
 from posttrain.cli.runs import compare, episodes, plot, report
 from posttrain.cli.serve import serve
@@ -44,7 +44,7 @@ app = typer.Typer(
 )
 for verb in (sft, reward, dpo, rl, distill, generate, pipeline, plan, tune):
     app.command(context_settings=OPEN)(verb)
-for plain in (demo, chat, compare, plot, report, view, episodes, recipe, doctor, export, push, serve):
+for plain in (demo, chat, compare, plot, report, view, episodes, recipe, doctor, export, serve):
     app.command()(plain)
 app.command("fit-normalizer")(fit_normalizer)
 app.add_typer(data, name="data", cls=PluginGroup)
