@@ -269,7 +269,7 @@ def rates(lines: Sequence[Line], recipe: GuardRecipe) -> list[Keys]:
             continue
         alarms = [first_alarm(line, recipe) for line in these]
         found = [alarm for alarm in alarms if alarm]
-        keys = sorted({key for _, key in found}, key=lambda key: -sum(key == other for _, other in found))
+        keys = sorted({key for _, key in found}, key=lambda key: (-sum(key == other for _, other in found), key))
         rows.append(
             {
                 "runs": kind,
