@@ -14,8 +14,10 @@ from contextvars import ContextVar
 from functools import cache
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 KEY_DIGITS = 12
 MARK = re.compile(f"\ufdd1([0-9a-f]{{{KEY_DIGITS}}})\ufdd1")
@@ -46,7 +48,7 @@ def number_of(token: int) -> int:
     return token & ((1 << TOKEN_BITS) - 1) if token >= FIRST else 0
 
 
-def whole_images(tokens: np.ndarray, start: int, stop: int) -> int:
+def whole_images(tokens: "np.ndarray", start: int, stop: int) -> int:
     """`stop`, moved so that `tokens[start:stop]` [T] int64 ends inside no image: back to the beginning of the image, or to its
     end if nothing else would be left."""
 
