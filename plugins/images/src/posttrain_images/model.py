@@ -168,7 +168,8 @@ class _BothWays:
         """`tokens`: the ids of images in the row, at the places that are `marked` [T] bool."""
         self.whole = layout
         self._cached = hasattr(layout, "cache")
-        starts: Any = np.cumsum([0, *(one.count for one in layout.segments)]) if self._cached else []
+        counts = [one.count for one in layout.segments] if self._cached else []
+        starts = np.cumsum([0, *counts])
         places = marked.nonzero()[:, 0].tolist()
         follows = {(token + 1, place + 1) for token, place in zip(tokens, places, strict=True)}
         begins = [at for at, step in enumerate(zip(tokens, places, strict=True)) if step not in follows]

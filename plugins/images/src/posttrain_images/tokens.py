@@ -63,10 +63,10 @@ class Images:
         """What a chat template writes for an image."""
         self.token = int(processor.image_token_ids[0])
         """The id of each placeholder in the processor's text."""
-        configuration = processor.image_processor.to_dict(), getattr(processor, "image_seq_len", None)
+        lengths = [getattr(processor, name, None) for name in ("image_seq_len", "image_seq_length")]
         self.gate_keys: set[str] = set()
         """Keys of images that are no data."""
-        self._name = repr((type(processor).__name__, configuration))
+        self._name = repr((type(processor).__name__, processor.image_processor.to_dict(), lengths))
 
     def __repr__(self) -> str:
         """What the tokens of an image depend on."""
@@ -79,8 +79,8 @@ class Images:
         """The inputs and the text of a stored image, which the run then keeps. InputError if the processor refuses it."""
         if key not in self.gate_keys:
             keep(key)
-        if (found := _held.get((self._name, key))) is not None:
-            return found
+        if (made := _held.get((self._name, key))) is not None:
+            return made
         pixels = load(key)
         try:
             settings = {**getattr(self.processor, "images_kwargs", {}), "return_tensors": "pt"}
