@@ -38,8 +38,9 @@ def all_modules():
             try:
                 importlib.import_module(found.name)
             except ModuleNotFoundError as error:
-                # vLLM lives in an environment of its own, and Python programs of examples are not modules.
-                if error.name not in ("vllm", "verifiers"):
+                # vLLM lives in an environment of its own, builds of torch for CUDA bring Triton, and Python programs of examples
+                # are not modules.
+                if error.name not in ("vllm", "verifiers", "triton"):
                     raise
             yield found.name
 
