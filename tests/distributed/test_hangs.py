@@ -58,7 +58,7 @@ def test_the_line_of_a_thread_and_what_it_waits_for():
     assert (place.startswith("threading.py:"), waits) == (True, False)
     go_on.set()
     thread.join()
-    assert hangs.place_of(threading.get_ident())[1]
+    assert not hangs.place_of(threading.get_ident())[1]
     assert hangs.place_of(-1) == ("its end", False)
 
 
@@ -71,6 +71,13 @@ def hung(kind):
     world = current_world()
     world.barrier()
     time.sleep(2)
+    if kind == "suspended":
+        if os.fork() == 0:  # both are stopped for longer than the limit, as by Ctrl-Z
+            time.sleep(9)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(4)
     if kind == "stopped" and world.rank == 1:
         if os.fork() == 0:  # somebody looks at its machine
             time.sleep(25)
@@ -84,12 +91,12 @@ def hung(kind):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["stopped", "crossed", "busy"])
+@pytest.mark.parametrize("kind", ["stopped", "crossed", "busy", "suspended"])
 def test_a_run_that_hangs_ends(kind, tmp_path, monkeypatch):
     arguments = (busy, ()) if kind == "busy" else (hung, (kind,))
     codes = together.run(2, [{"call": limited, "arguments": arguments}], tmp_path)
     logs = "".join((tmp_path / f"log-{rank}.txt").read_text() for rank in range(2))
-    if kind == "busy":
+    if kind in ("busy", "suspended"):
         assert codes == [[0, 0]], logs
         return
     assert -1 in codes[0], logs
