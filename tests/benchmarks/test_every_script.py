@@ -30,6 +30,9 @@ HERE = {
     "claims": ("--table {docs}/results/claims.jsonl", "| credit |"),
     "credit_toy": ("--seeds 1 --steps 2 --rewards 5 --tasks additive", "additive"),
     "distillation": ("--seeds 1 --steps 1 --rows 64 --out {out}", "| method | held-out success"),
+    "driver": ("--episodes 8 --tokens 4 --only bandit", "| turns per processor second |"),
+    # It needs the package easy-vqa, and a run takes minutes.
+    "easy_vqa": ("--help", "--blank"),
     "families": ("llama stablelm doge", "| llama | packed | paged |"),
     # A run takes seconds to a minute of one core; the stored ones are on the page.
     "guards": ("--table {docs}/results/guards.jsonl", "| all planted |"),
@@ -38,7 +41,9 @@ HERE = {
     "intervals": ("--samples 5 --groups Differences", "mean of paired differences"),
     "learning_trl": ("--tasks bandit --seeds 1 --learning-rates 1e-3 --out {out}", "posttrain"),
     "long_context": ("--only 4096-False", "peak, GiB"),
+    "memory": ("--only 4B", "peak of an update, GiB"),
     "prefixes": ("{run} --model {model} --rounds 1 --threads 1 --dtype float32", "times as fast"),
+    "router_replay": ("--seeds 1 --steps 1", "router/changed"),
     "tiny_families": ("llama mamba gemma3n", "| llama | "),
 }
 
