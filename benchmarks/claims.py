@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from board import by_task as board_results
+from harness import procedure_models
 from harness.crossed import crossed_mean
 from harness.made_model import fine_tuned, random_episode, slower
 from harness.options import names, numbers
@@ -240,6 +241,13 @@ REWARDED: Keys = {
 REWARDED_VARIANTS: dict[str, Keys] = {"rloo": {}}
 
 
+def start_of(keys: Keys) -> Keys:
+    """The keys of an evaluation of the policy that a run starts from, on its final tasks."""
+    played = ("environment", "rollout", "model", "seed", "name", "runs", "overwrite")
+    evaluation = {key: keys["evaluation"][key] for key in ("sampling", "final_seeds")}
+    return {**{key: keys[key] for key in played}, "evaluation": evaluation}
+
+
 def run_rewarded(run: Run) -> Line:
     """Answers before and after RLOO against a reward model, scored by it, by a second one, which has another seed and other
     pairs, and by the rule.
@@ -257,12 +265,9 @@ def run_rewarded(run: Run) -> Line:
         REWARDED_VARIANTS[run.variant],
         json.loads(run.keys or "{}"),
     )
-    played = ("environment", "rollout", "model", "seed", "name", "runs", "overwrite")
-    evaluation = {key: keys["evaluation"][key] for key in ("sampling", "final_seeds")}
-    start_of_run = {**{key: keys[key] for key in played}, "evaluation": evaluation, "reward": quality}
     before, after = (
         [episode.turns[-1].answer for episode in stage(**given).episodes(split="final")]
-        for stage, given in ((posttrain.evaluate, start_of_run), (posttrain.rl, keys))
+        for stage, given in ((posttrain.evaluate, {**start_of(keys), "reward": quality}), (posttrain.rl, keys))
     )
     tasks = texts[start : start + FINAL]
     policies = {
@@ -287,10 +292,52 @@ def run_rewarded(run: Run) -> Line:
     }
 
 
+# -- procedures under learned reward models ------------------------------------------------------------------------------
+
+MODELLED: Keys = {
+    "steps": 20,
+    "environment": {"score_weight": 0},
+    "reward": {"normalize": "stored"},
+    "credit": {"type": "gae", "gae_lambda": 0.95},
+    "critic": {"optimizer": {"learning_rate": 1e-3}, "updates_before_policy": 4},
+    "kl": {"coefficient": 0.01, "estimator": "k1", "apply_to": "reward"},
+    "evaluation": {"every": 0},
+}
+STEPS: Keys = {"unit_credit": {"type": "unit_rewards", "beta": 1.0, "placement": "even"}}
+MODELLED_VARIANTS: dict[str, Keys] = {"answers": {}, "steps": STEPS, "even steps": STEPS}
+"""By reward model."""
+
+
+def run_procedures(run: Run) -> Line:
+    """The verifier's scores before and after PPO against a learned reward model of answers or of steps."""
+    model, prompts = short_writer(run.out), str(run.out / "data" / "prompts.jsonl")
+    scorer = procedure_models.reward_model(run.variant, model, run.out)
+    start = TRAINED + CURVE + (CURVE + FINAL) * run.tuning
+    here: Keys = {
+        "environment": {"prompts": prompts},
+        "reward": {"path": str(scorer / "model")},
+        "evaluation": {"final_seeds": {"start": start, "count": FINAL}},
+        "model": {"path": str(model), "threads": 1},
+        "seed": run.seed,
+        "name": run.name,
+        "runs": str(run.out),
+    }
+    if run.variant != "answers":
+        here["unit_credit"] = {"normalizer": str(scorer)}
+    keys = merged(COMMON, UNITS, MODELLED, MODELLED_VARIANTS[run.variant], here, json.loads(run.keys or "{}"))
+    scored = {"environment": {"score_weight": 1.0}}
+    before, after = (
+        [round(e.scores["score"], 4) for e in stage(**given).episodes(split="final")]
+        for stage, given in ((posttrain.evaluate, merged(start_of(keys), scored)), (posttrain.rl, keys))
+    )
+    return {"curve": [before, after], "final": after, "ranked": procedure_models.ranked(scorer, run.out)}
+
+
 RUNNERS: dict[str, tuple[Callable[[Run], Line], dict[str, Keys]]] = {
     "units": (run_units, UNIT_VARIANTS),
     "ragen": (run_ragen, RAGEN_VARIANTS),
     "reward model": (run_rewarded, REWARDED_VARIANTS),
+    "procedures": (run_procedures, MODELLED_VARIANTS),
 }
 
 
@@ -394,6 +441,31 @@ def rewarded_table(lines: Sequence[Line]) -> str:
     return f"{markdown(ranks)}\n{markdown(rows)}"
 
 
+def procedures_table(lines: Sequence[Line]) -> str:
+    """How the reward models rank held-out pairs, and the verifier's scores of policies trained under them."""
+    rows = []
+    for variant in MODELLED_VARIANTS:
+        runs = sorted((line for line in lines if line["variant"] == variant), key=lambda line: line["seed"])
+        right = runs[0]["ranked"]
+        before, after = (np.array([line["curve"][place] for line in runs]) for place in (0, 1))
+        gain = crossed_mean(after - before)
+        base = "answers" if variant == "steps" else "steps"
+        rows.append(
+            {
+                "reward model of": variant,
+                "pairs ranked rightly": f"{shown(success_rate(sum(right), len(right)))} of {len(right)}",
+                "training seeds": len(runs),
+                "before": shown(crossed_mean(before, rate=True)),
+                "after": shown(crossed_mean(after, rate=True)),
+                "after - before": shown(gain),
+                "seeds that would decide": verdict(gain, (after - before).mean(1).tolist()),
+                "compared with": base if variant != "answers" else "–",
+                "difference after": difference(lines, variant, base, "final")[0] if variant != "answers" else "–",
+            }
+        )
+    return markdown(rows)
+
+
 def deviations(found: Estimate) -> str:
     """In standard deviations, with the limits if there are any."""
     return f"{found.value:.2f}" + ("" if np.isnan(found.low) else f" [{found.low:.2f}, {found.high:.2f}]")
@@ -402,7 +474,7 @@ def deviations(found: Estimate) -> str:
 def tables(lines: Sequence[Line]) -> str:
     """The tables of all claims that have lines."""
     by = {name: [line for line in lines if line["claim"] == name] for name in RUNNERS}
-    made = {"units": units_table, "ragen": ragen_table, "reward model": rewarded_table}
+    made = {"units": units_table, "ragen": ragen_table, "reward model": rewarded_table, "procedures": procedures_table}
     return "\n".join(f"## {name}\n\n{made[name](found)}" for name, found in by.items() if found)
 
 

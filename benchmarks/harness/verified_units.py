@@ -64,7 +64,8 @@ def short_prompt(policy: Policy) -> str:
 
 
 def write_rows(folder: Path) -> None:
-    """`sft.jsonl` with optimal procedures and `prompts.jsonl` with policies alone. No policy occurs twice."""
+    """`sft.jsonl` with noisy procedures, `imitated.jsonl` with their policies, and `prompts.jsonl` with the other policies. No
+    policy occurs twice."""
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[Keys] = []
     seen: set[str] = set()
@@ -80,6 +81,7 @@ def write_rows(folder: Path) -> None:
         rows.append({"messages": [prompt, answer], "prompt": [prompt], "label": policy.to_json()})
     for name, part, keys in (
         ("sft", rows[:IMITATED], ("messages",)),
+        ("imitated", rows[:IMITATED], ("prompt", "label")),
         ("prompts", rows[IMITATED:], ("prompt", "label")),
     ):
         text = "".join(json.dumps({key: row[key] for key in keys}) + "\n" for row in part)
