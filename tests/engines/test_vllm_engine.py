@@ -102,6 +102,7 @@ class Made:
 class MadePolicy:
     """Three weights that encode their version."""
 
+    tokenizer = None
     end_tokens = frozenset({2})
     recipe = SimpleNamespace(path="made", lora=None, trust_remote_code=False, router_replay=False)
     model = torch.nn.Linear(4, 4)
