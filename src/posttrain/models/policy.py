@@ -378,10 +378,12 @@ class Policy(TrainedModel):
     policy.export("my_model")  # loads with AutoModelForCausalLM.from_pretrained
     """
 
+    _as_reference = False
+    """Whether the model in use is the reference model."""
+
     def __init__(self, model: ModelRecipe | str | Path, seed: int = 0, trained: bool = True, **settings: Any) -> None:
         super().__init__(model, seed, trained, **settings)
         self._reference: tuple[torch.nn.Module, ShardedModel | None] | None = None
-        self._as_reference = False
 
     def load(self) -> torch.nn.Module:
         model: Any = load_model(self.recipe, self.load_device)

@@ -289,7 +289,7 @@ class TrainedRecipe(StageRecipe):
     @property
     def logit_bytes(self) -> int:
         """Bytes that a logit of the loss takes in a forward and backward pass."""
-        return 12
+        return 4
 
     @property
     def activation_bytes(self) -> int:
