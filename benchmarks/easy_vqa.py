@@ -128,9 +128,12 @@ def table(out: Path) -> str:
     """The accuracies of all runs in the folders of `out`, with 95% intervals over held-out questions."""
     lines = ["| pictures | run | accuracy | 95% interval | questions |", "|---|---|---|---|---|"]
     for folder in sorted(out.glob("*/*-held-out")):
-        row = next(row for row in posttrain.Result.open(folder).evaluation if "success" in row)
-        interval = f"{row['success_low']:.3f} to {row['success_high']:.3f}"
-        lines.append(f"| {folder.parent.name} | {folder.name} | {row['success']:.3f} | {interval} | {row['n']} |")
+        for row in posttrain.Result.open(folder).evaluation:
+            if "success" in row:
+                interval = f"{row['success_low']:.3f} to {row['success_high']:.3f}"
+                lines.append(
+                    f"| {folder.parent.name} | {folder.name} | {row['success']:.3f} | {interval} | {row['n']} |"
+                )
     return "\n".join(lines)
 
 
