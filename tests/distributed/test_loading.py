@@ -45,6 +45,7 @@ def loaded(path, out):
     (Path(out) / f"{current_world().rank}.json").write_text(json.dumps(numbers))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_a_process_allocates_its_shards_alone(tmp_path):
     tokenizer = make_tokenizer()
@@ -60,4 +61,4 @@ def test_a_process_allocates_its_shards_alone(tmp_path):
     for rank in range(2):
         numbers = json.loads((tmp_path / f"{rank}.json").read_text())
         assert numbers["shards"] == pytest.approx(4 * whole / 2, rel=0.02)
-        assert numbers["peak"] < numbers["shards"] + 0.5 * 2 * whole, (numbers, whole)
+        assert numbers["peak"] < numbers["shards"] + 0.8 * 2 * whole, (numbers, whole)

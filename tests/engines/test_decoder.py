@@ -27,6 +27,7 @@ from posttrain.models.cpu.backend import onednn_multiplies
 from posttrain.models.forward import use_float32_head
 from posttrain.models.layers import use_packed_attention
 from posttrain.recipe.engines import LocalEngineRecipe
+from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import SamplingRecipe
 
 SHAPE = {
@@ -278,6 +279,7 @@ class Stub:
         self.model = model
         self.device = torch.device("cpu")
         self.end_tokens = frozenset()
+        self.recipe = ModelRecipe()
         self.tokenizer = None
         self.version = 0
         self.sharded = None

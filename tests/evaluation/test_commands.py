@@ -124,7 +124,7 @@ def test_reward_names_the_model_that_cannot_be_loaded(tmp_path, tiny_model, caps
     assert main([*words, "--model", str(tmp_path / "gone")]) == 2
     said = capsys.readouterr()
     assert "/rm" in said.out
-    assert f"{tmp_path / 'gone'} is not a model directory" in said.err
+    assert f"there is no folder {tmp_path / 'gone'}" in said.err
     assert "(the other metrics are unaffected)" in said.err
 
 

@@ -327,7 +327,7 @@ def test_refusals(tokenizer):
         assert refusal(url, key, {**good, "n": 2})[1]["message"] == "n must be 1; send several requests"
         assert refusal(url, key, {"messages": []})[0] == 400
         assert (
-            "image_url"
+            "image"
             in refusal(url, key, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]})[1]["message"]
         )
         long = {"messages": [{"role": "user", "content": "arm " * 50}]}

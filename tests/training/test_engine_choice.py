@@ -55,8 +55,8 @@ def test_every_process_has_a_server(gpu, monkeypatch):
         (["model.path={adapter}"], "is an adapter"),
     ],
 )
-def test_the_local_engine_stays_where_it_is_set_or_needed(words, named, gpu, tmp_path):
-    (tmp_path / "adapter_config.json").write_text("{}")
+def test_the_local_engine_stays_where_it_is_set_or_needed(words, named, gpu, tmp_path, tiny_model):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tiny_model)}))
     recipe, same, said = chosen(*(word.format(adapter=tmp_path) for word in words))
     assert same is recipe
     assert named in said

@@ -206,6 +206,7 @@ def test_prompts_without_room_for_an_answer_are_left_out_and_named(tiny_model, t
 
 def test_a_seed_without_a_row_stops_before_the_model_is_loaded(tiny_model, tmp_path):
     (tmp_path / "nothing").mkdir()
+    (tmp_path / "nothing" / "config.json").write_text("{}")
     recipe = values(tiny_model, tmp_path, model={"path": str(tmp_path / "nothing")})
     recipe["evaluation"]["final_seeds"]["count"] = 7
     with pytest.raises(InputError, match=r"evaluation\.final_seeds: the last seed is 20, .*has 20 usable rows"):

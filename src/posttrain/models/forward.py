@@ -59,6 +59,11 @@ def path_of(model: torch.nn.Module) -> ForwardPath:
     return getattr(transformer(model), "forward_path", ForwardPath())
 
 
+def routing_of(model: torch.nn.Module) -> Any:
+    """The `models.routing.Routing` of `model`; None if it has no routers whose choices can be read."""
+    return getattr(transformer(model), "routing", None)
+
+
 def base_decoder(model: torch.nn.Module) -> Any:
     """The decoder inside `model`, without its output projection."""
     inner = transformer(model)

@@ -16,9 +16,8 @@ import torch
 from posttrain.distributed.world import current_world
 from posttrain.models.cpu.attention import MaskCache, attend_segments
 from posttrain.models.cuda.attention import Spans, attend_spans, spans_of, supports
-from posttrain.models.forward import states_at, upload
+from posttrain.models.forward import routing_of, states_at, upload
 from posttrain.models.layers import Bounds, Lengths, RowSegment, causal_attention
-from posttrain.models.routing import routing_of
 from posttrain.models.sequence import DividedLayout, GatheredOutputs
 
 # -- layouts -----------------------------------------------------------------------------------------------------------

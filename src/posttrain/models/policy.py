@@ -26,6 +26,7 @@ from posttrain.models.forward import (
     TokenScores,
     base_decoder,
     logits_of,
+    routing_of,
     token_scores,
     transformer,
     upload,
@@ -33,7 +34,7 @@ from posttrain.models.forward import (
 from posttrain.models.layers import lengths_of
 from posttrain.models.load import load_end_tokens, load_model, load_tokenizer, resolve_device
 from posttrain.models.packing import PackedRow, RowPart, pack_row
-from posttrain.models.routing import Routing, routing_of
+from posttrain.models.routing import Routing
 from posttrain.recipe.compose import section
 from posttrain.recipe.model import ModelRecipe
 from posttrain.seeds import derive_seed

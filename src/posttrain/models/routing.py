@@ -5,7 +5,6 @@ token by one `topk` over all of them. That call is where choices are read and, i
 is its own code, so weights of experts have the family's formula and its gradient.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,8 +14,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from posttrain.distributed.world import current_world
-from posttrain.models.forward import base_decoder, path_of, transformer
+from posttrain.models.forward import base_decoder, path_of
 from posttrain.models.layers import lengths_of
 
 
@@ -150,7 +148,7 @@ class _Router(torch.nn.Module):
 
 def use_routing(model: torch.nn.Module) -> None:
     """Let passes of `model`, a model of transformers whose forward path is chosen, read and replay the choices of its routers
-    (`routing_of`). No effect on a model without routers, or with one that does not choose as described above."""
+    (`forward.routing_of`). No effect on a model without routers, or with one that does not choose as described above."""
     declared = [getattr(module, "_can_record_outputs", None) or {} for module in model.modules()]
     recorders = [one["router_logits"] for one in declared if hasattr(one.get("router_logits"), "target_class")]
     places = {recorder.target_class: recorder.index for recorder in recorders}
@@ -170,71 +168,9 @@ def use_routing(model: torch.nn.Module) -> None:
                 return
             with _Choice(experts, (choice.made + 1) % experts) as other:
                 out = router(inputs)
-        if not any(part.shape == other.made.shape and torch.equal(part.long(), other.made) for part in out):
+        tensors = [part for part in out if isinstance(part, torch.Tensor)]
+        if not any(part.shape == other.made.shape and torch.equal(part.long(), other.made) for part in tensors):
             return
         router.__class__ = type(cls.__name__, (_Router, cls), {"__module__": __name__})
         router.routing, router.place, router.experts, router.logits_at = routing, place, experts, at
     model.routing = routing  # type: ignore[assignment]
-
-
-def routing_of(model: torch.nn.Module) -> Routing | None:
-    """The routers of `model`; None if it has none whose choices can be read."""
-    return getattr(transformer(model), "routing", None)
-
-
-class RoutedUpdate:
-    """The tokens of experts, and the load-balancing loss, over the passes of an update and all processes. Does nothing for a
-    model without routers."""
-
-    def __init__(self, model: Any, passes: int) -> None:
-        """`passes`: number of passes of the update on this process."""
-        self._routing: Routing | None = getattr(model, "routing", None)
-        self._weight = 0.0 if self._routing is None else float(model.recipe.router_aux_loss)
-        self.counts_first = self._weight > 0 and passes * current_world().size > 1
-        """Whether the loss needs the tokens of experts in all passes, computed before without gradient."""
-        self._counts: torch.Tensor | None = None
-        """`RoutedTokens.counts` so far, on this process; after `add_up` of all processes."""
-        self._added_up = False
-        self._loss = torch.zeros(())
-
-    @contextmanager
-    def counted(self, counts: bool) -> Iterator[RoutedTokens | None]:
-        """Count the tokens of the pass inside the block, which is a placeholder if `counts` is false."""
-        if self._routing is None:
-            yield None
-            return
-        with self._routing.recorded() as routed:
-            yield routed
-        if not self._added_up:
-            self._counts = counts * routed.counts() + (0 if self._counts is None else self._counts)
-
-    def add_up(self) -> None:
-        """Add up the counts of all processes, after the last pass to count."""
-        if self._counts is not None and not self._added_up:
-            self._counts, self._added_up = current_world().sum([self._counts])[0], True
-
-    def loss(self, routed: RoutedTokens | None, counts: bool) -> torch.Tensor | float:
-        """The weighted loss of the tokens of one pass; 0 without a weight."""
-        if routed is None or not self._weight or self._counts is None:
-            return 0.0
-        loss = routed.balancing_loss(self._counts)
-        self._loss = self._loss + counts * loss.detach().cpu()
-        return self._weight * loss
-
-    def metrics(self) -> dict[str, tuple[float, float]]:
-        """Metrics as (sum, count), over all passes and processes."""
-        self.add_up()
-        if self._counts is None:
-            return {}
-        counts = self._counts.double().cpu()
-        tokens, rows, changed = counts[:, :-2], counts[:, -2], counts[:, -1]
-        shares = tokens / tokens.sum(1, keepdim=True)
-        entropies = torch.special.entr(shares).sum(1) / math.log(shares.shape[1])
-        routers = float(len(shares))
-        metrics = {
-            "router/imbalance": (float((shares.amax(1) * shares.shape[1]).sum()), routers),
-            "router/entropy": (float(entropies.sum()), routers),
-            "router/unused": (float((tokens == 0).double().mean(1).sum()), routers),
-            "router/changed": (float(changed.sum()), float(rows.sum())),
-        }
-        return metrics | ({"loss/router": (float(current_world().sum([self._loss])[0]), 1.0)} if self._weight else {})

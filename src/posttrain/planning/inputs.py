@@ -12,7 +12,7 @@ from posttrain.errors import InputError
 from posttrain.models.files import local_directory, packaged_file
 from posttrain.plugins import pip_command
 from posttrain.recipe.base import BaseConfig
-from posttrain.recipe.data import ConversationColumns, SourceRecipe
+from posttrain.recipe.data import ColumnsRecipe, ConversationColumns, SourceRecipe
 from posttrain.recipe.run import StageRecipe
 
 
@@ -48,7 +48,8 @@ def _require_rows(recipe: StageRecipe, section: BaseConfig, sources: list[Source
     if issubclass(type(columns), ConversationColumns) and all(Path(one.path).expanduser().exists() for one in sources):
         kind: Any = getattr(recipe if section is getattr(recipe, "data", None) else section, "kind", "prompt")
         problems = Problems()
-        if next(read_examples(kind, sources, columns, problems), None) is None:
+        names = ColumnsRecipe.model_validate(columns.model_dump())
+        if next(read_examples(kind, sources, names, problems), None) is None:
             problems.require_any(", ".join(source.path for source in sources))
 
 

@@ -10,7 +10,7 @@ Each process gets all samples of an update. A process without a micro-batch comp
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -26,7 +26,7 @@ from posttrain.models.cpu.backend import keep_freed_memory
 from posttrain.models.critic import SharedCritic
 from posttrain.models.packing import prompt_length, row_length, tree_order
 from posttrain.models.policy import TrainedModel
-from posttrain.models.routing import RoutedUpdate
+from posttrain.models.routing import RoutedTokens, Routing
 from posttrain.recipe.model import LearnerRecipe
 from posttrain.rollout.driver import Played, quiet
 from posttrain.training.optimizer import Optimizer
@@ -229,6 +229,64 @@ class Objective(Protocol[Input]):
     ) -> tuple[torch.Tensor, Totals]:
         """The weighted sum of losses (scalar) and metrics."""
         ...
+
+
+class RoutedUpdate:
+    """The tokens of experts, and the load-balancing loss, over the passes of an update and all processes. Does nothing for a
+    model without routers."""
+
+    def __init__(self, model: Any, passes: int) -> None:
+        """`passes`: number of passes of the update on this process."""
+        self._routing: Routing | None = getattr(model, "routing", None)
+        self._weight = 0.0 if self._routing is None else float(model.recipe.router_aux_loss)
+        self.counts_first = self._weight > 0 and passes * current_world().size > 1
+        """Whether the loss needs the tokens of experts in all passes, computed before without gradient."""
+        self._counts: torch.Tensor | None = None
+        """`RoutedTokens.counts` so far, on this process; after `add_up` of all processes."""
+        self._added_up = False
+        self._loss = torch.zeros(())
+
+    @contextmanager
+    def counted(self, counts: bool) -> Iterator[RoutedTokens | None]:
+        """Count the tokens of the pass inside the block, which is a placeholder if `counts` is false."""
+        if self._routing is None:
+            yield None
+            return
+        with self._routing.recorded() as routed:
+            yield routed
+        if not self._added_up:
+            self._counts = counts * routed.counts() + (0 if self._counts is None else self._counts)
+
+    def add_up(self) -> None:
+        """Add up the counts of all processes, after the last pass to count."""
+        if self._counts is not None and not self._added_up:
+            self._counts, self._added_up = current_world().sum([self._counts])[0], True
+
+    def loss(self, routed: RoutedTokens | None, counts: bool) -> torch.Tensor | float:
+        """The weighted loss of the tokens of one pass; 0 without a weight."""
+        if routed is None or not self._weight or self._counts is None:
+            return 0.0
+        loss = routed.balancing_loss(self._counts)
+        self._loss = self._loss + counts * loss.detach().cpu()
+        return self._weight * loss
+
+    def metrics(self) -> dict[str, tuple[float, float]]:
+        """Metrics as (sum, count), over all passes and processes."""
+        self.add_up()
+        if self._counts is None:
+            return {}
+        counts = self._counts.double().cpu()
+        tokens, rows, changed = counts[:, :-2], counts[:, -2], counts[:, -1]
+        shares = tokens / tokens.sum(1, keepdim=True)
+        entropies = torch.special.entr(shares).sum(1) / math.log(shares.shape[1])
+        routers = float(len(shares))
+        metrics = {
+            "router/imbalance": (float((shares.amax(1) * shares.shape[1]).sum()), routers),
+            "router/entropy": (float(entropies.sum()), routers),
+            "router/unused": (float((tokens == 0).double().mean(1).sum()), routers),
+            "router/changed": (float(changed.sum()), float(rows.sum())),
+        }
+        return metrics | ({"loss/router": (float(current_world().sum([self._loss])[0]), 1.0)} if self._weight else {})
 
 
 class Updater(Generic[Output]):
