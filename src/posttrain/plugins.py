@@ -190,9 +190,10 @@ def missing_extras(distribution: str = "posttrain") -> list[str]:
     return sorted({extra for extra, required in _extras(distribution) if required not in installed})
 
 
+@cache
 def more() -> str:
     """The end of a sentence about a name that does not exist: which of posttrain's plug-ins could bring it. Empty if all
-    of them are installed."""
+    of them are installed. Rows that cannot be used ask for it thousands of times."""
     absent = {extra for extra, required in _extras("posttrain") if required.startswith("posttrain-")} & set(
         missing_extras()
     )

@@ -91,7 +91,9 @@ def hung(kind):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["stopped", "crossed", "busy", "suspended"])
+@pytest.mark.parametrize(
+    "kind", ["crossed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("stopped", "busy", "suspended"))]
+)
 def test_a_run_that_hangs_ends(kind, tmp_path, monkeypatch):
     arguments = (busy, ()) if kind == "busy" else (hung, (kind,))
     codes = together.run(2, [{"call": limited, "arguments": arguments}], tmp_path)
