@@ -84,8 +84,8 @@ BUDGETS = {
     "trl-0.5B": 100,
     "trl-grpo-0.5B": 120,
 }
-"""Maximum seconds of each part, the start of its process included, in the order in which they run: what is not
-yet in docs/results/gpu.json comes first, so that a machine that is lent for a quarter of an hour answers most."""
+"""Maximum seconds of each part, the start of its process included, in the order in which they run: parts
+without a row in docs/results/gpu.json come first, so that `--minutes 15` measures these."""
 RUNS = ("run-vllm", "run-killed", "server-killed-4B", "offload-8B")
 """Parts that run the command line on one GPU."""
 MORE_GPUS = ("gpus-2", "ray-8", "ray-gspo-8")

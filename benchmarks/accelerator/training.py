@@ -69,9 +69,11 @@ def settings_of(shape: Shape, device: torch.device, mode: str = "") -> list[Sett
     halves = [most]
     while halves[-1] > 2048:
         halves.append(halves[-1] // 2)
-    kinds = ["adamw", *(["adamw_8bit"] if find_spec("bitsandbytes") is not None else [])]
-    settings = [Setting(tokens, kind) for kind in kinds for tokens in halves]  # type: ignore[arg-type]
-    settings += [Setting(most, kind, checkpointing=True) for kind in kinds]  # type: ignore[arg-type]
+    kinds: list[Literal["adamw", "adamw_8bit"]] = ["adamw"]
+    if find_spec("bitsandbytes") is not None:
+        kinds.append("adamw_8bit")
+    settings = [Setting(tokens, kind) for kind in kinds for tokens in halves]
+    settings += [Setting(most, kind, checkpointing=True) for kind in kinds]
     settings += [Setting(tokens, offload="optimizer") for tokens in halves]
     return [*settings, Setting(most, checkpointing=True, offload="optimizer")]
 

@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -342,9 +343,14 @@ def _differentiate(
             logits[rows] = gradient
 
 
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 def vocabulary_kernels(logits: torch.Tensor) -> Any:
     """The module of Triton kernels for `logits`; None for those of a processor, and without Triton."""
-    if not logits.is_cuda or logits.dtype == torch.float64 or importlib.util.find_spec("triton") is None:
+    if not logits.is_cuda or logits.dtype == torch.float64 or not _has_triton():
         return None
     from posttrain.models.cuda import vocabulary
 
