@@ -11,7 +11,7 @@ from accelerator.rows import Row
 from accelerator.shapes import RandomPolicy, Shape, random_model
 from accelerator.training import Setting, Training
 from posttrain.models.forward import logits_of, token_scores
-from posttrain.models.layers import RowSegment
+from posttrain.models.layers import Heads, RowSegment
 from posttrain.models.packing import PackedLayout
 from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.training.objectives import logprobs
@@ -51,7 +51,7 @@ def _attention(device: torch.device, size: int, window: int | None) -> Iterator[
 def _with_gradients(rows, weights):
     def attend(layout: PackedLayout, window: int | None) -> list[torch.Tensor]:
         leaves = [row.detach().clone().requires_grad_() for row in rows]
-        out = layout.attend(0, *leaves, 0.125, window)
+        out = layout.attend(0, Heads(*leaves, 0.125, window))
         return [out.detach(), *torch.autograd.grad((out * weights).sum(), leaves)]
 
     return attend

@@ -14,7 +14,7 @@ from posttrain.engines.local.decoder import ModuleDecoder, decoder_of
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Request
 from posttrain.errors import RunError
-from posttrain.models.layers import use_positions_by_length
+from posttrain.models.layers import Heads, use_positions_by_length
 from posttrain.models.policy import Policy
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import SamplingRecipe
@@ -78,7 +78,7 @@ def test_every_token_sees_what_it_sees_in_the_paged_cache(window):
         found = []
         for layout in (CachedLayout(pages, segments, CPU), FlashLayout(rows, segments, CPU)):
             inputs = [torch.cat([new[segment][part] for segment in layout.segments]) for part in range(3)]
-            out = layout.attend_tokens(0, *inputs, 0.3, window)
+            out = layout.attend_tokens(0, Heads(*inputs, 0.3, window))
             counts = [segment.count for segment in layout.segments]
             found.append(dict(zip(layout.segments, out.split(counts), strict=True)))
         for segment in segments:
@@ -97,7 +97,8 @@ def test_every_token_sees_what_it_sees_in_the_paged_cache(window):
 def test_one_query_per_sequence_is_not_masked(segments, window, call):
     layout = FlashLayout(KeyValueRows(SLOTS), segments, CPU)
     count = sum(segment.count for segment in segments)
-    layout.attend_tokens(0, *(torch.randn(count, heads, SIZE) for heads in (HEADS, KEY_HEADS, KEY_HEADS)), 0.3, window)
+    rows = (torch.randn(count, heads, SIZE) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
+    layout.attend_tokens(0, Heads(*rows, 0.3, window))
     assert CALLS[-1] == call
 
 

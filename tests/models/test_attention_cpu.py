@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.models.cpu import attention as attention_cpu
-from posttrain.models.layers import causal_attention
+from posttrain.models.layers import Heads, causal_attention
 from posttrain.models.packing import pack_row
 from tests.models.bundles import bundle_layout
 
@@ -28,12 +28,12 @@ def stream_by_stream(bundles, query, key, value, window):
     outputs, start = [], 0
     for prompt, continuations in bundles:
         own = torch.arange(start, start + prompt)
-        outputs.append(causal_attention(query[:, own], key[:, own], value[:, own], 0.3, window))
+        outputs.append(causal_attention(Heads(query[:, own], key[:, own], value[:, own], 0.3, window)))
         place = start + prompt
         for length in continuations:
             own_rest = torch.arange(place, place + length)
             seen = torch.cat([own, own_rest])
-            outputs.append(causal_attention(query[:, own_rest], key[:, seen], value[:, seen], 0.3, window))
+            outputs.append(causal_attention(Heads(query[:, own_rest], key[:, seen], value[:, seen], 0.3, window)))
             place += length
         start = place
     return torch.cat(outputs, 1)
@@ -52,7 +52,7 @@ def compare(bundles, window, counts, seed=0, dtype=torch.float64, tolerance=1e-1
     tokens = sum(prompt + sum(rest) for prompt, rest in bundles)
     inputs = heads(seed, tokens, counts, dtype)
     expected = stream_by_stream(bundles, *inputs, window)
-    found = bundle_layout(bundles).attend(0, *inputs, 0.3, window)
+    found = bundle_layout(bundles).attend(0, Heads(*inputs, 0.3, window))
     assert_equal(found, expected, inputs, tolerance)
 
 
@@ -76,7 +76,7 @@ def test_trees_of_streams_equal_the_library(streams):
     layout = pack_row(ids, [np.arange(len(stream)) == len(stream) - 1 for stream in ids]).layout
     for window, counts in [(None, (6, 2, 2)), (5, (6, 2, 2)), (5, (4, 1, 1)), (40, (6, 2, 2))]:
         inputs = heads(0, layout.segments[-1].stop, counts)
-        assert_equal(layout.attend(0, *inputs, 0.3, window), segment_by_segment(layout, *inputs, window), inputs)
+        assert_equal(layout.attend(0, Heads(*inputs, 0.3, window)), segment_by_segment(layout, *inputs, window), inputs)
 
 
 def segment_by_segment(layout, query, key, value, window):
@@ -85,7 +85,7 @@ def segment_by_segment(layout, query, key, value, window):
     for segment in layout.segments:
         seen = torch.cat([torch.arange(*places) for places in segment.keys])
         own = query[:, segment.start : segment.stop]
-        outputs.append(causal_attention(own, key[:, seen], value[:, seen], 0.3, window))
+        outputs.append(causal_attention(Heads(own, key[:, seen], value[:, seen], 0.3, window)))
     return torch.cat(outputs, 1)
 
 
@@ -94,7 +94,7 @@ def test_a_token_that_is_not_finite_reaches_no_stream_that_does_not_see_it(bundl
     layout = bundle_layout(bundles)
     inputs = [x.detach() for x in heads(0, layout.segments[-1].stop)]
     inputs[2][:, layout.segments[1].start] = float("inf")
-    found, expected = layout.attend(0, *inputs, 0.3, None), segment_by_segment(layout, *inputs, None)
+    found, expected = layout.attend(0, Heads(*inputs, 0.3, None)), segment_by_segment(layout, *inputs, None)
     assert torch.equal(found.isfinite(), expected.isfinite())
     broken = layout.segments[1]
     assert not found[:, broken.start : broken.stop].isfinite().any()
@@ -113,7 +113,7 @@ def test_equals_the_library_over_several_blocks(bundles, window):
 def test_the_gradient_is_the_numerical_one(monkeypatch, window):
     monkeypatch.setattr(attention_cpu, "BLOCK", 2)
     layout = bundle_layout([(3, [2, 1]), (3, [])])
-    assert torch.autograd.gradcheck(lambda *x: layout.attend(0, *x, 0.3, window), heads(2, 9, (4, 2, 2)))
+    assert torch.autograd.gradcheck(lambda *x: layout.attend(0, Heads(*x, 0.3, window)), heads(2, 9, (4, 2, 2)))
 
 
 def test_bfloat16_is_as_accurate_as_eager_attention():
@@ -122,8 +122,8 @@ def test_bfloat16_is_as_accurate_as_eager_attention():
     exact = heads(3, 200)
     rounded = [x.detach().bfloat16().requires_grad_() for x in exact]
     above = torch.randn(6, 200, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
-    truth = torch.autograd.grad(bundle_layout(bundles).attend(0, *exact, 0.3, None), exact, above)
-    found = torch.autograd.grad(bundle_layout(bundles).attend(0, *rounded, 0.3, None), rounded, above.bfloat16())
+    truth = torch.autograd.grad(bundle_layout(bundles).attend(0, Heads(*exact, 0.3, None)), exact, above)
+    found = torch.autograd.grad(bundle_layout(bundles).attend(0, Heads(*rounded, 0.3, None)), rounded, above.bfloat16())
     for one, other in zip(found, truth, strict=True):
         assert one.dtype == torch.bfloat16
         assert (one - other).norm() < 0.01 * other.norm()
@@ -133,6 +133,6 @@ def test_only_the_inputs_are_kept_for_the_backward_pass():
     sizes = []
     inputs = heads(5, 400)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
-        bundle_layout([(400, [])]).attend(0, *inputs, 0.3, None)
+        bundle_layout([(400, [])]).attend(0, Heads(*inputs, 0.3, None))
     assert sizes
     assert sum(sizes) <= sum(x.numel() for x in inputs)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.models.cuda.attention import _Gather, attend_spans, flash, spans_of, supports
+from posttrain.models.layers import Heads
 from tests.models.bundles import bundle_layout
 
 CPU = torch.device("cpu")
@@ -43,7 +44,7 @@ def rows_of(tokens, seed):
 def test_outputs_and_gradients_equal_the_processors(bundles, window, seed):
     tokens = sum(prompt + sum(rest) for prompt, rest in bundles)
     rows, weights = rows_of(tokens, seed)
-    expected = bundle_layout(bundles).attend(0, *rows, 0.3, window)
+    expected = bundle_layout(bundles).attend(0, Heads(*rows, 0.3, window))
     gradients = torch.autograd.grad((expected * weights).sum(), rows)
     found = attend_spans(spans_of(bundle_layout(bundles).segments, CPU), *rows, 0.3, window, plain_kernel)
     torch.testing.assert_close(found, expected)

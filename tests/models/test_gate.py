@@ -235,8 +235,8 @@ def test_a_fault_of_the_engine_is_not_used(tiny_policy, tmp_path, monkeypatch):
         def attend_fused(self, layer, heads, kv_heads, kernel, angles, *others):
             return super().attend_fused(layer, heads, kv_heads, kernel, angles[::-1], *others)
 
-        def attend_tokens(self, layer, query, key, value, scaling, window, bounds=None):
-            return super().attend_tokens(layer, query, key.flip(-1), value, scaling, window, bounds)
+        def attend_tokens(self, layer, heads):
+            return super().attend_tokens(layer, heads._replace(key=heads.key.flip(-1)))
 
     monkeypatch.setattr(engine_gate, "CachedLayout", Shifted)
     engine = LocalEngine(tiny_policy, slots=4)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.models.layers import causal_attention
+from posttrain.models.layers import Heads, causal_attention
 from posttrain.models.packing import probed_layout
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe
@@ -63,16 +63,16 @@ def test_a_probe_sees_its_beginning_and_itself(streams):
     total = sum(length + len(seen) for length, seen in streams)
     generator = torch.Generator().manual_seed(total)
     query, key, value = (torch.randn(heads, total, 8, generator=generator) for heads in (4, 2, 2))
-    found = layout.attend(0, query, key, value, 0.3, None)
+    found = layout.attend(0, Heads(query, key, value, 0.3, None))
     assert len(layout.positions()) == total
     start = 0
     for length, seen in streams:
         own = slice(start, start + length)
-        expected = causal_attention(query[:, own], key[:, own], value[:, own], 0.3, None)
+        expected = causal_attention(Heads(query[:, own], key[:, own], value[:, own], 0.3, None))
         torch.testing.assert_close(found[:, own], expected, atol=1e-5, rtol=1e-5)
         for i, n in enumerate(seen):
             rows = [*range(start, start + n), start + length + i]
-            expected = causal_attention(query[:, rows], key[:, rows], value[:, rows], 0.3, None)[:, -1]
+            expected = causal_attention(Heads(query[:, rows], key[:, rows], value[:, rows], 0.3, None))[:, -1]
             torch.testing.assert_close(found[:, start + length + i], expected, atol=1e-5, rtol=1e-5)
             assert layout.positions()[start + length + i] == n
         start += length + len(seen)

@@ -67,24 +67,27 @@ class Bounds(NamedTuple):
     """[H]: for each head the score of one more key, whose value is zero (GPT-OSS)."""
 
 
+class Heads(NamedTuple):
+    """What one layer attends with."""
+
+    query: torch.Tensor
+    """[H, T, D], of the T tokens of the pass."""
+    key: torch.Tensor
+    """[H_kv, T, D]."""
+    value: torch.Tensor
+    """[H_kv, T, D_v]."""
+    scaling: float
+    """Factor of the scores."""
+    window: int | None
+    """Attention is limited to the last `window` tokens, including the token itself."""
+    bounds: Bounds | None = None
+
+
 class Layout(Protocol):
     """Which tokens the T tokens of one forward pass attend to. Tokens of all sequences form one row without padding."""
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        bounds: "Bounds | None" = None,
-    ) -> torch.Tensor:
-        """Attention outputs [H, T, D_v] of the T tokens of this pass.
-
-        `query` [H, T, D], `key` [H_kv, T, D] and `value` [H_kv, T, D_v] are those of the new tokens only. `scaling`
-        multiplies the scores. `window` limits attention to the last `window` tokens, including the token itself.
-        """
+    def attend(self, layer: int, heads: Heads) -> torch.Tensor:
+        """Attention outputs [H, T, D_v] of the T tokens of this pass."""
         ...
 
     def lengths(self) -> list[int] | None:
@@ -92,16 +95,10 @@ class Layout(Protocol):
         ...
 
 
-def causal_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float,
-    window: int | None,
-    bounds: Bounds | None = None,
-) -> torch.Tensor:
+def causal_attention(heads: Heads) -> torch.Tensor:
     """Causal attention [H, Q, D_v] of the last Q of K positions: query [H, Q, D], key [H_kv, K, D], value [H_kv, K,
     D_v]."""
+    query, key, value, scaling, window, bounds = heads
     queries, keys = query.shape[1], key.shape[1]
     key, value = _repeat(key, query.shape[0]), _repeat(value, query.shape[0])
     mask = None
@@ -160,12 +157,9 @@ def packed_attention(
         raise InputError(f"model.path: {type(module).__name__} uses {what}, which packed attention does not support")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     bounds = Bounds(extra.get("softcap"), extra.get("s_aux"))
-    heads = query[0], key[0], value[0]
     some = None if bounds == Bounds(None, None) else bounds
-    if layout is None:
-        out = causal_attention(*heads, scale, sliding_window, some)
-    else:
-        out = layout.attend(module.layer_idx, *heads, scale, sliding_window, some)  # type: ignore[arg-type]
+    heads = Heads(query[0], key[0], value[0], scale, sliding_window, some)
+    out = causal_attention(heads) if layout is None else layout.attend(module.layer_idx, heads)  # type: ignore[arg-type]
     return out.transpose(0, 1)[None], None
 
 
@@ -455,11 +449,11 @@ class _Attention(torch.nn.Module):
         if hasattr(attention, "q_norm"):
             query, key = attention.q_norm(query), attention.k_norm(key)
         query, key = self.functions.rotate(query, key, *position_embeddings)
-        heads = (rows[0].transpose(0, 1) for rows in (query, key, value))
+        query, key, value = (rows[0].transpose(0, 1) for rows in (query, key, value))
         # Qwen sets the window per layer, Mistral in the configuration; Llama has none.
         owner = attention.config if attention.config.model_type == "mistral" else attention
         window = getattr(owner, "sliding_window", None)
-        out = layout.attend(attention.layer_idx, *heads, attention.scaling, window)
+        out = layout.attend(attention.layer_idx, Heads(query, key, value, attention.scaling, window))
         return attention.o_proj(out.transpose(0, 1).reshape(*hidden_states.shape[:-1], -1)), None
 
 

@@ -17,7 +17,7 @@ from posttrain.distributed.world import current_world
 from posttrain.models.cpu.attention import MaskCache, attend_segments
 from posttrain.models.cuda.attention import Spans, attend_spans, spans_of, supports
 from posttrain.models.forward import routing_of, states_at, upload
-from posttrain.models.layers import Bounds, Lengths, RowSegment, causal_attention
+from posttrain.models.layers import Heads, Lengths, RowSegment, causal_attention
 from posttrain.models.sequence import DividedLayout, GatheredOutputs
 
 # -- layouts -----------------------------------------------------------------------------------------------------------
@@ -70,16 +70,8 @@ class PackedLayout:
             if not any(start <= segment.start and segment.stop <= stop for start, stop in begun)
         ]
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        bounds: Bounds | None = None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, heads: Heads) -> torch.Tensor:
+        query, key, value, scaling, window, bounds = heads
         usual = bounds is None and value.shape[-1] == query.shape[-1]
         if usual and query.device.type == "cpu":
             return attend_segments(query, key, value, self.segments, scaling, window, self._masks)
@@ -89,10 +81,10 @@ class PackedLayout:
         outputs = []
         for segment in self.segments:
             keys, values = (
-                torch.cat([heads[:, start:stop] for start, stop in segment.keys], 1) for heads in (key, value)
+                torch.cat([rows[:, start:stop] for start, stop in segment.keys], 1) for rows in (key, value)
             )
             queries = query[:, segment.start : segment.stop]
-            outputs.append(causal_attention(queries, keys, values, scaling, window, bounds))
+            outputs.append(causal_attention(Heads(queries, keys, values, scaling, window, bounds)))
         return torch.cat(outputs, dim=1)
 
 

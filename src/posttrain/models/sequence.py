@@ -20,7 +20,7 @@ import torch
 from posttrain.distributed.world import current_world, sequence_group
 from posttrain.errors import InputError
 from posttrain.models.forward import path_of, transformer, upload
-from posttrain.models.layers import Bounds, is_by_stream
+from posttrain.models.layers import Heads, is_by_stream
 
 
 def refuse_undivided(model: torch.nn.Module) -> None:
@@ -54,23 +54,15 @@ class DividedLayout:
         lengths = self.whole.lengths()
         return None if lengths is None else lengths[self.tokens]
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        bounds: Bounds | None = None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, heads: Heads) -> torch.Tensor:
         """As `Layout.attend`, over all tokens of the row."""
+        query, key, value, _, _, bounds = heads
         world = current_world()
         count = world.hardware.sequence_parallel
         if (copies := math.lcm(len(key), count) // len(key)) > 1:
             key, value = key.repeat_interleave(copies, 0), value.repeat_interleave(copies, 0)
         # [P, H / P, t, D]: the heads of each process, of the t tokens of this one.
-        parts = [heads.unflatten(0, (count, -1)) for heads in (query, key, value)]
+        parts = [rows.unflatten(0, (count, -1)) for rows in (query, key, value)]
         received = _Exchange.apply(torch.cat([part.transpose(1, 2).flatten(2) for part in parts], dim=2)).flatten(0, 1)
         columns = received.split([part.shape[1] * part.shape[3] for part in parts], dim=1)
         query, key, value = (
@@ -79,7 +71,8 @@ class DividedLayout:
         )
         if bounds is not None and bounds.sinks is not None:
             bounds = bounds._replace(sinks=bounds.sinks.chunk(count)[world.sequence_rank])
-        out = self.whole.attend(layer, query, key, value, scaling, window, bounds)  # [H / P, T, D_v]
+        divided = heads._replace(query=query, key=key, value=value, bounds=bounds)
+        out = self.whole.attend(layer, divided)  # [H / P, T, D_v]
         sent = out.transpose(0, 1).flatten(1).unflatten(0, (count, -1))
         return _Exchange.apply(sent).unflatten(2, (len(out), -1)).transpose(1, 2).flatten(0, 1)
 

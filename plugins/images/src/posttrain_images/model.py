@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from posttrain.errors import InputError
 from posttrain.images import FIRST, key_of, mark, number_of
 from posttrain.models.forward import base_decoder
-from posttrain.models.layers import Bounds
+from posttrain.models.layers import Heads
 from posttrain.seeds import random_stream
 from posttrain_images.store import put
 from posttrain_images.tokens import Images
@@ -188,18 +188,10 @@ class _BothWays:
                 raise RuntimeError("an image is divided between two passes")
             self._blocks.append((start, stop, segment, first))
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        bounds: Bounds | None = None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, heads: Heads) -> torch.Tensor:
         """As `Layout.attend`. The window limits attention to earlier tokens."""
-        out = self.whole.attend(layer, query, key, value, scaling, window, bounds)
+        query, key, value, scaling, window, _ = heads
+        out = self.whole.attend(layer, heads)
         pieces, at = [], 0
         for start, stop, segment, first in self._blocks:
             if self._cached:
@@ -208,7 +200,7 @@ class _BothWays:
                 keys, values = (cache.tokens(store, segment.slot, count) for store in stores)
             else:
                 spans = [*segment.before, (first, stop)]
-                keys, values = (torch.cat([heads[:, a:b] for a, b in spans], 1) for heads in (key, value))
+                keys, values = (torch.cat([rows[:, a:b] for a, b in spans], 1) for rows in (key, value))
             copies, seen = len(query) // len(keys), keys.shape[1]
             distance = torch.arange(seen - (stop - start), seen)[:, None] - torch.arange(seen)[None]
             attended = scaled_dot_product_attention(

@@ -18,7 +18,7 @@ import torch
 from posttrain.engines.local.cpu.kernel import PAGE, DecodingKernel, decoding_kernel
 from posttrain.models.cpu.attention import MaskCache, attend_segments
 from posttrain.models.forward import upload
-from posttrain.models.layers import Bounds, RowSegment, causal_attention
+from posttrain.models.layers import Heads, RowSegment, causal_attention
 
 _LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
 """On other systems memory cannot be returned, so the whole cache is allocated at once."""
@@ -389,32 +389,14 @@ class CachedLayout:
             return None
         return [segment.length for segment in self.segments for _ in range(segment.count)]
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        bounds: Bounds | None = None,
-    ) -> torch.Tensor:
-        query, key, value = (part.transpose(0, 1) for part in (query, key, value))
-        return self.attend_tokens(layer, query, key, value, scaling, window, bounds).transpose(0, 1)
+    def attend(self, layer: int, heads: Heads) -> torch.Tensor:
+        query, key, value = (part.transpose(0, 1) for part in heads[:3])
+        return self.attend_tokens(layer, Heads(query, key, value, *heads[3:])).transpose(0, 1)
 
-    def attend_tokens(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        bounds: Bounds | None = None,
-    ) -> torch.Tensor:
+    def attend_tokens(self, layer: int, heads: Heads) -> torch.Tensor:
         """`attend` with tokens first: `query` [T, H, D], `key` and `value` [T, H_kv, D]; returns [T, H, D]."""
-        self.cache.write(layer, self._rows_of(key.shape[1]), key, value)
-        return self._attention(layer, query, key, value, scaling, window, bounds)
+        self.cache.write(layer, self._rows_of(heads.key.shape[1]), heads.key, heads.value)
+        return self._attention(layer, heads)
 
     def attend_fused(
         self,
@@ -437,19 +419,11 @@ class CachedLayout:
         key, value = heads[:, queries : queries + kv_heads], heads[:, queries + kv_heads :]
         rows = self.first_rows(kv_heads)
         kernel.rotate_and_store(heads, angles, norms, epsilon, self.cache.layer(layer, key), rows)
-        return self._attention(layer, heads[:, :queries], key, value, scaling, window)
+        return self._attention(layer, Heads(heads[:, :queries], key, value, scaling, window))
 
-    def _attention(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        bounds: Bounds | None = None,
-    ) -> torch.Tensor:
-        """Attention over the cache, which already contains the new tokens."""
+    def _attention(self, layer: int, heads: Heads) -> torch.Tensor:
+        """Attention [T, H, D] over the cache, which already contains the new tokens, of heads with tokens first."""
+        query, key, value, scaling, window, bounds = heads
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         kv_heads = key.shape[1]
         usual = bounds is None and query.shape[2] == value.shape[2]
@@ -482,7 +456,7 @@ class CachedLayout:
                 attended = attend_segments(queries, seen_keys, seen_values, [row], scaling, window, self._masks)
                 attended = attended[:, before:]
             else:
-                attended = causal_attention(queries, seen_keys, seen_values, scaling, window, bounds)
+                attended = causal_attention(Heads(queries, seen_keys, seen_values, scaling, window, bounds))
             outputs.append(attended.transpose(0, 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 

@@ -23,7 +23,7 @@ from posttrain.engines.local.cpu.kernel import PAGE
 from posttrain.errors import RunError
 from posttrain.models.cuda.attention import Spans, flash_over_cache
 from posttrain.models.forward import upload
-from posttrain.models.layers import Bounds
+from posttrain.models.layers import Heads
 
 if TYPE_CHECKING:
     from posttrain.engines.local.decoder import Decoder
@@ -132,22 +132,13 @@ class FlashLayout(CachedLayout):
             self._row_index = upload(self.cache.rows(self._ordered, heads), self.device)
         return self._row_index
 
-    def _attention(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        bounds: Bounds | None = None,
-    ) -> torch.Tensor:
-        if bounds is not None:
+    def _attention(self, layer: int, heads: Heads) -> torch.Tensor:
+        if heads.bounds is not None:
             raise ValueError("the flash kernel has no soft caps and sinks")
         keys, values = (store[layer].flatten(0, 1) for store in (self.cache.keys, self.cache.values))
         if self._spans is None:
             self._spans = cached_spans(self._ordered, len(keys) // self.cache.slots, self.device)
-        return flash_over_cache(self._spans, query, keys, values, scaling, window)
+        return flash_over_cache(self._spans, heads.query, keys, values, heads.scaling, heads.window)
 
 
 def cached_spans(segments: Sequence[Segment], tokens_per_slot: int, device: torch.device) -> Spans:

@@ -25,7 +25,7 @@ from posttrain.models.forward import (
     transformer,
     upload,
 )
-from posttrain.models.layers import lengths_of, set_lengths
+from posttrain.models.layers import Heads, lengths_of, set_lengths
 from posttrain.recipe.rollout import SamplingRecipe
 
 STREAMLINED = ("llama", "mistral", "qwen2", "qwen3")
@@ -191,7 +191,7 @@ class _Layer:
                 rotated = torch.cat([_normed(norm, part) for norm, part in parts], dim=1)
             rotated = rotate(rotated, cos[:, None], sin[:, None])
             query, key = rotated[:, : self.queries], rotated[:, self.queries :]
-            attended = layout.attend_tokens(self.index, query, key, value, self.scaling, self.window)
+            attended = layout.attend_tokens(self.index, Heads(query, key, value, self.scaling, self.window))
         x = self.combine.plus(attended.flatten(1), x)
         inputs = self._normed(self.between, x)
         return self.down.plus(self.up.times(inputs, self.gate.silu(inputs)), x)
