@@ -68,8 +68,6 @@ def launch(recipe: "Recipe", resume: bool, overwrite: bool) -> None:
                     os.kill(int(file.read_text()), number)
 
         variables = {"OMP_NUM_THREADS": str(max(1, len(usable_processors()) // count))}
-        if sys.platform == "linux":
-            variables["GLOO_SOCKET_IFNAME"] = "lo"
         unset = {name: value for name, value in variables.items() if name not in os.environ}
         with (
             environment(unset),

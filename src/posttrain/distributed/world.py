@@ -7,9 +7,12 @@ Every process runs the same stage on the same recipe. Decisions that concern all
 import itertools
 import os
 import signal
+import socket
+import struct
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,6 +29,8 @@ T = TypeVar("T")
 
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables that `torchrun`, and a launch by posttrain, set for each process."""
+_SIOCGIFADDR = 0x8915
+"""Of Linux: the IPv4 address of a network interface."""
 _TIMEOUT_DAYS = 7
 """Time-out of collective calls, longer than any rollout. A rank that exits is detected at once through its
 connection.
@@ -325,9 +330,16 @@ def _connect(world: World, on_gpu: bool) -> Any:
     else:
         store, _, _ = next(dist.rendezvous("env://"))
         store.set_timeout(timeout)
+        _choose_interface(os.environ["MASTER_ADDR"])
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     group_store = dist.PrefixStore("posttrain", store)
-    dist.init_process_group(backend, store=group_store, rank=world.rank, world_size=world.size, timeout=timeout)
+    try:
+        dist.init_process_group(backend, store=group_store, rank=world.rank, world_size=world.size, timeout=timeout)
+    except RuntimeError as error:
+        raise RunError(
+            f"the learner processes cannot connect to each other ({str(error).splitlines()[0]}); set GLOO_SOCKET_IFNAME on "
+            "each machine to the network interface that reaches the others"
+        ) from error
     _state["control"] = dist.new_group(backend="gloo", timeout=timeout)
     _state["background"] = dist.new_group(backend="gloo", timeout=timeout)
     together = world.hardware.sequence_parallel
@@ -337,6 +349,24 @@ def _connect(world: World, on_gpu: bool) -> Any:
         if first <= world.rank < first + together:
             _state["sequence"] = group
     return store
+
+
+def _choose_interface(address: str) -> None:
+    """Let gloo use the network interface through which this machine reaches `address`, the one of rank 0. Gloo itself takes
+    that of the host name, which on many systems is the loopback interface, so that machines do not find each other.
+    """
+    if sys.platform != "linux" or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect((address, 9))  # sends nothing
+        own = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address
+                if fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24] == own:
+                    os.environ["GLOO_SOCKET_IFNAME"] = name
+                    return
 
 
 def control_group(background: bool = False) -> Any:

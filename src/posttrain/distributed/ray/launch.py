@@ -70,6 +70,10 @@ def launch(recipe: Recipe, resume: bool, overwrite: bool, console: Console) -> N
             run.close()
 
 
+class _DiedWhileStarting(RunError):
+    """A process died before it returned from its first call."""
+
+
 class ClusterRun:
     """One run on a cluster."""
 
@@ -191,7 +195,9 @@ class ClusterRun:
         try:
             return self.ray.get([getattr(actor, method).remote() for actor in actors])
         except Exception as error:
-            raise RunError(f"the {what} could not be started on the cluster: {unwrap_ray_error(error)}") from error
+            cause = unwrap_ray_error(error)
+            kind = _DiedWhileStarting if isinstance(cause, WorkerDied) else RunError
+            raise kind(f"the {what} could not be started on the cluster: {cause}") from error
 
     def _start_others(self) -> None:
         kinds: dict[str, tuple[Any, ...]] = {
@@ -293,8 +299,7 @@ class ClusterRun:
     def _restart_learners(self) -> None:
         """Kill the remaining learners and start all of them again, with the engines on their GPUs."""
         self._learning = False
-        for actor in [*self.learners, *(actor for _, actor in self.critics)]:
-            self.ray.kill(actor)
+        self._kill_learners()
         # Wait until no earlier learner holds the lock of the run directory.
         path = Path(self.recipe.runs) / self.recipe.name
         ends = time.monotonic() + 60
@@ -304,12 +309,23 @@ class ClusterRun:
                     break
             except InputError:
                 time.sleep(0.2)
-        self._start_learners()
+        started = False
+        while not started:
+            try:
+                self._start_learners()
+                started = True
+            except _DiedWhileStarting as error:  # on a machine whose death Ray had not noticed yet
+                self._kill_learners()
+                self._record_death(LEARNER, f"died while it started ({error})", time.monotonic_ns())
         if self.gpus and self.handles[ENGINE]:
             for handles in self.handles.values():
                 for _, actor in handles:
                     self.ray.kill(actor)
             self._start_others()
+
+    def _kill_learners(self) -> None:
+        for actor in [*self.learners, *(actor for _, actor in self.critics)]:
+            self.ray.kill(actor)
 
     def _raise_errors(self, ended: list[LearnerExit]) -> None:
         """Raise the error of the stage, if there was one."""
