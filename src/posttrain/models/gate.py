@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.distributed.sharding import compute_dtype
 from posttrain.errors import InputError, RunError
 from posttrain.models.forward import (
     ForwardPath,
@@ -156,7 +157,7 @@ def exactness(model: torch.nn.Module) -> str:
         else [f"{'packed rows' if path.packed else 'passes'} from transformers by {path.nats:.1g}"]
     )
     parts += [] if decoding is None else [f"{decoding['kind']} decoding from the learner by {decoding['nats']:.1g}"]
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    dtype = str(compute_dtype(next(model.parameters()))).removeprefix("torch.")
     return f"exactness, in nats per token: {', '.join(parts)} ({dtype})" if parts else ""
 
 
