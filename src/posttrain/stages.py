@@ -44,7 +44,7 @@ def run_stage(
     require_inputs(recipe)
     remember(recipe)
     hardware = getattr(recipe, "hardware", HardwareRecipe())
-    elsewhere = hardware.ray is not None or (hardware.processes > 1 and not is_launched())
+    elsewhere = hardware.ray is not None or (hardware.learners > 1 and not is_launched())
     if elsewhere and callbacks:
         raise InputError("callbacks run in this process; set hardware.processes to 1 and remove hardware.ray")
     if hardware.ray is not None:

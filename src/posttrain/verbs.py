@@ -349,7 +349,7 @@ def _run(
     placed: AbstractContextManager[None] = nullcontext()
     if make_engine is not None:
         hardware = typed.hardware  # type: ignore[attr-defined]
-        if hardware.ray is not None or hardware.processes > 1:
+        if hardware.ray is not None or hardware.learners > 1:
             raise InputError(
                 "`engine` is a function of this process; set hardware.processes to 1 and remove hardware.ray"
             )

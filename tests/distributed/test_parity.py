@@ -1,5 +1,5 @@
 """Law 4 with processes: 2 and 4 of them make the updates of one, to float rounding, in every stage, also where they compute
-rows together (`hardware.sequence_parallel`).
+rows together (`hardware.sequence_parallel`) and where two replicas are sharded over two processes each (HSDP).
 
 Bounds in float32, after 4 to 8 updates of AdamW at a learning rate of 1e-3 to 3e-3: weights within 5e-6, losses, norms of
 gradients and everything else in the metrics within 1e-4 of their size.
@@ -199,14 +199,21 @@ def alone(models, tmp_path_factory):
         pytest.param((4, tuple(CASES), 1), marks=SLOW),
         pytest.param((2, tuple(CASES), 2), marks=SLOW),
         pytest.param((4, tuple(CASES), 2), marks=SLOW),
+        ([2, 2], ("sft",), 1),
+        pytest.param(([2, 2], tuple(case for case in CASES if case != "sft"), 1), marks=SLOW),
+        pytest.param(([2, 2], QUICK, 2), marks=SLOW),
     ],
-    ids=["two", "two_others", "four", "two_together", "four_in_pairs"],
+    ids=[
+        *("two", "two_others", "four", "two_together", "four_in_pairs"),
+        *("two_replicas", "two_replicas_others", "two_replicas_in_pairs"),
+    ],
 )
 def divided(request, models, tmp_path_factory):
     """Where the runs of so many processes are, of which so many compute a row together, and their cases."""
     folder = tmp_path_factory.mktemp("divided")
-    processes, cases, count = request.param
-    hardware = {"processes": processes, "sequence_parallel": count} if count > 1 else None
+    given, cases, count = request.param
+    processes = given if isinstance(given, int) else given[0] * given[1]
+    hardware = {"processes": given, "sequence_parallel": count} if count > 1 or processes != given else None
     codes = together.run(processes, jobs(models, folder, cases, hardware), folder)
     logs = "".join((folder / f"log-{rank}.txt").read_text()[-3000:] for rank in range(processes))
     assert codes == [[0] * processes] * (len(cases) + len(GIVEN)), logs

@@ -1,5 +1,8 @@
 """The memory per process that `--dry-run` shows."""
 
+import pytest
+from pydantic import ValidationError
+
 from posttrain.planning.memory import ModelSizes, memory_estimate, process_memory
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.supervised import SftRecipe
@@ -25,6 +28,16 @@ def test_state_is_divided_and_whole_gradients_are_not():
     assert "whole gradients" not in rows(processes=4, gradient_sync="per_forward")[0]
     # Offloaded gradients are accumulated in CPU memory, for any number of processes.
     assert "whole gradients" not in rows(processes=4, offload="all")[0]
+
+
+def test_replicas_do_not_divide_the_state_of_the_model():
+    found, _ = rows("bfloat16", processes=[2, 4])
+    assert found == rows("bfloat16", processes=4)[0]
+    assert rows("bfloat16", processes=[1, 4])[0] == found
+    with pytest.raises(ValidationError, match=r"hardware\.processes"):
+        rows(processes=[4, 1])
+    with pytest.raises(ValidationError, match="make the former a multiple"):
+        rows(processes=[3, 3], sequence_parallel=2)
 
 
 def test_processes_that_compute_rows_together_divide_their_activations():

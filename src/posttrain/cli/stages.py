@@ -119,7 +119,7 @@ def with_planned_engine(recipe: "Recipe", device: "Device | None", console: "Con
     hardware = getattr(chosen, "hardware", None)
     if chosen is not recipe and hardware is not None and hardware.ray is None:
         # The run starts a server for each of its processes, and this process is alone.
-        engine = chosen.sampler.model_copy(update={"servers": hardware.processes})
+        engine = chosen.sampler.model_copy(update={"servers": hardware.learners})
         return chosen.model_copy(update={"engine": engine})
     if chosen is recipe and device is not None and "engine" not in recipe.model_fields_set:
         line = "engine.type is local in this plan; with vLLM installed, a run on a GPU uses vLLM, which engine.type=vllm plans"

@@ -39,7 +39,7 @@ def launch(recipe: "Recipe", resume: bool, overwrite: bool) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    count = recipe.hardware.processes  # type: ignore[attr-defined]
+    count = recipe.hardware.learners  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory(prefix="posttrain-") as name:
         folder = Path(name)
         # Without an engine that was not given: the processes choose it for their devices.

@@ -1,4 +1,5 @@
-"""FSDP2 models: every weight is sharded over the processes at rest and gathered layer by layer to compute.
+"""FSDP2 models: every weight is sharded over the processes, or those of each replica (HSDP), at rest, and gathered layer by
+layer to compute.
 
 Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277; `torch.distributed.fsdp.fully_shard`. Shards of trained weights are
 float32 and the optimizer updates them directly, so they are the master weights; layers are gathered in the model's
@@ -53,7 +54,7 @@ class ShardedModel:
             cast_forward_inputs=False,
         )
         offload = CPUOffloadPolicy() if hardware.offload == "all" else OffloadPolicy()
-        mesh = torch.distributed.init_device_mesh(device.type, (current_world().size,))
+        mesh = current_world().mesh(device.type)
         self._reshards = hardware.reshard_after_forward
         self._reduces_each = hardware.reduces_per_forward
         self._root: Any = _Root(model)
@@ -151,11 +152,12 @@ def shard_like(shard: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     if not is_sharded(tensor):
         return shard
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     sharded: Any = tensor
-    return DTensor.from_local(
-        shard, sharded.device_mesh, sharded.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    meta = TensorMeta(tensor.shape, tensor.stride(), shard.dtype)
+    # `DTensor.from_local` would copy a shard in CPU memory to the device of the mesh.
+    return DTensor(shard, DTensorSpec(sharded.device_mesh, sharded.placements, meta), requires_grad=False)
 
 
 def compute_dtype(parameter: torch.Tensor) -> torch.dtype:
@@ -190,8 +192,8 @@ def set_shard(tensor: torch.Tensor, full: torch.Tensor) -> None:
     with torch.no_grad():
         if is_sharded(tensor):
             # FSDP shards by rows into one chunk per rank; the last chunks are smaller or empty.
-            chunks = torch.chunk(full, current_world().size)
-            shard = chunks[current_world().rank] if current_world().rank < len(chunks) else full[:0]
+            chunks, rank = torch.chunk(full, current_world().shards), current_world().shard_rank
+            shard = chunks[rank] if rank < len(chunks) else full[:0]
             local_shard(tensor).copy_(shard)
         else:
             tensor.copy_(full)

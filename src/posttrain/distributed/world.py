@@ -94,6 +94,27 @@ class World:
         """Groups of `hardware.sequence_parallel` processes. Each computes other micro-batches."""
         return self.size // self.hardware.sequence_parallel
 
+    @property
+    def shards(self) -> int:
+        """Processes over which models are sharded; the others hold replicas of these shards."""
+        return self.size // self.hardware.replicas
+
+    @property
+    def shard_rank(self) -> int:
+        """Which shard this process holds, of `shards`."""
+        return self.rank % self.shards
+
+    def mesh(self, device: str) -> Any:
+        """The processes as torch's mesh for devices of a type: of `shards`, or of replicas x `shards`."""
+        import torch
+
+        if self.hardware.replicas == 1:
+            return torch.distributed.init_device_mesh(device, (self.size,))
+        if _state["mesh"] is None:  # it has process groups of its own
+            shape = (self.hardware.replicas, self.shards)
+            _state["mesh"] = torch.distributed.init_device_mesh(device, shape, mesh_dim_names=("replicas", "shards"))
+        return _state["mesh"]
+
     def gather(self, items: Sequence[T]) -> list[T]:
         """The items of all ranks, in rank order, on every rank. Items must be picklable."""
         if self.size == 1:
@@ -170,7 +191,7 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, PosttrainError | None]:
 
 
 _SINGLE_PROCESS = World(HardwareRecipe())
-_NO_GROUPS = {"control": None, "background": None, "sequence": None}
+_NO_GROUPS = {"control": None, "background": None, "sequence": None, "mesh": None}
 _state: dict[str, Any] = {"world": _SINGLE_PROCESS, **_NO_GROUPS}
 
 
@@ -199,10 +220,10 @@ def join_world(hardware: HardwareRecipe, device: str = "auto") -> Iterator[World
 def _joined(hardware: HardwareRecipe, device: str) -> Iterator[World]:
     if is_launched():
         size = int(os.environ["WORLD_SIZE"])
-        if hardware.processes not in (1, size):
+        if hardware.learners not in (1, size):
             raise InputError(
-                f"hardware.processes = {hardware.processes}, but torchrun started {size} processes; set it to {size}, or start "
-                f"{hardware.processes}"
+                f"hardware.processes = {hardware.learners}, but torchrun started {size} processes; set it to {size}, or start "
+                f"{hardware.learners}"
             )
         world = World(
             hardware,

@@ -54,7 +54,7 @@ def with_gradient_sync(recipe: TrainedRecipe, sizes: ModelSizes, device: Device 
 def divided(recipe: StageRecipe) -> TrainedRecipe | None:
     """The recipe, if its state is divided among processes or offloaded."""
     hardware = getattr(recipe, "hardware", None)
-    divides = hardware is not None and (hardware.processes > 1 or hardware.offload == "all")
+    divides = hardware is not None and (hardware.learners > 1 or hardware.offload == "all")
     return recipe if divides else None  # type: ignore[return-value]
 
 
@@ -97,7 +97,7 @@ def require_memory(recipe: StageRecipe, sizes: ModelSizes, memory: int) -> None:
     do not.
     """
     hardware = getattr(recipe, "hardware", None)
-    count = 1 if hardware is None or hardware.ray is not None else hardware.processes
+    count = 1 if hardware is None or hardware.ray is not None else hardware.learners
     items = at_peak(recipe, sizes, None)[0].items()
     needed = count * sum(number for what, number in items if what not in (ACTIVATIONS, CACHE))
     if needed > memory:
@@ -145,16 +145,15 @@ def _smaller(recipe: StageRecipe, heads: int) -> Iterator[dict[str, Any]]:
     """Values of keys that save memory, cheapest first. `heads`: attention heads of the model."""
     if not isinstance(recipe, TrainedRecipe):
         return
-    if recipe.hardware.processes > 1 and recipe.hardware.gradient_sync == "per_update":
+    if recipe.hardware.learners > 1 and recipe.hardware.gradient_sync == "per_update":
         yield {"hardware.gradient_sync": "per_forward"}
     checkpointed, eight = {"model.gradient_checkpointing": True}, {"optimizer.type": "adamw_8bit"}
     yield from ({"model.gradient_checkpointing": "selective"}, checkpointed)
-    for count in range(recipe.hardware.sequence_parallel + 1, recipe.hardware.processes + 1):
-        if recipe.hardware.processes % count == 0 and heads % count == 0:
+    for count in range(recipe.hardware.sequence_parallel + 1, recipe.hardware.learners + 1):
+        if recipe.hardware.learners % count == 0 and heads % count == 0:
             yield checkpointed | {"hardware.sequence_parallel": count}
     if recipe.hardware.offload == "none":
-        if recipe.hardware.processes == 1:
-            yield from (eight, checkpointed | eight)
+        yield from (eight, checkpointed | eight)
         if recipe.on_policy and recipe.optimizer.type == "adamw" and not recipe.ahead:
             yield {"hardware.offload": "rollouts"}
     yield from (checkpointed | {"hardware.offload": name} for name in ("optimizer", "all"))

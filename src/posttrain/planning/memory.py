@@ -109,7 +109,7 @@ def at_a_time(
 def process_memory(recipe: TrainedRecipe, sizes: ModelSizes, device: Device | None = None) -> Items:
     """Item -> (bytes on the device of one of `hardware.processes` processes, how they are counted)."""
     hardware, width, placement = recipe.hardware, recipe.model.weight_bytes, placement_of(recipe)
-    count, trained = hardware.processes, recipe.model.trained_parameters(sizes, recipe.scores)
+    count, trained = placement.shard, recipe.model.trained_parameters(sizes, recipe.scores)
     parameters = sizes.scorer_parameters if recipe.scores else sizes.parameters
     rows = memory_estimate(recipe, sizes, placement, device)
     over = f", over {count} processes"
@@ -127,7 +127,7 @@ def process_memory(recipe: TrainedRecipe, sizes: ModelSizes, device: Device | No
     if hardware.offload == "all":
         state = recipe.state_items(Plan(sizes, placement, device, sizes_at))
         rows |= {what: (0, f"offloaded: {how}") for what, (_, how) in rows.items() if what in state}
-    if not hardware.reduces_per_forward and count > 1:
+    if not hardware.reduces_per_forward and hardware.learners > 1:
         rows["whole gradients"] = (
             4 * trained,
             "float32, accumulated over the forward passes of an update; not needed with `hardware.gradient_sync: per_forward`",

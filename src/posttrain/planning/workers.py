@@ -96,7 +96,7 @@ def engine_count(recipe: TrainedRecipe, devices: bool) -> int:
     wanted = recipe.hardware.engines
     if wanted.count is not None:
         return wanted.count
-    return max(1, recipe.hardware.processes // wanted.devices) if devices and wanted.colocated else 1
+    return max(1, recipe.hardware.learners // wanted.devices) if devices and wanted.colocated else 1
 
 
 def placement_of(recipe: StageRecipe) -> Placement:
@@ -104,12 +104,12 @@ def placement_of(recipe: StageRecipe) -> Placement:
     hardware: HardwareRecipe | None = getattr(recipe, "hardware", None)
     if hardware is None:
         return ALONE
-    learners = hardware.processes
+    learners, shards = hardware.learners, hardware.learners // hardware.replicas
     if hardware.ray is None or not recipe.on_cluster or not engine_count(placed_recipe(recipe), True):
-        return Placement(learners, learners)
+        return Placement(learners, shards)
     engines = hardware.engines
     tensor = min(engines.devices, learners) if engines.colocated else engines.devices
-    return Placement(learners, learners, engines=1, tensor=tensor, colocated=engines.colocated)
+    return Placement(learners, shards, engines=1, tensor=tensor, colocated=engines.colocated)
 
 
 def reward_count(recipe: TrainedRecipe) -> int:
@@ -122,7 +122,7 @@ def workers_of(recipe: TrainedRecipe, nodes: list[Node]) -> list[Worker]:
     hardware: HardwareRecipe = recipe.hardware
     gpus = any(node.devices for node in nodes)
     per_worker = 1 if gpus else 0
-    workers = [Worker(LEARNER, i, CORES[LEARNER], per_worker) for i in range(hardware.processes)]
+    workers = [Worker(LEARNER, i, CORES[LEARNER], per_worker) for i in range(hardware.learners)]
     for role, count in ((CRITIC, hardware.dedicated.critic), (REFERENCE, hardware.dedicated.reference)):
         workers += [Worker(role, i, CORES[role], per_worker) for i in range(count)]
     engines = hardware.engines
@@ -153,10 +153,10 @@ def place(recipe: TrainedRecipe, nodes: list[Node]) -> tuple[list[Worker], float
             "hardware.engines.count, or set hardware.engines.colocated: true"
         )
     shared = sum(worker.colocated for worker in workers) * engines.devices
-    if shared > recipe.hardware.processes:
+    if shared > recipe.hardware.learners:
         raise InputError(
             f"hardware.engines: colocated engines need {shared} GPUs, more than the GPUs of hardware.processes = "
-            f"{recipe.hardware.processes} learners; lower the count, or set hardware.engines.colocated: false"
+            f"{recipe.hardware.learners} learners; lower the count, or set hardware.engines.colocated: false"
         )
     share = min(1.0, sum(node.cpus for node in nodes) / sum(worker.cpus for worker in workers))
     while True:

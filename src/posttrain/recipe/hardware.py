@@ -1,5 +1,6 @@
 """Hardware of a run: the number of learner processes and, on a Ray cluster, the placement of all other workers."""
 
+import math
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -7,6 +8,8 @@ from pydantic import Field
 from posttrain.recipe.base import BaseConfig, Connects
 from posttrain.recipe.metrics import Metric
 from posttrain.recipe.needs import needs, unless
+
+Count = Annotated[int, Field(ge=1)]
 
 
 class EnginePlacement(BaseConfig):
@@ -58,8 +61,8 @@ class HardwareRecipe(BaseConfig):
         Metric("memory/gpu", "largest memory that torch allocated on the GPU so far, in bytes"),
     )
 
-    processes: int = Field(1, ge=1)
-    """Learner processes, each with one GPU or an equal share of the CPU threads. They split the micro-batches of each update, the groups of each step, and the model state (FSDP2). Under `torchrun` this must be the number of processes it started."""
+    processes: Count | tuple[Count, Annotated[int, Field(ge=2)]] = 1
+    """Learner processes, each with one GPU or an equal share of the CPU threads. They split the micro-batches of each update, the groups of each step, and the model state (FSDP2). `[R, S]`: R replicas of S processes each, which split the model state among themselves (HSDP): weights are gathered from S processes only, such as those of one machine, and each holds R times as much. Under `torchrun` this must be the number of processes it started."""
     sequence_parallel: int = Field(1, ge=1)
     """Processes that compute each row together; it divides `processes` and the model's attention heads. A process computes an equal share of the tokens of the row, and of the heads in attention (Ulysses), so `learner.tokens_per_batch` can be this many times as large in the same memory of activations. It does not change the gradient. For decoders whose only layers that mix tokens are attention."""
     gradient_sync: Literal["auto", "per_update", "per_forward"] = "auto"
@@ -80,8 +83,18 @@ class HardwareRecipe(BaseConfig):
     environments: Annotated[EnvironmentPlacement, ON_RAY] = EnvironmentPlacement()
     dedicated: Annotated[DedicatedPlacement, ON_RAY] = DedicatedPlacement()
 
+    @property
+    def learners(self) -> int:
+        """Number of learner processes."""
+        return self.processes if isinstance(self.processes, int) else math.prod(self.processes)
+
+    @property
+    def replicas(self) -> int:
+        """Groups of learner processes that each hold the whole model state."""
+        return 1 if isinstance(self.processes, int) else self.processes[0]
+
     def _check(self) -> None:
-        for key, count in (("processes", self.processes), ("dedicated.critic", self.dedicated.critic)):
+        for key, count in (("processes", self.learners), ("dedicated.critic", self.dedicated.critic)):
             if count % self.sequence_parallel:
                 raise ValueError(
                     f"`hardware.{key}` = {count} processes do not form groups of `hardware.sequence_parallel` = "

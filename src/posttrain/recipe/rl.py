@@ -231,7 +231,7 @@ class RlRecipe(SampledRecipe):
         rollout, hardware, behind = self.rollout, self.hardware, self.updates_behind
         if not rollout.async_rollouts:
             return
-        if hardware.processes > 1 and self.reward is not None:
+        if hardware.learners > 1 and self.reward is not None:
             raise ValueError(
                 "with `rollout.async_rollouts` above 0 only the first process samples and scores, but with "
                 "`hardware.processes` above 1 the reward model of `reward.path` is sharded over all processes; change one "

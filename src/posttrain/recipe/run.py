@@ -251,7 +251,7 @@ class TrainedRecipe(StageRecipe):
             return
         if self.evaluation.every == 0:
             raise ValueError("`audit` scores the answers of the learning curve; set `evaluation.every` above 0")
-        if audit.path is not None and (self.hardware.processes > 1 or self.hardware.ray is not None):
+        if audit.path is not None and (self.hardware.learners > 1 or self.hardware.ray is not None):
             raise ValueError("`audit.path` is for one process without `hardware.ray`; use `audit.environment`")
         played = evaluated_environment(self)
         if audit.environment is None or played is None:
@@ -270,7 +270,7 @@ class TrainedRecipe(StageRecipe):
                 "`optimizer.type: adamw_8bit` keeps its state on the GPU, and `hardware.offload` moves it to CPU memory; use "
                 "`adamw`, or remove `hardware.offload`"
             )
-        if self.model.load_in_4bit and (hardware.processes > 1 or hardware.offload == "all"):
+        if self.model.load_in_4bit and (hardware.learners > 1 or hardware.offload == "all"):
             raise ValueError(
                 "`model.load_in_4bit` is for one process without `hardware.offload: all`; remove it, or set "
                 "`hardware.processes` to 1"
@@ -303,13 +303,14 @@ class TrainedRecipe(StageRecipe):
 
     def process_lines(self) -> list[str]:
         """How several processes divide the work; empty for one process."""
-        if (count := self.hardware.processes) == 1:
+        if (count := self.hardware.learners) == 1:
             return []
+        held = count // self.hardware.replicas
         play = f" and the {self.rollout.groups_per_step} groups" if self.on_policy else ""  # type: ignore[attr-defined]
         who = f"{count} processes"
         if (together := self.hardware.sequence_parallel) > 1:
             who += f", of which each {together} compute a row together,"
-        return [f"{who} divide the forward passes of each update{play}; each holds 1/{count} of the model's state"]
+        return [f"{who} divide the forward passes of each update{play}; each holds 1/{held} of the model's state"]
 
     def memory_items(self, plan: Plan) -> Items:
         """What is in the memory of one learner device: `state_items`, which sharding divides, and `pass_items`."""
