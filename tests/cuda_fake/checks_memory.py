@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig
 
 from posttrain.distributed import world
+from posttrain.distributed.sharding import local_shard
 from posttrain.models.policy import Policy
 from posttrain.planning.devices import DEVICES
 from posttrain.planning.fit import at_peak
@@ -183,6 +184,18 @@ def test_an_offloaded_optimizer_leaves_weights_alone_on_the_device(device, thin_
     assert inside - held >= sum(p.numel() * p.element_size() for p in reference)
 
 
+def test_shards_of_moments_in_cpu_memory_are_those_of_a_checkpoint(device, thin_model, monkeypatch):
+    with made.processes(device, 2, 1):
+        hardware = HardwareRecipe(processes=2, offload="optimizer")
+        monkeypatch.setitem(world._state, "world", world.World(hardware, 0, 2))
+        optimizer = made.policy_updater(policy_of("Qwen3-4B", 1, thin_model)).optimizer
+        tensors = optimizer.tensors()
+        for name, master in zip(optimizer.names, optimizer.masters, strict=True):
+            moment = local_shard(tensors[f"{name}/exp_avg"])
+            assert moment.device.type == "cpu"
+            assert moment.data_ptr() == optimizer._adamw.state[master]["exp_avg"].data_ptr()
+
+
 def test_a_sleeping_optimizer_leaves_weights_alone_on_the_device(device, thin_model, monkeypatch):
     monkeypatch.setitem(world._state, "world", world.World(HardwareRecipe(offload="rollouts")))
     gc.collect()
@@ -196,7 +209,7 @@ def test_a_sleeping_optimizer_leaves_weights_alone_on_the_device(device, thin_mo
     assert weights <= device.live - before < 1.2 * weights
     learner.optimizer.wake()
     assert device.live - before == held
-    assert {tensor.device.type for tensor in learner.optimizer.tensors().values()} == {"cuda"}
+    assert {tensor.device.type for tensor in learner.optimizer.moments().values()} == {"cuda"}
     made.updated(learner, made.samples(2), SupervisedObjective())
 
 

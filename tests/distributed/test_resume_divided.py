@@ -1,5 +1,6 @@
 """Checkpoints of any number of processes: they resume with as many to the same bits, with others to float rounding."""
 
+import math
 import shutil
 
 import pytest
@@ -37,7 +38,7 @@ def runs(models, tmp_path_factory):  # noqa: F811
     log = folder / "log-0.txt"
     jobs = [{"values": values(models, folder / name, **steps)} for name, steps in (("2", {}), ("2_2", {"steps": 3}))]
     assert together.run(2, jobs, folder) == [[0, 0]] * 2, log.read_text()[-3000:]
-    for name in ("2_1", "2_4", "2_4_together"):
+    for name in ("2_1", "2_4", "2_4_together", "2_4_replicas"):
         shutil.copytree(folder / "2_2", folder / name)
     dies = (1, "posttrain.training.updater:Optimizer.step", 4)
     killed = start(models, folder, 2, "2_killed_2", die=dies)
@@ -60,6 +61,13 @@ def regrouped(runs, models):  # noqa: F811
     assert start(models, folder, 2, "together_1", steps=3, hardware=paired) == [[0, 0]], log.read_text()[-3000:]
     assert go_on(models, folder, 1, "together_1") == [[0]], log.read_text()[-3000:]
     assert go_on(models, folder, 4, "2_4_together", count=4) == [[0] * 4], log.read_text()[-3000:]
+    replicas = {"processes": [2, 2]}
+    assert go_on(models, folder, [2, 2], "2_4_replicas") == [[0] * 4], log.read_text()[-3000:]
+    assert start(models, folder, 4, "replicas", steps=3, hardware=replicas) == [[0] * 4], log.read_text()[-3000:]
+    for name in ("replicas_4", "replicas_1"):
+        shutil.copytree(folder / "replicas", folder / name)
+    assert go_on(models, folder, 4, "replicas_4") == [[0] * 4], log.read_text()[-3000:]
+    assert go_on(models, folder, 1, "replicas_1") == [[0]], log.read_text()[-3000:]
     return folder
 
 
@@ -70,7 +78,7 @@ def start(tiny, folder, processes, name, die=None, **changes):
 def go_on(tiny, folder, processes, *names, count=1):
     hardware = {"processes": processes, "sequence_parallel": count}
     again = [{"values": values(tiny, folder / name, hardware=hardware), "resume": True} for name in names]
-    return together.run(processes, again, folder)
+    return together.run(processes if isinstance(processes, int) else math.prod(processes), again, folder)
 
 
 def test_resuming_with_as_many_processes_gives_the_same_bits(runs):
@@ -78,7 +86,9 @@ def test_resuming_with_as_many_processes_gives_the_same_bits(runs):
     assert small.weights(folder / "2_2" / "small") == small.weights(folder / "2" / "small")
 
 
-@pytest.mark.parametrize("name", ["2_1", "2_4", "1_2", "together_1", "2_4_together"])
+@pytest.mark.parametrize(
+    "name", ["2_1", "2_4", "1_2", "together_1", "2_4_together", "2_4_replicas", "replicas_4", "replicas_1"]
+)
 def test_resuming_with_another_number_of_processes_gives_the_same_numbers(regrouped, name):
     assert 0 <= difference(regrouped / name, regrouped / "1") < WEIGHTS
     steps = [line["step"] for line in small.metrics(regrouped / name / "small") if line["kind"] == "train"]

@@ -4,13 +4,15 @@ import contextlib
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from posttrain.distributed import world
 from posttrain.errors import InputError
 from posttrain.models.cuda.copies import copied_to
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.model import OptimizerRecipe
-from posttrain.training.optimizer import Optimizer
+from posttrain.training.optimizer import Optimizer, _Piece, _regroup, _shard_range
 
 
 def made(kind="adamw", dtype=torch.float32):
@@ -61,7 +63,7 @@ def resumed(kind="adamw", dtype=torch.float32):
     with torch.no_grad():
         for parameter, saved in zip(again.parameters, weights, strict=True):
             parameter.copy_(saved)
-        for name, target in again.tensors().items():
+        for name, target in again.tensors(state).items():
             target.copy_(tensors[name])
     again.load_state_dict(state)
     return stepped(again, 2, 4), tensors
@@ -81,6 +83,73 @@ def test_8_bit_state_resumes_to_the_same_bits():
     assert tensors["wide.weight/state1"].dtype == torch.uint8
     assert tensors["norm.weight/state1"].dtype == torch.float32
     assert not any("qmap" in name for name in tensors)
+
+
+@settings(max_examples=150)
+@given(st.integers(1, 60), st.sampled_from([1, 3, 64, 200, 256, 512]), st.integers(1, 5), st.integers(1, 5), st.data())
+def test_8_bit_moments_of_other_shards_are_copied_by_block_or_rounded_again(rows, columns, saved, shards, data):
+    functional = pytest.importorskip("bitsandbytes.functional", reason="needs bitsandbytes")
+    weight = torch.zeros(rows, columns)
+    codes = functional.create_dynamic_map(signed=data.draw(st.booleans()))
+    whole = torch.randn(weight.shape, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 9))))
+    whole = (whole if codes.min() < 0 else whole.abs()).flatten()
+    smallest, pieces, exact = data.draw(st.sampled_from([1, 4096])), [], {}
+    for shard in range(saved):
+        start, stop = _shard_range(weight, shard, saved)
+        values, scales = whole[start:stop], None
+        if stop - start >= smallest:
+            values, state = functional.quantize_blockwise(values, code=codes, blocksize=256)
+            scales = state.absmax
+            exact |= {(at, min(at + 256, stop)): scales[number] for number, at in enumerate(range(start, stop, 256))}
+            whole[start:stop] = codes[values.long()] * scales.repeat_interleave(256)[: len(values)]
+        pieces += [_Piece(shard, start, stop, values, scales)] if len(values) else []
+    assert len(pieces) == 1 or sum(piece.stop - piece.start for piece in pieces) == weight.numel()
+    copied = 0
+    for shard in range(shards):
+        start, stop = _shard_range(weight, shard, shards)
+        overlapping = [piece for piece in pieces if piece.start < stop and start < piece.stop]
+        if start == stop:
+            continue
+        moments, scales = torch.empty(stop - start, dtype=torch.uint8), torch.empty(-(-(stop - start) // 256))
+        _regroup(overlapping, start, moments, scales, codes)
+        found = codes[moments.long()] * scales.repeat_interleave(256)[: len(moments)]
+        step = max(float(codes.diff().max()) / 2, float(1 + codes.min()) if codes.min() < 0 else 0.0)
+        for number, at in enumerate(range(start, stop, 256)):
+            block = slice(at - start, min(at + 256, stop) - start)
+            expected, bound = whole[start:stop][block], 1.02 * step * float(whole[start:stop][block].abs().max())
+            if (at, min(at + 256, stop)) in exact:
+                copied, bound = copied + 1, 0.0
+                assert scales[number] == exact[at, min(at + 256, stop)]
+            assert float((found[block] - expected).abs().max()) <= bound
+        plain = torch.empty(stop - start)
+        _regroup(overlapping, start, plain, None, codes)
+        assert torch.equal(plain, whole[start:stop])
+    assert copied == len(exact) or saved != shards
+
+
+def test_bfloat16_weights_and_their_remainders_are_the_masters():
+    draws = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(1 << 31), 1 << 31, (200_000,), generator=draws, dtype=torch.int64)
+    bits[::3] = (bits[::3] & ~0xFFFF) | 0x8000  # halfway between two numbers of bfloat16
+    values = bits.to(torch.int32).view(torch.float32)
+    values = values[values.isfinite()]
+    parameter = torch.nn.Parameter(values.bfloat16())
+    optimizer = Optimizer([("weight", parameter)], OptimizerRecipe(learning_rate=1e-30), 10)
+    with torch.no_grad():
+        optimizer.masters[0].copy_(values)
+    optimizer.masters[0].grad = torch.zeros_like(values)
+    optimizer.step()
+    masters, stored = optimizer.masters[0].detach().clone(), optimizer.tensors()
+    assert torch.equal(parameter, values.bfloat16())
+    changed = masters != values
+    assert 0.1 < changed.float().mean() < 0.3  # of those halfway, the half that is rounded down
+    assert (values.view(torch.int32) - masters.view(torch.int32))[changed].eq(1).all()
+    assert stored["weight/remainder"].dtype == torch.int16
+    again = Optimizer([("weight", torch.nn.Parameter(parameter.detach().clone()))], OptimizerRecipe(), 10)
+    for name, target in again.tensors(optimizer.state_dict()).items():
+        target.copy_(stored[name])
+    again.load_state_dict(optimizer.state_dict())
+    assert torch.equal(again.masters[0].view(torch.int32), masters.view(torch.int32))
 
 
 def test_8_bit_steps_are_close_to_those_of_float32():

@@ -218,7 +218,7 @@ class OptimizerRecipe(BaseConfig):
     )
 
     type: Literal["adamw", "adamw_8bit"] = "adamw"
-    """`adamw`: moments in float32, 8 bytes per trained weight. `adamw_8bit`: moments in blocks of 8-bit numbers, 2 bytes (bitsandbytes). Not with `hardware.offload`, and such a run resumes with as many processes as it was saved with."""
+    """`adamw`: moments in float32, 8 bytes per trained weight. `adamw_8bit`: moments in blocks of 8-bit numbers, 2 bytes (bitsandbytes). Not with `hardware.offload`. Resuming with another number of shards quantizes the blocks again that do not start at the same weights."""
     learning_rate: float = Field(1e-5, gt=0)
     """Peak learning rate, after warm-up. With `model.lora`, the default is ten times as large."""
     betas: tuple[float, float] = (0.9, 0.95)

@@ -7,7 +7,7 @@ ahead. Sampled batches stay on disk until a checkpoint covers them, so a killed 
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -285,7 +285,7 @@ class AsyncRollouts:
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self, saved: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
         """The weights after earlier steps with which the next batches begin."""
         self._older = self._pending()
         return {

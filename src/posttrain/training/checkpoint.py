@@ -189,11 +189,6 @@ class Checkpoints:
             raise InputError(f"{path / MANIFEST} is missing or damaged ({type(error).__name__}); {remedy}") from error
         if run_id != self.run_id:
             raise InputError(f"{path} is a checkpoint of another run ({run_id}, this one is {self.run_id}); {remedy}")
-        if "optimizer.pt" in files:
-            raise InputError(
-                f"{path} was saved by an earlier version of posttrain, whose checkpoints this one cannot read; continue with "
-                f"that version, or start from {path / 'policy'} as `model.path`"
-            )
         if resumable and STATE not in files:
             raise InputError(
                 f"{path} contains only the policy, so no run can resume from it; {remedy}, or start a run from "

@@ -1,6 +1,6 @@
 """Training of the critic: values of a step's episodes, their targets, and updates."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,13 +88,11 @@ class CriticUpdater:
         """As `Optimizer.wake`."""
         self.optimizer.wake()
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The optimizer's tensors, and the trained weights of which it has no float32 masters."""
-        tensors = {f"optimizer/{name}": tensor for name, tensor in self.optimizer.tensors().items()}
-        for name, parameter in self.model.trainable():
-            if f"optimizer/{name}/master" not in tensors:
-                tensors[f"weights/{name}"] = parameter.detach()
-        return tensors
+    def tensors(self, saved: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
+        """The optimizer's moments and the trained weights. `saved`: the `state_dict` of a checkpoint to read into them."""
+        moments = self.optimizer.moments(saved and saved["optimizer"])
+        tensors = {f"optimizer/{name}": tensor for name, tensor in moments.items()}
+        return tensors | {f"weights/{name}": tensor for name, tensor in self.optimizer.weights().items()}
 
     def state_dict(self) -> dict[str, Any]:
         """The counters of optimizer and learner."""

@@ -2,8 +2,9 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -48,6 +49,10 @@ def decayed(name: str, parameter: torch.Tensor) -> bool:
     return parameter.ndim > 1 and _NOT_DECAYED.search(name) is None
 
 
+_BLOCK = 256
+"""8-bit numbers with a common scale, in bitsandbytes."""
+
+
 class Optimizer:
     """Updates the parameters of a policy. Parameters in bfloat16 have float32 master weights, which are optimized.
     Masters of sharded parameters are this process's shards. With `hardware.offload: optimizer`, masters, their
@@ -83,6 +88,8 @@ class Optimizer:
         self._adamw: Any = self._made([group for group in groups if group["params"]])
         self._divided = [is_sharded(parameter) for parameter in self.parameters]
         self._counts: dict[str, torch.Tensor] = {}
+        self._remainders: dict[str, torch.Tensor] | None = None
+        self._pieces: dict[tuple[str, str], list[_Piece]] = {}
 
     def _made(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """The optimizer of the recipe, with its state already initialized, so that checkpoints always have the same
@@ -100,6 +107,9 @@ class Optimizer:
             for number, group in enumerate(eight.param_groups):
                 for index, master in enumerate(group["params"]):
                     eight.init_state(group, master, number, index)
+            if "dynamic" not in eight.name2qmap:
+                eight.fill_qmap()
+            self._codes = {"state1": eight.name2qmap["dynamic"], "state2": eight.name2qmap["udynamic"]}
             return eight
         adamw = torch.optim.AdamW(groups, **settings, fused=True)
         for master in self.masters:
@@ -202,6 +212,7 @@ class Optimizer:
         if not any(self._divided):
             return norms[0]
         (squares,) = current_world().sum([norms[1].double() ** 2])
+        squares /= current_world().hardware.replicas  # which have the same gradients
         return (norms[0].to(squares.device).double() ** 2 + squares).sqrt().float()
 
     def step(self) -> float:
@@ -218,41 +229,86 @@ class Optimizer:
                 group["lr"] = self.learning_rate
             self._adamw.step()
             self.updates += 1
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                if compute_dtype(parameter) == torch.bfloat16:
+                    # Halfway between two bfloat16 numbers, `_remainder` would not fit into 16 bits where it is rounded down.
+                    bits = master.detach().view(torch.int32)
+                    bits.sub_((bits & 0x1FFFF).eq_(0x8000))
             self._hand_out()
         self.clear()
         return norm
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors that resuming needs besides the parameters: moments, counts and masters. They share memory with
-        the optimizer, so a checkpoint can be written from them or read into them."""
-        tensors: dict[str, torch.Tensor] = {}
+    def tensors(self, saved: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
+        """The tensors that resuming needs besides the model's weights: `moments`, and 16 bits for each bfloat16 weight, with
+        which it is its float32 master.
+
+        `saved`: the `state_dict` of a checkpoint that will be read into the tensors, after the model's weights.
+        """
+        tensors, remainders = self.moments(saved), dict[str, torch.Tensor]()
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
-            for key, value in self._adamw.state[master].items():
+            if compute_dtype(parameter) == torch.bfloat16:
+                remainders[name] = (
+                    _remainder(master.detach()) if saved is None else torch.empty(master.shape, dtype=torch.int16)
+                )
+                tensors[f"{name}/remainder"] = shard_like(remainders[name], parameter)
+        self._remainders = None if saved is None else remainders
+        return tensors
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The trained weights, in float32 for bfloat16 ones. They share memory with the optimizer."""
+        each = zip(self.names, self.parameters, self.masters, strict=True)
+        return {name: shard_like(master.detach(), parameter) for name, parameter, master in each}
+
+    def moments(self, saved: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
+        """The moments and counts. They share memory with the optimizer, so a checkpoint can be written from them or, with its
+        `state_dict` as `saved`, read into them."""
+        world, tensors = current_world(), dict[str, torch.Tensor]()
+        shards = world.shards if saved is None else saved["shards"]
+        for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
+            # A process without a share makes no steps, so its count must not be the one that is stored.
+            for key, value in self._adamw.state[master].items() if master.numel() else ():
                 if key.startswith("qmap"):  # the same constants for every parameter
                     continue
                 if isinstance(value, int):  # bitsandbytes counts steps in plain numbers
                     value = self._counts.setdefault(name, torch.zeros((), dtype=torch.int64)).fill_(value)
-                if self.recipe.type == "adamw_8bit" and is_sharded(parameter) and value.dim():
-                    # Blocks of 8-bit numbers are those of this process's share, whose scales no other share has.
-                    tensors[f"{name}/{key}/{current_world().rank} of {current_world().size}"] = value
+                elif self.recipe.type == "adamw_8bit":
+                    # Blocks of 8-bit numbers are those of a shard, whose scales no other shard has.
+                    if shards == world.shards:
+                        tensors[_in_shard(f"{name}/{key}", world.shard_rank, shards)] = value
+                    elif key.startswith("state"):
+                        pieces = self._pieces[name, key] = _pieces(parameter, shards, self._adamw.args.min_8bit_size)
+                        for piece in pieces:
+                            tensors[_in_shard(f"{name}/{key}", piece.shard, shards)] = piece.values
+                            if piece.scales is not None:
+                                scales = f"{name}/{key.replace('state', 'absmax')}"
+                                tensors[_in_shard(scales, piece.shard, shards)] = piece.scales
                     continue
                 tensors[f"{name}/{key}"] = shard_like(value, parameter) if value.shape == master.shape else value
-            if compute_dtype(parameter) != torch.float32 or self._offloads:
-                tensors[f"{name}/master"] = shard_like(master.detach(), parameter)
         return tensors
 
     def state_dict(self) -> dict[str, Any]:
         """The remaining state that resuming needs, as plain JSON."""
-        return {"updates": self.updates, "names": self.names}
+        return {"updates": self.updates, "names": self.names, "shards": current_world().shards}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict`, after `tensors` were read. ValueError if it belongs to other parameters."""
         if state["names"] != self.names:
             raise ValueError("the optimizer state belongs to other parameters")
         self.updates = state["updates"]
-        for name, master in zip(self.names, self.masters, strict=True):
+        for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
+            if self._remainders is not None:
+                with torch.no_grad():
+                    master.copy_(local_shard(parameter))
+                if name in self._remainders:
+                    master.detach().view(torch.int32).add_(self._remainders[name].to(master.device))
+            state_of = self._adamw.state[master]
             if name in self._counts:
-                self._adamw.state[master]["step"] = int(self._counts[name])
+                state_of["step"] = int(self._counts[name])
+            for key in ("state1", "state2"):
+                if pieces := self._pieces.pop((name, key), None):
+                    start, _ = _shard_range(parameter, current_world().shard_rank, current_world().shards)
+                    _regroup(pieces, start, state_of[key], state_of.get(f"absmax{key[-1]}"), self._codes[key])
+        self._remainders = None
         self._hand_out()
 
     def _hand_out(self) -> None:
@@ -269,3 +325,80 @@ def _master(parameter: torch.nn.Parameter, offloads: bool) -> torch.Tensor:
     if is_sharded(parameter):
         return local_shard(parameter).requires_grad_()
     return parameter if parameter.dtype == torch.float32 else parameter.detach().float().requires_grad_()
+
+
+def _remainder(master: torch.Tensor) -> torch.Tensor:
+    """What the bits of float32 numbers have beyond those of their bfloat16 roundings, as int16 in CPU memory."""
+    return (master.view(torch.int32) - master.bfloat16().float().view(torch.int32)).to(torch.int16).cpu()
+
+
+# -- 8-bit moments of another number of processes -----------------------------------------------------------------------
+
+
+@dataclass
+class _Piece:
+    """Moments of the numbers from `start` to `stop` of a flattened parameter: a shard of another number of shards."""
+
+    shard: int
+    start: int
+    stop: int
+    values: torch.Tensor
+    """8-bit numbers, or float32 for a small shard."""
+    scales: torch.Tensor | None
+    """The scale of each block; None for float32."""
+
+
+def _in_shard(name: str, shard: int, shards: int) -> str:
+    return name if shards == 1 else f"{name}/{shard} of {shards}"
+
+
+def _shard_range(parameter: torch.Tensor, shard: int, shards: int) -> tuple[int, int]:
+    """The numbers of a flattened parameter in a shard. FSDP divides the rows."""
+    each = -(-parameter.shape[0] // shards) * (parameter.numel() // parameter.shape[0])
+    return min(shard * each, parameter.numel()), min((shard + 1) * each, parameter.numel())
+
+
+def _regroup(
+    pieces: Sequence[_Piece], start: int, moments: torch.Tensor, scales: torch.Tensor | None, codes: torch.Tensor
+) -> None:
+    """Set the moments of the numbers from `start` on of a flattened parameter. Blocks that are also blocks of a piece are
+    copied; others are quantized again, with an error of half a step of the `codes` at their scale, and 2% of that."""
+    stop, whole = start + moments.numel(), list[torch.Tensor]()
+    for piece in pieces:
+        values = piece.values.flatten()
+        if piece.scales is not None:
+            values = codes[values.int()] * piece.scales.repeat_interleave(_BLOCK)[: len(values)]
+        whole.append(values[max(start - piece.start, 0) : stop - piece.start])
+    if scales is None:
+        moments.copy_(torch.cat(whole).view_as(moments))
+        return
+    from bitsandbytes.functional import quantize_blockwise
+
+    quantized, state = quantize_blockwise(torch.cat(whole), code=codes, blocksize=_BLOCK)
+    scales.copy_(state.absmax)
+    for piece in pieces:
+        if piece.scales is None or (shift := start - piece.start) % _BLOCK:
+            continue
+        first = -(min(shift, 0) // _BLOCK)
+        end = min(piece.stop, stop) - start
+        last = -(-end // _BLOCK) if piece.stop == stop else end // _BLOCK
+        if first < last:
+            scales[first:last] = piece.scales[first + shift // _BLOCK : last + shift // _BLOCK]
+            copied = slice(first * _BLOCK, min(last * _BLOCK, end))
+            quantized[copied] = piece.values.flatten()[copied.start + shift : copied.stop + shift]
+    moments.copy_(quantized.view_as(moments))
+
+
+def _pieces(parameter: torch.Tensor, shards: int, smallest: int) -> list[_Piece]:
+    """Empty pieces of a parameter for the shards that overlap with that of this process. `smallest`: numbers of a shard that
+    has 8-bit numbers."""
+    world, found = current_world(), list[_Piece]()
+    first, last = _shard_range(parameter, world.shard_rank, world.shards)
+    for shard in range(shards):
+        start, stop = _shard_range(parameter, shard, shards)
+        if (count := stop - start) and start < last and first < stop:
+            eight, device = count >= smallest, local_shard(parameter).device
+            values = torch.empty(count, dtype=torch.uint8 if eight else torch.float32, device=device)
+            scales = torch.empty(-(-count // _BLOCK), device=device) if eight else None
+            found.append(_Piece(shard, start, stop, values.view(-1, *parameter.shape[1:]), scales))
+    return found

@@ -1,6 +1,6 @@
 """The reference model of the KL penalty, and one that follows the policy (TR-DPO) instead of staying the initial model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -110,7 +110,7 @@ class MovingReference:
             move_towards(self._averages, [master.detach() for master in self.optimizer.masters], self.mix)
         self._hand_out()
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self, saved: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
         """The averages, from which a checkpoint is written or into which it is read."""
         return dict(zip(self.optimizer.names, self._averages, strict=True))
 

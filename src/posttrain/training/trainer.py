@@ -56,8 +56,8 @@ class Stateful(Protocol):
 class Checkpointable(Stateful, Protocol):
     """An object whose state belongs in a checkpoint, as tensors and plain JSON."""
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Its tensors, from which a checkpoint is written or into which it is read."""
+    def tensors(self, saved: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
+        """Its tensors, from which a checkpoint is written or into which it is read. `saved`: the `state_dict` to read."""
         ...
 
 
@@ -226,13 +226,13 @@ class Trainer(Generic[Output]):
             self._world.on_rank0(lambda: self._forget_after(-1))
             return
         directory, tensors, state = self.checkpoints.load(steps[-1])
-        self.model.restore(directory)
-        targets, random = self._tensors(state["step"]), random_states(self.model.device)
-        if state["processes"] != self._world.size and self.learner.optimizer.recipe.type == "adamw_8bit":
+        if "shards" not in state.get("optimizer", {}):
             raise InputError(
-                f"{directory.parent} has the 8-bit optimizer state of {state['processes']} processes, in shares that others cannot "
-                f"read; resume with hardware.processes={state['processes']}"
+                f"{directory.parent} was saved by an earlier version of posttrain, whose optimizer state this one cannot read; "
+                f"continue with that version, or start from {directory} as `model.path`"
             )
+        self.model.restore(directory)
+        targets, random = self._tensors(state["step"], state), random_states(self.model.device)
         same = state["processes"] == self._world.size and state.get("devices") == sorted(random)
         read_tensors(tensors, targets | (self._named(random) if same else {}))
         if same:
@@ -456,13 +456,14 @@ class Trainer(Generic[Output]):
         remote = {name: each.write for name, each in self.remote.items()}
         return self.checkpoints.save(self.step, self.model, tensors, state, best, later, remote)
 
-    def _tensors(self, step: int) -> dict[str, torch.Tensor]:
-        """All tensors of a checkpoint of `step` except the model's and the random states."""
+    def _tensors(self, step: int, saved: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
+        """All tensors of a checkpoint of `step` except the model's and the random states. `saved`: its state, to read it."""
         # Before the first step, every process has the same optimizer state.
-        state = self.learner.optimizer.tensors() if step else {}
+        state = self.learner.optimizer.tensors(saved and saved["optimizer"]) if step else {}
         tensors = {f"optimizer/{name}": tensor for name, tensor in state.items()}
         for owner, checkpointable in self.checkpointables.items():
-            tensors |= {f"{owner}/{name}": tensor for name, tensor in checkpointable.tensors().items()}
+            of_owner = checkpointable.tensors(saved and saved["checkpointables"][owner])
+            tensors |= {f"{owner}/{name}": tensor for name, tensor in of_owner.items()}
         return tensors
 
     def _remember(self) -> None:

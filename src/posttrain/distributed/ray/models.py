@@ -116,7 +116,7 @@ class CriticWorker(Worker):
         """Restore the tensors that `write` wrote, and the counters of that checkpoint."""
         from posttrain.distributed.tensors import read_tensors
 
-        read_tensors(Path(directory), self.critic.tensors())
+        read_tensors(Path(directory), self.critic.tensors(state))
         self.critic.load_state_dict(state)
 
 
@@ -223,7 +223,7 @@ class RayCritic:
     def wake(self) -> None:
         """No effect."""
 
-    def tensors(self) -> dict[str, Any]:
+    def tensors(self, saved: Any = None) -> dict[str, Any]:
         """Empty: the tensors are on the workers."""
         return {}
 
