@@ -39,6 +39,8 @@ HERE = {
     "helpsteer3_rows": ("{pairs} {out}", ""),
     "house": ("--stages sft --files", "training/updater.py"),
     "intervals": ("--samples 5 --groups Differences", "mean of paired differences"),
+    # A kill takes a minute; the stored ones are lines of the file.
+    "kills": ("--table {docs}/results/kills.jsonl", "| checkpoint | same bits, 1 lost |"),
     "learning_trl": ("--tasks bandit --seeds 1 --learning-rates 1e-3 --out {out}", "posttrain"),
     "long_context": ("--only 4096-False", "peak, GiB"),
     "memory": ("--only 4B", "peak of an update, GiB"),
