@@ -16,9 +16,7 @@ from pathlib import Path
 from unittest import mock
 from urllib.parse import quote
 
-import zstandard
-
-from posttrain.rollout.store import json_line
+from posttrain.rollout.store import json_line, zstd
 from tests.adversary.hosts import quietly
 
 SECRET = "the text of a file outside"
@@ -93,12 +91,12 @@ def _episode(**values: object) -> Callable[[Path, Path], None]:
 
     def change(run: Path, outside: Path) -> None:
         file = run / EPISODES
-        lines = zstandard.ZstdDecompressor().decompress(file.read_bytes(), 1 << 24).split(b"\n")
+        lines = zstd.decompress(file.read_bytes()).split(b"\n")
         for number, line in enumerate(lines):
             record = json.loads(line)
             changed = {**record, **{key: value for key, value in values.items() if key in record}}
             lines[number] = json_line(changed).encode()  # spaces would hide the episode from the page of its group
-        file.write_bytes(zstandard.ZstdCompressor().compress(b"\n".join(lines)))
+        file.write_bytes(zstd.compress(b"\n".join(lines)))
 
     return change
 

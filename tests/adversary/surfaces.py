@@ -264,21 +264,19 @@ def server(seed: int, folder: Path) -> None:
 
 def episode_file(seed: int, folder: Path) -> None:
     """A changed episode file is read or damaged, and never anything else."""
-    import zstandard
-
     from posttrain.errors import PosttrainError
-    from posttrain.rollout.store import read_episodes, stored_steps, write_episodes
+    from posttrain.rollout.store import read_episodes, stored_steps, write_episodes, zstd
     from tests.rollout.episodes import played
 
     draw = random.Random(seed)
     path = write_episodes(folder, 1, "train", [played(rewards=(1.0, 0.0))], None)
-    data = bytearray(zstandard.ZstdDecompressor().decompress(path.read_bytes(), max_output_size=1 << 24))
+    data = bytearray(zstd.decompress(path.read_bytes()))
     for _ in range(draw.randrange(1, 4)):
         place = draw.randrange(len(data))
         data[place : place + draw.randrange(4)] = draw.choice(
             [b"null", b"[]", b"-1", b'"', b"9" * 400, b"\n", b"|O", b"{}"]
         )
-    packed = bytearray(zstandard.ZstdCompressor().compress(bytes(data)))
+    packed = bytearray(zstd.compress(bytes(data)))
     if draw.random() < 0.3:
         packed[draw.randrange(len(packed))] ^= 1 << draw.randrange(8)
     path.write_bytes(packed)

@@ -22,6 +22,7 @@ from posttrain.rollout.store import (
     stored_records,
     stored_steps,
     write_episodes,
+    zstd,
 )
 from tests.rollout.episodes import played
 
@@ -184,16 +185,14 @@ def test_missing_episodes_are_wrong_input(tmp_path: Path) -> None:
 
 
 def test_a_file_that_unpacks_to_far_more_than_its_size_is_damaged(tmp_path, monkeypatch):
-    import zstandard
-
     monkeypatch.setattr("posttrain.rollout.store._LARGEST", 1 << 20)
     path = tmp_path / "step_000001.train.jsonl.zst"
-    path.write_bytes(zstandard.ZstdCompressor().compress(b"{" * (64 << 20)))
+    path.write_bytes(zstd.compress(b"{" * (64 << 20)))
     for read in (lambda: read_episodes(path), lambda: list(stored_records(path)), lambda: list(stored_steps(tmp_path))):
         with pytest.raises(RunError, match=r"is damaged \(its first line is not a header\)"):
             read()
-    header = zstandard.decompress(write_episodes(tmp_path, 1, "train", [played()]).read_bytes()).split(b"\n")[0]
-    path.write_bytes(zstandard.ZstdCompressor().compress(header + b"\n" + b"{" * (64 << 20)))
+    header = zstd.decompress(write_episodes(tmp_path, 1, "train", [played()]).read_bytes()).split(b"\n")[0]
+    path.write_bytes(zstd.compress(header + b"\n" + b"{" * (64 << 20)))
     assert [step.episodes for step in stored_steps(tmp_path)] == [1]
     for read in (lambda: read_episodes(path), lambda: list(stored_records(path))):
         with pytest.raises(RunError, match=r"is damaged \(it unpacks to more than 1 MiB\)"):
@@ -204,10 +203,8 @@ def test_a_file_that_unpacks_to_far_more_than_its_size_is_damaged(tmp_path, monk
     "text", ["[" * 100_000, "[]", "3", '{"format": 2}', '{"format": 2, "episodes": 1}\n[]', "null\n{}"]
 )
 def test_malformed_files_are_damaged(tmp_path, text):
-    import zstandard
-
     path = tmp_path / "step_000001.train.jsonl.zst"
-    path.write_bytes(zstandard.ZstdCompressor().compress(text.encode()))
+    path.write_bytes(zstd.compress(text.encode()))
     with pytest.raises(RunError, match="is damaged"):
         read_episodes(path)
 
@@ -230,11 +227,9 @@ def test_malformed_files_are_damaged(tmp_path, text):
     ids=str,
 )
 def test_episodes_that_contradict_themselves_are_damaged(tmp_path, change):
-    import zstandard
-
     episode = played(rewards=(1.0, 0.0))
     path = write_episodes(tmp_path, 1, "train", [episode], Advantages([[episode.streams[0].rewards]]))
-    head, line = zstandard.ZstdDecompressor().decompress(path.read_bytes(), 1 << 20).split(b"\n")
+    head, line = zstd.decompress(path.read_bytes()).split(b"\n")
     read_record(path, line)
     record = json.loads(line)
     for key, value in change.items():
@@ -242,6 +237,6 @@ def test_episodes_that_contradict_themselves_are_damaged(tmp_path, change):
     line = json_line(record).encode()
     with pytest.raises(RunError, match="is damaged"):
         read_record(path, line)
-    path.write_bytes(zstandard.ZstdCompressor().compress(head + b"\n" + line))
+    path.write_bytes(zstd.compress(head + b"\n" + line))
     with pytest.raises(RunError, match="is damaged"):
         read_episodes(path)

@@ -4,9 +4,9 @@ import itertools
 import json
 
 import pytest
-import zstandard
 
 from posttrain.cli.main import main
+from posttrain.rollout.store import zstd
 from tests.rollout.chat_server import Reply, serving
 
 KEY = "sk-posttrain-0123456789abcdef"
@@ -40,7 +40,7 @@ def left_behind(tmp_path, monkeypatch, capfd):
 
 def content_of(file):
     content = file.read_bytes()
-    return zstandard.decompress(content) if file.suffix == ".zst" else content
+    return zstd.decompress(content) if file.suffix == ".zst" else content
 
 
 def check(files, said, *names):

@@ -8,6 +8,7 @@ import base64
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
-import zstandard
 
 from posttrain.credit.units.mixing import CreditedUnits, UnitAdvantages, UnitRewards
 from posttrain.credit.units.spans import Spans
@@ -25,6 +25,11 @@ from posttrain.errors import InputError, RunError
 from posttrain.images import FIRST
 from posttrain.runs.directory import storage_errors, write_atomically
 from posttrain.runs.reader import open_file
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 Split = Literal["train", "evaluation", "final"]
 """Training episodes, held-out episodes of the learning curve, and held-out episodes of the final table."""
@@ -38,7 +43,7 @@ _PART = 1 << 12
 """Bytes that are unpacked at a time. Repetitive episodes unpack to hundreds of times their size."""
 _DAMAGE = (
     *(OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError),
-    zstandard.ZstdError,
+    zstd.ZstdError,
 )
 """Exceptions that reading a damaged file raises."""
 _NAME = re.compile(r"^step_(\d+)\.(train|evaluation|final)\.jsonl\.zst$")
@@ -131,7 +136,8 @@ def write_episodes(
         lines.append(json_line(record))
     with storage_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, zstandard.ZstdCompressor(level=3, write_checksum=True).compress("\n".join(lines).encode()))
+    checked = {zstd.CompressionParameter.checksum_flag: True}
+    write_atomically(path, zstd.compress("\n".join(lines).encode(), options=checked))
     return path
 
 
@@ -213,7 +219,7 @@ def _lines(path: Path) -> Iterator[bytes]:
     """The lines of a file, unpacked in parts, so that a decompression bomb does not fill the memory."""
     with open_file(path, path.parent.parent) as file:
         most = max(_LARGEST, _EXPANSION * os.fstat(file.fileno()).st_size)
-        content, rest, size = zstandard.ZstdDecompressor().decompressobj(), b"", 0
+        content, rest, size = zstd.ZstdDecompressor(), b"", 0
         while not content.eof and (part := file.read(_PART)):
             *lines, rest = (rest + content.decompress(part)).split(b"\n")
             size += sum(map(len, lines))
