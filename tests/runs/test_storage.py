@@ -55,7 +55,7 @@ def test_a_run_that_has_ended_has_no_training_state_and_its_weights_once(tiny_mo
     run = run_stage(recipe, console=Console(file=said, width=200))
     assert usage_of(run).ended
     assert not has_state(run)
-    assert states(run) == [False, False]
+    assert states(run) == [False]
     last = run.checkpoints / "step_000002" / "policy" / "model.safetensors"
     assert (run.path / "model" / "model.safetensors").samefile(last)
     assert usage_of(run).freed == 0

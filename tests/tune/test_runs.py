@@ -16,6 +16,8 @@ from optuna.trial import TrialState
 from posttrain.recipe.compose import load_recipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import read_metrics
+from posttrain.tune.best import _RetestJob
+from posttrain.tune.run import TrialJob
 from tests.training import preferences, small
 
 from . import studies
@@ -57,7 +59,7 @@ def test_supervised_trials_two_at_a_time(tiny_model, tmp_path):
         "objective": {"metric": "validation/loss", "direction": "minimize"},
         "start": [{"optimizer.learning_rate": 1e-2}],
     }
-    assert studies.tune(tmp_path, "workers=2", "trials=2", **changes) == 0
+    assert studies.tune(tmp_path, "workers=2", "trials=2", "weights=all", **changes) == 0
     found = studies.trials(tmp_path)
     assert [trial.state for trial in found] == [TrialState.COMPLETE] * 2
     for trial in found:
@@ -78,7 +80,7 @@ def test_a_run_that_dies_is_a_failed_trial_with_its_reason(tiny_model, tmp_path)
     search = {"environment.end": ["kill", "raise", "none"]}
     start = [{"environment.end": end} for end in search["environment.end"]]
     made = keys(tiny_model, steps=1)
-    assert studies.tune(tmp_path, keys=made, search=search, start=start, trials=4, weights="best") == 0
+    assert studies.tune(tmp_path, keys=made, search=search, start=start, trials=4) == 0
     killed, raised, sound, _ = studies.trials(tmp_path)
     assert killed.state == raised.state == TrialState.FAIL
     assert killed.user_attrs["reason"].startswith("killed by SIGKILL")
@@ -109,7 +111,7 @@ def test_a_pruned_run_saves_a_checkpoint_and_ends(tiny_model, tmp_path):
     settings = [{"environment.pay": 1.0, "steps": 2}, {"environment.pay": 0.1, "steps": 2000}]
     start = [{"both": setting} for setting in settings]
     changes = {"search": {"both": {"together": settings}}, "start": start, "trials": 2}
-    made = keys(tiny_model, checkpoint={"every": 1000})
+    made, changes["weights"] = keys(tiny_model, checkpoint={"every": 1000}), "all"
     assert studies.tune(tmp_path, keys=made, pruner={"type": "median", "startup_trials": 1}, **changes) == 0
     first, pruned = studies.trials(tmp_path)
     assert (first.state, pruned.state) == (TrialState.COMPLETE, TrialState.PRUNED)
@@ -149,3 +151,55 @@ def test_a_study_killed_during_a_run_resumes_its_checkpoint(tiny_model, tmp_path
     steps = [line["step"] for line in read_metrics(run.metrics) if line["kind"] == "train"]
     assert steps == [1, 2, 3, 4, 5, 6]
     assert not list(tmp_path.rglob("*.partial"))
+
+
+def stored(folder):
+    """Bytes of checkpoints and models in `folder`, a file with several names once, and bytes of everything else."""
+    weights, others = {}, 0
+    for path in folder.rglob("*"):
+        if path.is_file() and {"checkpoints", "model"} & set(path.parts):
+            weights[path.stat().st_ino] = path.stat().st_size
+        elif path.is_file():
+            others += path.stat().st_size
+    return sum(weights.values()), others
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("retest", [None, pytest.param({"best": 2, "seeds": [1, 2]}, marks=pytest.mark.slow)])
+def test_a_study_of_full_weights_stores_the_best_model_and_what_it_resumes_from(
+    tiny_model, tmp_path, monkeypatch, retest
+):
+    search = {"optimizer.learning_rate": {"low": 1e-4, "high": 1e-2, "log": True}}
+    changes = {"keys": keys(tiny_model, steps=3), "search": search, "trials": 2, "retest": retest}
+    sizes, ends = [], {TrialJob: TrialJob.end, _RetestJob: _RetestJob.end}
+    for kind, end in ends.items():
+        monkeypatch.setattr(kind, "end", lambda job, end=end: (end(job), sizes.append(stored(job.study.directory))))
+    for name in ("whole", "stopped"):
+        (tmp_path / name).mkdir()
+    assert studies.tune(tmp_path / "whole", **changes) == 0
+    model, _ = stored(min((tmp_path / "whole").rglob("model")))
+    # The best trial's, the best retested point's, and that of the point that is being retested.
+    most = [1, 1] + ([2, 2, 3, 2] if retest else [])
+    assert [weights // model for weights, _ in sizes] == most
+    assert max(weights % model for weights, _ in sizes) == 0
+    assert sizes[-1][1] < 400_000 * len(sizes)
+
+    poll = TrialJob.poll
+
+    def stop(job):
+        poll(job)
+        if job.trial.number == 1 and job.attempt.run.saved_step() >= 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrialJob, "poll", stop)
+        assert studies.tune(tmp_path / "stopped", **changes) == 130
+    # The best model so far, and one checkpoint of the second trial with two moments of the optimizer and its best policy.
+    assert model < stored(tmp_path / "stopped/runs/s")[0] < 5.2 * model
+    assert studies.tune(tmp_path / "stopped", "--resume", **changes) == 0
+    assert studies.summary(tmp_path / "stopped") == studies.summary(tmp_path / "whole")
+    kept = [sorted((tmp_path / name).rglob("model/model.safetensors")) for name in ("whole", "stopped")]
+    assert [path.relative_to(tmp_path / "whole") for path in kept[0]] == [
+        path.relative_to(tmp_path / "stopped") for path in kept[1]
+    ]
+    assert [path.read_bytes() for path in kept[0]] == [path.read_bytes() for path in kept[1]]

@@ -51,7 +51,7 @@ class CheckpointRecipe(BaseConfig):
     keep: Annotated[int, Field(ge=1)] | Literal["all"] = 2
     """Number of latest checkpoints to keep whole, so that a run can resume from them. Of the best one, the policy is kept as well. `all`: keep the latest two whole, and the policies of all others."""
     keep_state: Literal["while_running", "always"] = "while_running"
-    """`while_running`: when the run has ended, all checkpoints are reduced to their policies, so it cannot be continued. `always`: the latest ones stay whole, so that `--resume RUN steps=N` can continue the run."""
+    """`while_running`: when the run has ended, the policies of the newest checkpoint and of the best remain (with `keep: all` every one), so it cannot be continued. `always`: the latest ones stay whole, so that `--resume RUN steps=N` can continue the run."""
 
     asynchronous: bool = False
     """Copy the state to CPU memory and write it in a thread while training goes on. Takes as much CPU memory as a checkpoint has bytes; the first of several processes gathers the policy. A run killed during the writing resumes from the checkpoint before."""

@@ -177,8 +177,9 @@ class StudyRecipe(BaseConfig):
     """Trials that run at the same time, each in its own process."""
     devices: list[Text] = []
     """GPUs assigned to workers in turn, as in CUDA_VISIBLE_DEVICES. Empty: every worker sees all GPUs of the study."""
-    weights: Literal["all", "best"] = "all"
-    """Which trials keep checkpoints and exported models. `best`: delete those of all but the best trial so far."""
+    weights: Literal["best", "all"] = "best"
+    """`best`: keep the exported model of the best trial so far, and of the best run of a retest. `all`: of every run, with
+    its checkpoints."""
     retest: Retest | None = None
     """Repeat the best points with several seeds. Null: no retest."""
 

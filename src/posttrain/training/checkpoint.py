@@ -4,7 +4,7 @@ A checkpoint is a directory `step_N` with the policy as transformers or peft sav
 `tensors`, the trainer's state, and a manifest with the SHA-256 of every file. It is written to a temporary directory, synced
 to disk, and renamed. With several processes, each writes its share of the tensors, and rank 0 writes everything else. Any
 number of processes can read it. With `checkpoint.asynchronous`, a thread of each process writes copies.
-Older checkpoints are reduced to the policy, and all of them when the run has ended.
+Older checkpoints are reduced to the policy. When the run has ended, the policies of the newest and of the best remain.
 """
 
 import json
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -92,7 +92,7 @@ class Checkpoints:
                 shutil.rmtree(target)
             aside.rename(target)
             sync_directory(self.directory)
-            self._rotate(best)
+            self.rotate(best, self.recipe.keep)
 
         @contextmanager
         def removing_parts() -> Iterator[None]:
@@ -240,10 +240,10 @@ class Checkpoints:
         for directory in (path for path in aside.iterdir() if path.is_dir()):
             sync_directory(directory)
 
-    def _rotate(self, best: int | None) -> None:
-        keep = self.recipe.keep
+    def rotate(self, best: int | None, keep: int | Literal["all"]) -> None:
+        """Delete or reduce all but the `keep` latest checkpoints, by the rules of the recipe."""
         for step in self.steps()[: -_WHOLE if keep == "all" else -keep]:
-            if keep == "all" or step == best:
+            if self.recipe.keep == "all" or step == best:
                 delete_state(self.path(step))
                 continue
             # Rename first, so that an interrupted deletion leaves no partial checkpoint under a valid name.

@@ -551,11 +551,17 @@ class Trainer(Generic[Output]):
             self._world.on_rank0(replace)
         console, plots = self.progress.console, self.settings.plots
         self._world.on_rank0(lambda: report_results(self.run, self.evaluators, directory, console, plots))
-        ended = free_space if self.settings.checkpoint.keep_state == "while_running" else share_equal_files
+        while_running = self.settings.checkpoint.keep_state == "while_running"
         start = None
         with suppress(InputError):  # it was moved or deleted meanwhile
             start = Path(resolve_path(self.model.recipe.path)) if step == 0 else None
-        self._world.on_rank0(lambda: ended(self.run, start))
+
+        def ended() -> None:
+            if while_running:
+                self.checkpoints.rotate(self.best.step if self.best else None, keep=1)
+            (free_space if while_running else share_equal_files)(self.run, start)
+
+        self._world.on_rank0(ended)
 
 
 def random_states(device: torch.device) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
@@ -88,21 +89,17 @@ def retest(study: Study, points: Sequence[FrozenTrial], console: Console) -> lis
     assert study.recipe.retest is not None
     rate = metric_of(study.recipe.objective.metric).panel.percent
     results = [RetestResult(trial, rate) for trial in points]
-    jobs = [_RetestJob(study, result, seed, console) for result in results for seed in study.recipe.retest.seeds]
+    jobs: list[_RetestJob] = []
+    for result in results:
+        jobs += [_RetestJob(study, result, seed, console, jobs) for seed in study.recipe.retest.seeds]
     waiting = list(reversed(jobs))
     run_jobs(lambda: waiting.pop() if waiting else None, study.recipe.workers, study.recipe.devices)
-    sign = -1 if study.recipe.objective.direction == "maximize" else 1
+    return sorted(results, key=partial(_order, study))
 
-    def order(result: RetestResult) -> tuple[bool, bool, float]:
-        estimate = result.estimate
-        return not result.feasible, estimate is None, sign * estimate.value if estimate is not None else 0.0
 
-    results.sort(key=order)
-    if study.recipe.weights == "best":
-        for job in jobs:
-            if job.result is not results[0]:
-                job.attempt.delete_weights()
-    return results
+def _order(study: Study, result: RetestResult) -> tuple[bool, bool, float]:
+    sign, estimate = -1 if study.recipe.objective.direction == "maximize" else 1, result.estimate
+    return not result.feasible, estimate is None, sign * estimate.value if estimate is not None else 0.0
 
 
 def verdict(study: Study, results: Sequence[RetestResult]) -> str:
@@ -133,11 +130,14 @@ def verdict(study: Study, results: Sequence[RetestResult]) -> str:
 class _RetestJob(Job):
     """The run of a retested point with one seed."""
 
-    def __init__(self, study: Study, result: RetestResult, seed: int, console: Console) -> None:
+    def __init__(
+        self, study: Study, result: RetestResult, seed: int, console: Console, jobs: "list[_RetestJob]"
+    ) -> None:
         point = from_storage(study, result.trial.params)
         name = f"{result.trial.number:04d}-seed{seed}"
         super().__init__(study, Attempt(study.at(point, study.directory / "retest", name, seed=seed)))
-        self.result, self.seed, self.console = result, seed, console
+        self.result, self.seed, self.console, self.jobs = result, seed, console, jobs
+        self.ended = False
 
     def end(self) -> None:
         text = self.attempt.failure()
@@ -152,3 +152,18 @@ class _RetestJob(Job):
             self.result.failed[self.seed] = text
         message = f"retest of trial {self.result.trial.number}, seed {self.seed}: {text}"
         show_line(self.console, message)
+        self.ended = True
+        if self.study.recipe.weights == "best":
+            self._delete_superseded()
+
+    def _delete_superseded(self) -> None:
+        """Keep the model of the best run of each point that is being run, and of the best of the others."""
+        running = {id(job.result) for job in self.jobs if not job.ended}
+        others = [job.result for job in self.jobs if id(job.result) not in running]
+        best = min(others, key=partial(_order, self.study), default=None)
+        sign = -1 if self.study.recipe.objective.direction == "maximize" else 1
+        for job in self.jobs:
+            if job.ended:
+                values = {seed: (sign * one.value, seed) for seed, one in job.result.outcomes.items()}
+                first = job.seed in values and values[job.seed] == min(values.values())
+                job.attempt.delete_weights(first and (job.result is best or id(job.result) in running))

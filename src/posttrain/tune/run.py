@@ -341,8 +341,9 @@ class TrialJob(Job):
         trials = self.optuna_study.get_trials(deepcopy=False)
         best = best_of(self.study, trials)
         for other in trials if self.study.recipe.weights == "best" else ():
-            if other.state.is_finished() and other is not best:
-                Attempt(self.attempt.recipe.model_copy(update={"name": f"{other.number:04d}"})).delete_weights()
+            if other.state.is_finished():
+                run = Attempt(self.attempt.recipe.model_copy(update={"name": f"{other.number:04d}"}))
+                run.delete_weights(but_model=other is best)
         ended = trials[self.trial.number]
         if ended.state == TrialState.FAIL:
             result = f"failed, {ended.user_attrs['reason']}"

@@ -121,10 +121,10 @@ class Attempt:
             return f"ended by {signal.Signals(-code).name}"
         return f"its process ended with exit code {code}; see {self.run.logs / 'output.txt'}"
 
-    def delete_weights(self) -> None:
-        """Delete checkpoints and exported model, but keep metrics, recipe and report."""
-        for directory in (self.run.checkpoints, self.run.path / "model"):
-            shutil.rmtree(directory, ignore_errors=True)
+    def delete_weights(self, but_model: bool) -> None:
+        """Delete checkpoints and, unless `but_model`, the exported model. Metrics, recipe and report stay."""
+        for name in ("checkpoints",) if but_model else ("checkpoints", "model"):
+            shutil.rmtree(self.run.path / name, ignore_errors=True)
 
     @property
     def minutes(self) -> float:
@@ -156,8 +156,12 @@ def _run_process(path: str, variables: Mapping[str, str], reasons: Connection) -
     try:
         _await_lock(run)
         # The run may have moved since it began.
-        recipe = run.load_recipe(to_run=True).model_copy(update={"runs": str(run.path.parent), "name": run.path.name})
-        run_stage(recipe, resume=True, console=new_console(width=140))
+        recipe = run.load_recipe(to_run=True)
+        changes: dict[str, Any] = {"runs": str(run.path.parent), "name": run.path.name}
+        if recipe.checkpoint.keep_state == "while_running" and recipe.checkpoint.keep != "all":
+            # A trial resumes from its newest checkpoint, so an older one would only take space.
+            changes["checkpoint"] = recipe.checkpoint.model_copy(update={"keep": 1})
+        run_stage(recipe.model_copy(update=changes), resume=True, console=new_console(width=140))
         code = 0
     except PosttrainError as error:
         print(f"posttrain: {error}", flush=True)
