@@ -74,7 +74,7 @@ def compare(
         names = named_sides(chosen.sides, [side.name for side in sides])
         sides = [side for side in sides if side.name in names]
     elif emulated := emulates_bfloat16():
-        sides = [side for side in sides if side.precision == "float32" or side.system == "posttrain"]
+        sides = [side for side in sides if side.precision == "float32" or side.name == "posttrain auto"]
         notes.append(emulated)
     model = model_directory(chosen.model)
     with tempfile.TemporaryDirectory(prefix="posttrain-benchmark-") as place:

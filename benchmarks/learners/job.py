@@ -59,6 +59,7 @@ class Job:
 OURS = [
     Side("posttrain auto", "posttrain", "", "mixed", {"model.dtype": "auto"}),
     Side("posttrain float32", "posttrain", "", "float32", {"model.dtype": "float32"}),
+    Side("posttrain bfloat16", "posttrain", "", "mixed", {"model.dtype": "bfloat16"}),
 ]
 WEIGHTS = {"bfloat16": "bf16 weights, f32 masters", "float32": PLAIN}
 """What `model.dtype` came out as -> for the table."""

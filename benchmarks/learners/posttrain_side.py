@@ -16,6 +16,7 @@ from harness.models import computing_dtype
 import posttrain
 from learners.job import KL, LEARNING_RATES, LONGEST, LONGEST_ANSWER, Job, read_job
 from learners.recording import Recorder
+from posttrain.runs.directory import RunDirectory
 
 
 def main(recorder_type: type[Recorder] = Recorder) -> None:
@@ -23,9 +24,8 @@ def main(recorder_type: type[Recorder] = Recorder) -> None:
     values = json.loads(Path(sys.argv[1]).read_text())
     job = read_job(values)
     recorder = recorder_type(job.warmup, job.steps, Path(sys.argv[2]))
-    recorder.dtype = computing_dtype(job.settings.get("model.dtype"))
     lengths: list[int] = []
-    watch = [Watcher(job, recorder, lengths)]
+    watch = [Watcher(job, values["place"], recorder, lengths)]
     keys = _keys(job, values["place"], values["threads"])
     if job.stage in KL:
         posttrain.rl(engine=_engine_with(lengths), callbacks=watch, **keys)
@@ -89,8 +89,8 @@ def _rl_keys(job: Job, total: int) -> dict[str, Any]:
 class Watcher(posttrain.Callback):
     """Records steps. In RL it also puts the lengths of the next step's answers in `lengths`."""
 
-    def __init__(self, job: Job, recorder: Recorder, lengths: list[int]) -> None:
-        self.job, self.recorder, self.lengths = job, recorder, lengths
+    def __init__(self, job: Job, place: str, recorder: Recorder, lengths: list[int]) -> None:
+        self.job, self.place, self.recorder, self.lengths = job, place, recorder, lengths
         self.in_rl = job.stage in KL
 
     def on_episodes(self, step: int, episodes: Sequence[Any]) -> None:
@@ -98,6 +98,9 @@ class Watcher(posttrain.Callback):
 
     def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         job, recorder = self.job, self.recorder
+        if recorder.dtype is None:  # `auto` is what the run has chosen
+            run = RunDirectory.open(f"{self.place}/benchmark")
+            recorder.dtype = computing_dtype(run.load_recipe().model.dtype)
         if not self.in_rl:
             recorder.saw(job.rows_per_step, int(metrics["tokens/trained"]))
         if "time/reference" in metrics:

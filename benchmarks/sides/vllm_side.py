@@ -10,16 +10,19 @@ from typing import Any
 from sides.process import Worker
 
 ABSENT = (
-    "vLLM is left out: no interpreter that is known here has it; install it as docs/results/speed.md says under "
-    "'Peers on a CPU' and name its interpreter with --vllm-python or POSTTRAIN_VLLM_PYTHON"
+    "vLLM is left out: no interpreter that is known here has it; install it with `make vllm`, or name its interpreter with "
+    "--vllm-python or POSTTRAIN_VLLM_PYTHON"
 )
+MADE = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+"""The interpreter of `make vllm`."""
 
 
 def find_python(given: str | None) -> str | None:
-    """The interpreter that has vLLM: the one given, that of the environment, or this one; None where there is none."""
+    """The interpreter that has vLLM: the one given, that of the environment, this one, or `MADE`; None where there is none."""
     named = given or os.environ.get("POSTTRAIN_VLLM_PYTHON")
-    if named is None:
-        return sys.executable if importlib.util.find_spec("vllm") else None
+    if named is None and importlib.util.find_spec("vllm"):
+        return sys.executable
+    named = named or str(MADE)
     if not Path(named).is_file():
         return None
     code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"

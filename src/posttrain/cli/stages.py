@@ -128,13 +128,17 @@ def with_planned_engine(recipe: "Recipe", device: "Device | None", console: "Con
 
 
 def show_checks(recipe: "Recipe", console: "Console", made: Sequence[Path] = ()) -> None:
-    """Print the dtype that `dtype: auto` selects on this machine, load everything that the run would load before its
+    """Print the dtype and threads that this machine selects, load everything that the run would load before its
     model, and print the results. Arguments and errors as for `check_recipe`.
     """
+    from posttrain.errors import InputError
+    from posttrain.models.load import on_disk
     from posttrain.runs.tables import show_line
     from posttrain.training.checks import check_recipe
-    from posttrain.training.stage import precision_notes
+    from posttrain.training.stage import precision_notes, with_measured
 
+    with suppress(InputError):  # the checks report it
+        recipe = with_measured(recipe, console) if on_disk(recipe.model.path) else recipe
     for note in precision_notes(recipe):
         show_line(console, f"precision: {note}")
     console.print("\n[bold]checks[/bold]")
@@ -317,11 +321,13 @@ def generate(
         from posttrain.errors import InputError
         from posttrain.recipe.compose import load_recipe
         from posttrain.runs.directory import RunDirectory
+        from posttrain.training.stage import with_begun
 
         sources, overrides = split_words(words)
-        given = load_recipe(sources, overrides, "generate").model_dump(mode="json")
-        begun = load_recipe([str(RunDirectory.open(resume).recipe_file)], [], "generate").model_dump(mode="json")
-        changed = [key for key, value in given.items() if key not in ("runs", "name") and value != begun[key]]
+        given = load_recipe(sources, overrides, "generate")
+        begun = load_recipe([str(RunDirectory.open(resume).recipe_file)], [], "generate")
+        values, stored = with_begun(given, begun).model_dump(mode="json"), begun.model_dump(mode="json")
+        changed = [key for key, value in values.items() if key not in ("runs", "name") and value != stored[key]]
         if changed:
             raise InputError(
                 f"--resume {resume} uses the recipe of that run, which has other values of {', '.join(changed)}; remove "

@@ -139,7 +139,7 @@ def resolve_device(name: str) -> torch.device:
 
 def resolve_dtype(name: str | None, device: torch.device) -> torch.dtype:
     """The dtype that `model.dtype` names on `device`. `auto` is bfloat16 where the hardware computes it natively, and so is
-    None on a GPU."""
+    None on a GPU. Runs on a CPU replace `auto` by a measurement (`training.measured`)."""
     if name == "auto" or (name is None and device.type != "cpu"):
         return torch.bfloat16 if has_bfloat16(device) else torch.float32
     return {None: torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}[name]

