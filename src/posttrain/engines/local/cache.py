@@ -144,13 +144,10 @@ class KeyValuePages:
 
     def rows(self, segments: Sequence[Segment], heads: int) -> torch.Tensor:
         """[T x H_kv] int64: the cache rows of the tokens of `segments`, for `heads` key heads."""
-        starts = torch.tensor([s.start for s in segments])
-        counts = torch.tensor([s.count for s in segments])
-        within = torch.arange(int(counts.sum())) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-        positions = torch.repeat_interleave(starts, counts) + within
-        slots = torch.repeat_interleave(torch.tensor([s.slot for s in segments]), counts)
+        positions = np.concatenate([np.arange(s.start, s.start + s.count) for s in segments])
+        slots = np.repeat([s.slot for s in segments], [s.count for s in segments])
         first = (positions // PAGE * self.slots + slots) * heads
-        return ((first[:, None] + torch.arange(heads)) * PAGE + (positions % PAGE)[:, None]).flatten()
+        return torch.from_numpy(((first[:, None] + np.arange(heads)) * PAGE + (positions % PAGE)[:, None]).ravel())
 
     def tokens(self, store: torch.Tensor, slot: int, count: int) -> torch.Tensor:
         """A copy [H_kv, count, D] of the first `count` keys or values of a slot."""

@@ -262,8 +262,8 @@ def _draw(weights: torch.Tensor, draws: Sequence[float]) -> torch.Tensor:
     probabilities.
     """
     rows, vocabulary = weights.shape
-    whole = -(-vocabulary // BLOCK) * BLOCK
-    blocks = torch.nn.functional.pad(weights, (0, whole - vocabulary)).view(rows, -1, BLOCK)
+    missing = -vocabulary % BLOCK
+    blocks = (torch.nn.functional.pad(weights, (0, missing)) if missing else weights).view(rows, -1, BLOCK)
     ends = _running_sum(blocks.sum(-1).double())
     total = ends[:, -1:]
     points = upload(torch.tensor(list(draws), dtype=torch.float64), weights.device)[:, None] * total

@@ -476,12 +476,11 @@ class LocalEngine:
         segments, budget = [], self.recipe.tokens_per_forward
         by_slot = {}
         for sequence in sorted(self._running, key=lambda s: s.pending > 1):
-            if sequence.pending > 1 and budget <= 0:
-                break
-            whole = sequence.pending == 1 or self._parts.streams
-            count = sequence.pending if whole else min(sequence.pending, budget)
-            stop = whole_images(sequence.tokens[: sequence.length], sequence.computed, sequence.computed + count)
-            count = stop - sequence.computed
+            if (count := sequence.pending) > 1:
+                if budget <= 0:
+                    break
+                stop = sequence.computed + (count if self._parts.streams else min(count, budget))
+                count = whole_images(sequence.tokens[: sequence.length], sequence.computed, stop) - sequence.computed
             budget -= count
             slot = self._slots[sequence.slot]
             by_slot[sequence.slot] = sequence
