@@ -38,7 +38,8 @@ class Recorder:
 
     def finished_step(self, loss: float = math.nan) -> None:
         """An optimizer step is over; after the last one the result is written and the process ends."""
-        self.ends.append({"at": time.perf_counter(), "rows": self.rows, "tokens": self.tokens, "loss": loss})
+        now = {"at": time.perf_counter(), "processor": time.process_time()}
+        self.ends.append(now | {"rows": self.rows, "tokens": self.tokens, "loss": loss})
         self.rows = self.tokens = 0
         if len(self.ends) == self.warmup + self.steps:
             self.write()
@@ -53,6 +54,7 @@ class Recorder:
         seconds = measured[-1]["at"] - first["at"] + self.extra_per_row * rows
         result = {
             "seconds": seconds,
+            "processor": measured[-1]["processor"] - first["processor"],
             "rows": rows,
             "tokens": tokens,
             "loss": sum(losses) / len(losses) if losses else None,

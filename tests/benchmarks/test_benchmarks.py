@@ -56,6 +56,34 @@ def test_supervised_fine_tuning_against_trl(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_auto_takes_at_most_a_twentieth_longer_than_the_faster_precision(tmp_path):
+    """By processor time, in turn. Sides of equal precision are the same program, so each precision has its least time."""
+    from learners.job import OURS, Job
+    from transformers import AutoTokenizer
+
+    model = harness.models.model_directory("qwen3")
+    rows = harness.data.write_rows(
+        harness.data.chat_rows(AutoTokenizer.from_pretrained(model), 24), tmp_path / "rows.jsonl"
+    )
+    jobs = {side.name: Job("sft", str(model), str(rows), 1, 2, 8, 1, 0, side.settings).as_json() for side in OURS}
+    found = harness.timing.in_turn(
+        {
+            name: lambda _, job=job: harness.timing.run_side("learners.posttrain_side", job, 1)
+            for name, job in jobs.items()
+        },
+        rounds=2,
+    )
+    least: dict[str, float] = {}
+    for outcome in (one for outcomes in found.values() for one in outcomes):
+        least[outcome["dtype"]] = min(least.get(outcome["dtype"], math.inf), outcome["processor"])
+    print(least, {name: [(one["dtype"], one["processor"]) for one in outcomes] for name, outcomes in found.items()})
+    assert set(least) == {"float32", "bfloat16"}
+    for outcome in found["posttrain auto"]:
+        assert least[outcome["dtype"]] <= 1.05 * min(least.values())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "unit", "stages"),
     [

@@ -144,6 +144,24 @@ def test_generation_compares_the_engines_and_reports_which_are_missing(cache):
     assert all(1 < row["per processor s"] < 1e6 for row in rows.values())
 
 
+def test_the_interpreter_of_make_vllm_is_found(tmp_path, monkeypatch):
+    from sides import vllm_side
+
+    root = Path(__file__).parents[2]
+    assert root / ".venv-vllm" / "bin" / "python" == vllm_side.MADE
+    assert "VLLM := .venv-vllm\n" in (root / "Makefile").read_text()
+    monkeypatch.delenv("POSTTRAIN_VLLM_PYTHON", raising=False)
+    monkeypatch.setattr(vllm_side.importlib.util, "find_spec", lambda name: None)
+    made = tmp_path / "python"
+    monkeypatch.setattr(vllm_side, "MADE", made)
+    assert vllm_side.find_python(None) is None
+    for has_vllm in (True, False):
+        made.write_text(f"#!/bin/sh\nexit {int(not has_vllm)}\n")
+        made.chmod(0o755)
+        assert vllm_side.find_python(None) == (str(made) if has_vllm else None)
+    assert vllm_side.find_python("/nonexistent/python") is None
+
+
 def test_vllm_never_has_more_in_flight_than_the_others():
     from types import SimpleNamespace
 

@@ -103,7 +103,7 @@ def choose(model: ModelRecipe, counts: Sequence[int], learns: bool, samples: boo
         dtypes = ["float32", *(["bfloat16"] if multiplies_bfloat16() else [])]
     key, cache = _key(model, config, dtypes, counts, learns, samples), cache_directory() / "measured"
     stored = read_verdict(cache, key, {"dtype", "threads", "seconds"}) if keep else None
-    if stored is not None and stored["dtype"] in dtypes and stored["threads"] in counts:
+    if stored and stored["dtype"] in dtypes and stored["threads"] in counts and isinstance(stored["seconds"], dict):
         return stored
     passes: dict[str, Passes] = {}
     every = torch.get_num_threads()
