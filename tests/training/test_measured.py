@@ -137,6 +137,8 @@ def test_choices_are_stored_by_machine_limits_and_shapes(machine, tiny_model, tm
     other = tmp_path / "other"
     other.mkdir()
     values = json.loads((tiny_model / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(values))
+    assert choose(other) == ("float32", 2), "the same shapes in another place"
     (other / "config.json").write_text(json.dumps(values | {"intermediate_size": 96}))
     assert choose(other) == ("bfloat16", 2)
     machine.timed.clear()

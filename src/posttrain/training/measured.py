@@ -36,7 +36,7 @@ from posttrain.training.optimizer import Optimizer
 
 UPDATE = 2048
 """Tokens of the update that is estimated. In runs that sample, each of them is sampled as well."""
-SIZES = (32, 512)
+SIZES = (64, 512)
 """Tokens of the timed forward and backward pass: to leave out candidates that are far slower, and to compare the others."""
 LARGEST_LAYER = 1 << 23
 """Parameters of a layer above which the pass has fewer tokens, in proportion."""
@@ -159,9 +159,10 @@ def _key(model: ModelRecipe, config: Any, *settings: object) -> str:
     """A digest of the machine, the versions, the limits of the environment, and the shapes."""
     limits = ("OMP_", "GOMP_", "KMP_", "MKL_", "ONEDNN_", "DNNL_", "ATEN_", "POSTTRAIN_KERNEL")
     variables = sorted((name, value) for name, value in os.environ.items() if name.startswith(limits))
-    machine = (processor(), usable_processors(), torch.backends.cpu.get_cpu_capability(), variables)
+    machine = (processor(), len(usable_processors()), torch.backends.cpu.get_cpu_capability(), variables)
     versions = [version(name) for name in ("posttrain", "torch", "transformers")]
-    shapes = (config.to_json_string(use_diff=False), model.model_dump_json(include={"lora"}))
+    values = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
+    shapes = (sorted(values.items()), model.model_dump_json(include={"lora"}))
     return hashlib.blake2b(repr((machine, versions, shapes, settings)).encode(), digest_size=12).hexdigest()
 
 
@@ -195,19 +196,21 @@ class Passes:
         self.part = config.vocab_size / self.vocabulary
         self.sizes = {size: max(SIZES[0], int(size * min(1.0, LARGEST_LAYER / of_layers))) for size in SIZES}
         self.weights = (self.layers * of_layers + rest / self.part) / (of_layers + rest)
-        self.engine = Decoding(self.model, config.vocab_size) if samples else None
+        self.learns, self.samples, self.tokens = learns, samples, config.vocab_size
+        if samples:
+            self.decoder, self.cache = decoder_of(self.model), KeyValuePages(ROWS)
+            self._decode(0, CONTEXT)
         if learns:
             if model.lora is not None:
                 self.model = add_adapters(self.model, model.lora, "CAUSAL_LM").eval()
             trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
             self.optimizer = Optimizer(trained, OptimizerRecipe(), 1)
-        self.learns = learns
 
     def seconds(self, tokens: int) -> float:
         """Seconds of an update of the whole model, from one pass with `tokens` tokens, or fewer for large layers."""
         total = 0.0
-        if self.engine is not None:
-            decoding, logits = self.engine.seconds()
+        if self.samples:
+            decoding, logits = self._decode(CONTEXT, 1)
             total += UPDATE / ROWS * (self.layers * decoding + logits / self.part)
         if self.learns:
             count = self.sizes[tokens]
@@ -217,7 +220,7 @@ class Passes:
 
     def _update(self, tokens: int) -> tuple[float, float, float]:
         """Seconds of the layer, of the output projection, and of the optimizer."""
-        ids = random_stream("measured", tokens).integers(0, self.model.config.vocab_size, tokens)
+        ids = random_stream("measured", tokens).integers(0, self.tokens, tokens)
         streams = np.split(ids, [tokens // 2, tokens * 4 // 5])
         row = pack_row(
             streams, [np.arange(len(s)) > len(s) // 3 for s in streams], lengths_of(base_decoder(self.model))
@@ -237,26 +240,13 @@ class Passes:
         passing, projecting, updating = np.diff(times)
         return float(passing), float(projecting), float(updating)
 
-
-class Decoding:
-    """Passes of the local engine that extend `ROWS` sequences by a token each."""
-
     @torch.no_grad()
-    def __init__(self, model: Any, vocabulary: int) -> None:
-        self.decoder, self.cache = decoder_of(model), KeyValuePages(ROWS)
-        self.ids = torch.arange(ROWS * CONTEXT) % vocabulary
-        self._pass(0, CONTEXT)
-
-    def _pass(self, start: int, count: int) -> torch.Tensor:
+    def _decode(self, start: int, count: int) -> tuple[float, float]:
+        """Seconds of the layer, and of the logits, for `count` tokens of each sequence after its first `start`."""
         layout = CachedLayout(self.cache, [Segment(slot, start, count) for slot in range(ROWS)], torch.device("cpu"))
         positions = torch.arange(start, start + count).repeat(ROWS)
-        return self.decoder.hidden(self.ids[: len(positions)], positions, layout)
-
-    @torch.no_grad()
-    def seconds(self) -> tuple[float, float]:
-        """Seconds of the layer, and of the logits."""
         began = time.perf_counter()
-        states = self._pass(CONTEXT, 1)
+        states = self.decoder.hidden(positions % self.tokens, positions, layout)
         between = time.perf_counter()
-        self.decoder.logits(states)
+        self.decoder.logits(states[-ROWS:])
         return between - began, time.perf_counter() - between

@@ -51,22 +51,16 @@ def precision_notes(recipe: StageRecipe) -> list[str]:
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this processor"
     if recipe.model.fused == "auto" and resolve_fused("auto", device) == "liger":
         notes.append("model.fused auto is liger: the package liger-kernel is installed")
+    reason = f"{where} has {'' if native else 'no '}bfloat16 instructions"
     for name, dtype in open_ones.items():
         if dtype is None and device.type == "cpu":
             continue
         if dtype is None and native:
             notes.append(f"{name}.dtype is bfloat16 on {where}; set it to float32 for full precision")
         elif dtype in ("auto", None):
-            chosen = (
-                f"bfloat16: {where} has instructions for it"
-                if native
-                else f"float32: {where} has no bfloat16 instructions"
-            )
-            notes.append(f"{name}.dtype {dtype or 'null'} is {chosen}")
+            notes.append(f"{name}.dtype {dtype or 'null'} is {'bfloat16' if native else 'float32'}: {reason}")
         elif not native:
-            notes.append(
-                f"{name}.dtype bfloat16 is emulated, slower than float32: {where} has no bfloat16 instructions"
-            )
+            notes.append(f"{name}.dtype bfloat16 is emulated, slower than float32: {reason}")
     return notes
 
 
@@ -126,24 +120,22 @@ def with_measured(recipe: StageRecipe, console: Console) -> StageRecipe:
         counts = thread_counts(busy)
     changes: dict[str, dict[str, Any]] = {}
     for key, section in recipe.models().items():
-        auto, compares = getattr(section, "dtype", None) == "auto", key == "model" and len(counts) > 1
-        if not (auto or compares):
+        auto, compared = getattr(section, "dtype", None) == "auto", counts if key == "model" else counts[:1]
+        if not auto and len(compared) == 1:
             continue
         timed = model if key == "model" else ModelRecipe(path=section.path or model.path, dtype="auto")
         with suppress(Exception):
-            found = choose(timed, counts if compares else counts[:1], learns or key != "model", samples, keep=not busy)
+            found = choose(timed, compared, learns or key != "model", samples, keep=not busy)
             changes[key] = {"dtype": found["dtype"]} if auto else {}
-            if auto and found["dtype"] == "float32" and getattr(section, "head_dtype", "model") != "model":
-                changes[key]["head_dtype"] = "model"
-            chosen = [f"{key}.dtype is {found['dtype']}"] if auto else []
-            if compares:
-                changes[key]["threads"] = found["threads"]
-                chosen += [f"model.threads is {found['threads']}"] if auto or found["threads"] != counts[0] else []
-            if chosen:
+            changes[key] |= {"threads": found["threads"]} if len(compared) > 1 else {}
+            if auto or found["threads"] != compared[0]:
+                chosen = ", ".join(f"{key}.{name} is {value}" for name, value in changes[key].items())
                 times = ", ".join(f"{seconds:.2g} s in {how}" for how, seconds in found["seconds"].items())
-                slow = ", bfloat16 far slower" if auto and "bfloat16" not in times else ""
+                times += ", bfloat16 far slower" if auto and "bfloat16" not in times else ""
                 beside = f" beside {busy:.0f} busy threads of other processes" if busy else ""
-                show_line(console, f"{', '.join(chosen)}: {UPDATE:,} tokens take {times}{slow}, measured here{beside}")
+                show_line(console, f"{chosen}: {UPDATE:,} tokens take {times}, measured here{beside}")
+            if auto and found["dtype"] == "float32" and hasattr(section, "head_dtype"):
+                changes[key]["head_dtype"] = "model"  # it has no effect in float32, which a stored recipe refuses
     return _with_models(recipe, changes)
 
 
