@@ -144,7 +144,9 @@ def test_a_run_on_two_machines_loses_one_and_gets_it_back(machines, tiny_model, 
     assert run.wait(400) == 0, (tmp_path / "log0.txt").read_text()
     told = [line["message"] for line in small.metrics(runs / "small") if line["kind"] == "warning"]
     # Ray may notice the death of a machine only after that of the processes on it.
-    assert any("learner" in message and "all learners continued from the last checkpoint" in message for message in told)
+    assert any(
+        "learner" in message and "all learners continued from the last checkpoint" in message for message in told
+    )
     expected, learned = (
         [line for line in small.metrics(folder / "small") if line["kind"] == "train"] for folder in (alone, runs)
     )
