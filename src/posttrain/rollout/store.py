@@ -136,7 +136,7 @@ def write_episodes(
         lines.append(json_line(record))
     with storage_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
-    checked = {zstd.CompressionParameter.checksum_flag: True}
+    checked: dict[int, int] = {zstd.CompressionParameter.checksum_flag: 1}
     write_atomically(path, zstd.compress("\n".join(lines).encode(), options=checked))
     return path
 

@@ -156,7 +156,7 @@ def _run_process(path: str, variables: Mapping[str, str], reasons: Connection) -
     try:
         _await_lock(run)
         # The run may have moved since it began.
-        recipe = run.load_recipe(to_run=True)
+        recipe: Any = run.load_recipe(to_run=True)
         changes: dict[str, Any] = {"runs": str(run.path.parent), "name": run.path.name}
         if recipe.checkpoint.keep_state == "while_running" and recipe.checkpoint.keep != "all":
             # A trial resumes from its newest checkpoint, so an older one would only take space.
