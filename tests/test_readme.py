@@ -73,7 +73,11 @@ def test_every_command_is_tested():
 
 def test_the_installation_of_the_readme_names_extras_that_exist():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    (named,) = [re.search(r"\.\[([\w,]+)\]", command) for command in COMMANDS if "pip install -e" in command]
+    (named,) = [
+        re.search(r"\.\[([\w,]+)\]", command)
+        for command in COMMANDS
+        if command.startswith("pip install") and " -e " in command
+    ]
     assert named is not None
     assert set(named[1].split(",")) <= set(extras)
 

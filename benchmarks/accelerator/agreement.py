@@ -40,17 +40,19 @@ class Side:
             found.append(loss / tokens)
         return found
 
-    def saved(self) -> dict[str, torch.Tensor]:
+    def saved(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """A copy of all that a checkpoint holds."""
-        weights = {f"weights/{name}": tensor for name, tensor in self.policy.model.state_dict().items()}
-        return {name: tensor.cpu().clone() for name, tensor in (weights | self.optimizer.tensors()).items()}
+        tensors = self.weights() | self.optimizer.tensors()
+        return {name: tensor.cpu().clone() for name, tensor in tensors.items()}, self.optimizer.state_dict()
 
-    def restore(self, saved: dict[str, torch.Tensor], updates: int) -> None:
-        own = {f"weights/{name}": tensor for name, tensor in self.policy.model.state_dict().items()}
+    def restore(self, saved: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
         with torch.no_grad():
-            for name, tensor in (own | self.optimizer.tensors()).items():
+            for name, tensor in (self.weights() | self.optimizer.tensors(state)).items():
                 tensor.copy_(saved[name])
-        self.optimizer.updates = updates
+        self.optimizer.load_state_dict(state)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {f"weights/{name}": tensor for name, tensor in self.policy.model.state_dict().items()}
 
 
 def agreement(shape: Shape, device: torch.device) -> Iterator[Row]:
@@ -75,6 +77,6 @@ def agreement(shape: Shape, device: torch.device) -> Iterator[Row]:
     distance = max(abs(mine - theirs) / expected[0] for mine, theirs in zip(found, expected, strict=True))
     note = f"loss {found[0]:.3f} to {found[-1]:.3f}"
     yield Row("agreement", f"{UPDATES} updates in bfloat16, of the first loss", distance, "relative", note=note)
-    side.restore(saved, half)
+    side.restore(*saved)
     again = max(abs(mine / theirs - 1) for mine, theirs in zip(side.losses(half), found[half:], strict=True))
     yield Row("agreement", f"{half} updates again from the saved state", again, "relative")

@@ -184,10 +184,10 @@ def test_an_offloaded_optimizer_leaves_weights_alone_on_the_device(device, thin_
     assert inside - held >= sum(p.numel() * p.element_size() for p in reference)
 
 
-def test_shards_of_moments_in_cpu_memory_are_those_of_a_checkpoint(device, thin_model, monkeypatch):
-    with made.processes(device, 2, 1):
+def test_shards_of_moments_in_cpu_memory_are_those_of_a_checkpoint(device, thin_model):
+    with made.processes(device, 2, 1), pytest.MonkeyPatch.context() as patch:
         hardware = HardwareRecipe(processes=2, offload="optimizer")
-        monkeypatch.setitem(world._state, "world", world.World(hardware, 0, 2))
+        patch.setitem(world._state, "world", world.World(hardware, 0, 2))
         optimizer = made.policy_updater(policy_of("Qwen3-4B", 1, thin_model)).optimizer
         tensors = optimizer.tensors()
         for name, master in zip(optimizer.names, optimizer.masters, strict=True):

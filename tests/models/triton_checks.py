@@ -32,7 +32,8 @@ def test_kernels_equal_the_operations(elements, divisor, upstream, wide, kernels
     for mine, theirs, exact in zip(results(kind), plain, truth, strict=True):
         size = float(exact.abs().max())
         errors = [float((one - exact).double().square().mean().sqrt()) / size for one in (mine, theirs)]
-        assert errors[0] < (1e-3 if mine.dtype == torch.bfloat16 else 1e-6)
+        # Products in float32 alone are off by 3e-6 on a processor without AVX-512.
+        assert errors[0] < (1e-3 if mine.dtype == torch.bfloat16 else 5e-6)
         assert wide or errors[0] < 1.5 * errors[1] + 1e-8
 
 

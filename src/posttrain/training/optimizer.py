@@ -229,11 +229,6 @@ class Optimizer:
                 group["lr"] = self.learning_rate
             self._adamw.step()
             self.updates += 1
-            for parameter, master in zip(self.parameters, self.masters, strict=True):
-                if compute_dtype(parameter) == torch.bfloat16:
-                    # Halfway between two bfloat16 numbers, `_remainder` would not fit into 16 bits where it is rounded down.
-                    bits = master.detach().view(torch.int32)
-                    bits.sub_((bits & 0x1FFFF).eq_(0x8000))
             self._hand_out()
         self.clear()
         return norm
@@ -328,7 +323,13 @@ def _master(parameter: torch.nn.Parameter, offloads: bool) -> torch.Tensor:
 
 
 def _remainder(master: torch.Tensor) -> torch.Tensor:
-    """What the bits of float32 numbers have beyond those of their bfloat16 roundings, as int16 in CPU memory."""
+    """What the bits of float32 numbers have beyond those of their bfloat16 roundings, as int16 in CPU memory.
+
+    Halfway between two bfloat16 numbers, it would not fit into 16 bits where rounding is down. Such numbers, one in 131,072,
+    become the next smaller one in `master` as well, so a run goes on from what it has stored.
+    """
+    bits = master.view(torch.int32)
+    bits.sub_((bits & 0x1FFFF).eq_(0x8000))
     return (master.view(torch.int32) - master.bfloat16().float().view(torch.int32)).to(torch.int16).cpu()
 
 

@@ -97,19 +97,24 @@ def _finish_ended(recipe: StageRecipe, run: RunDirectory, console: Console) -> N
 
 def with_measured(recipe: StageRecipe, console: Console) -> StageRecipe:
     """The recipe with the fastest precision and number of threads of this processor where `dtype` is auto and
-    `model.threads` null (`training.measured`). Prints what was chosen and why.
+    `model.threads` null (`training.measured`). The first process measures for all, and prints what was chosen and why.
 
     Both are stored with the run (`with_begun`), because other choices change the last bits of results. Nothing is measured
     on a GPU, on a cluster, and with `hardware.deterministic`. A model that cannot be timed keeps `auto`.
     """
+    return _with_models(recipe, current_world().on_rank0(lambda: _measured(recipe, console)))
+
+
+def _measured(recipe: StageRecipe, console: Console) -> dict[str, dict[str, Any]]:
+    """The keys that `with_measured` changes, by model."""
     hardware = getattr(recipe, "hardware", HardwareRecipe())
     learns, samples = hasattr(recipe, "optimizer"), getattr(recipe.sampler, "type", "") == "local"
     if recipe.remote is not None or hardware.ray is not None or hardware.deterministic or not (learns or samples):
-        return recipe
+        return {}
     from posttrain.models.load import resolve_device
 
     if resolve_device(recipe.model.device).type != "cpu":
-        return recipe
+        return {}
     import torch
 
     from posttrain.training.measured import UPDATE, busy_processors, choose, thread_counts
@@ -136,7 +141,7 @@ def with_measured(recipe: StageRecipe, console: Console) -> StageRecipe:
                 show_line(console, f"{chosen}: {UPDATE:,} tokens take {times}, measured here{beside}")
             if auto and found["dtype"] == "float32" and hasattr(section, "head_dtype"):
                 changes[key]["head_dtype"] = "model"  # it has no effect in float32, which a stored recipe refuses
-    return _with_models(recipe, changes)
+    return changes
 
 
 def with_begun(recipe: StageRecipe, begun: StageRecipe) -> StageRecipe:
@@ -250,8 +255,7 @@ def run_in_process(
             begun = RunDirectory.open(f"{recipe.runs}/{recipe.name}").load_recipe()
             recipe = with_begun(recipe, begun)
         else:
-            given = with_engine(recipe, console)
-            recipe = world.on_rank0(lambda: with_measured(given, console))
+            recipe = with_measured(with_engine(recipe, console), console)
         recipe = with_memory(recipe)
         run = world.on_rank0(opened)
         keep_in(run.path / "images")
