@@ -1,6 +1,6 @@
 """What an audit says: rewards that can be gamed, and clean runs.
 
-    python benchmarks/audit_scorer.py --out runs/audit_scorer --gsm8k data/gsm8k
+    python benchmarks/audit_scorer.py --kinds word,length,rationales,clean --out runs/audit_scorer
     python benchmarks/audit_scorer.py --table docs/results/audit_scorer.jsonl
 
 See docs/results/audit_scorer.md. Every run is a short run of reinforcement learning of a small model on one thread, with an
@@ -137,32 +137,10 @@ def rationales(out: Path) -> Keys:
     )
 
 
-# -- GSM8K -------------------------------------------------------------------------------------------------------------
-
-
-def gsm8k(out: Path, data: Path) -> Keys:
-    """The stage `rl` of `results/gsm8k`, shorter: SmolLM2 and its reward model of `data`'s files, made once in `out`."""
-    file = out / "gsm8k.yaml"
-    file.write_text(recipe_file("results/gsm8k").read_text().replace("data/gsm8k/", f"{data.resolve()}/"))
-    common: Keys = {"name": "gsm8k", "runs": str(out), "common.model.threads": 1}
-    sft = {"data.max_rows": 640, "evaluation.every": 20}
-    shorter = {"sft": sft, "reward": {"steps": 40, "epochs": 1, "evaluation.every": 20}}
-    for stage, keys in shorter.items():
-        posttrain.pipeline(file, only=stage, **common, **{f"stages.{stage}.{k}": v for k, v in keys.items()})
-    keys = next(stage for stage in read_file(str(file)).values["stages"] if stage["name"] == "rl")
-    models = {"model": {"path": str(out / "gsm8k" / "sft" / "model"), "threads": 1}}
-    return merged(
-        {key: value for key, value in keys.items() if key not in ("name", "stage", "from", "reward")},
-        models | {"reward": {"path": str(out / "gsm8k" / "reward" / "model"), "dtype": "auto"}, "plots": False},
-        {"audit": {"environment": {"reward": "final_number"}}},
-        {"steps": 12, "evaluation": {"every": 3, "final_seeds": {"count": 64}}, "checkpoint": {"every": 100_000}},
-    )
-
-
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 HACKED: Keys = {"kl": {"coefficient": 0.0}}
-KINDS = ("word", "length", "rationales", "gsm8k", "clean")
+KINDS = ("word", "length", "rationales", "clean")
 CLEAN: dict[str, Keys | tuple[Callable[..., float], Callable[..., float]]] = {
     "bandit, without the penalty": {"rollout": {"groups_per_step": 16, "episodes_per_group": 8}},
     "arms, audited by a noisy scorer": (right, noisy),
@@ -172,10 +150,8 @@ CLEAN: dict[str, Keys | tuple[Callable[..., float], Callable[..., float]]] = {
 """Clean runs: games, audited without the penalty of a wrong form, and the bandit's prompts with two scorers."""
 
 
-def keys_of(kind: str, task: str, out: Path, data: Path) -> Keys:
-    """The keys of a run of `kind`, and of a clean one on `task`; `data`: folder of GSM8K."""
-    if kind == "gsm8k":
-        return gsm8k(out, data)
+def keys_of(kind: str, task: str, out: Path) -> Keys:
+    """The keys of a run of `kind`, and of a clean one on `task`."""
     if kind == "rationales":
         return rationales(out)
     scorers = {"word": (word, right), "length": (length, right)}.get(kind) or CLEAN[task]
@@ -192,10 +168,10 @@ def keys_of(kind: str, task: str, out: Path, data: Path) -> Keys:
     return merged(COMMON, prompts, more, scored)
 
 
-def run(kind: str, seed: int, out: Path, data: Path) -> Line:
+def run(kind: str, seed: int, out: Path) -> Line:
     """Make one run; its line has the reward, the audit and the verdict of each evaluation."""
     name = [*CLEAN][seed % len(CLEAN)] if kind == "clean" else kind
-    keys = keys_of(kind, name, out, data)
+    keys = keys_of(kind, name, out)
     folder = f"{kind}-{seed}"
     common: Keys = {"seed": 100 + seed, "name": folder, "runs": str(out)}
     if "model" not in keys:
@@ -236,7 +212,7 @@ def overhead(out: Path) -> str:
     with ExitStack() as held:
         for name, (owner, attribute) in places.items():
             held.enter_context(patch.object(owner, attribute, _timed(getattr(owner, attribute), name, spent)))
-        whole = run("clean", 1, out, out)["cpu_seconds"]
+        whole = run("clean", 1, out)["cpu_seconds"]
     rows = [
         {"check": name, "ms": f"{1e3 * seconds:.0f}", "share": f"{seconds / whole:.2%}"}
         for name, seconds in spent.items()
@@ -297,7 +273,6 @@ def main() -> None:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--out", type=Path, help="folder of the results")
     where.add_argument("--table", type=Path, metavar="FILE", help="train nothing; print the table of stored results")
-    parser.add_argument("--gsm8k", type=Path, default=Path("data/gsm8k"), help="folder of its files")
     parser.add_argument("--overhead", action="store_true", help="print only what the checks of one run take")
     given = parser.parse_args()
     if given.table:
@@ -314,7 +289,7 @@ def main() -> None:
         for seed in range(given.clean if kind == "clean" else given.seeds):
             if (kind, seed) in done:
                 continue
-            line = run(kind, seed, out, given.gsm8k)
+            line = run(kind, seed, out)
             with file.open("a") as stream:
                 stream.write(json.dumps(line) + "\n")
             print(kind, seed, [look["verdict"] for look in line["looks"]], line["cpu_seconds"], flush=True)
