@@ -19,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
+from harness.options import names  # noqa: E402
 from harness.table import markdown, read_lines  # noqa: E402
 from tests.conftest import save_tiny_model  # noqa: E402
 from tests.distributed import together  # noqa: E402
@@ -95,7 +96,7 @@ def _trl(model: Path, folder: Path, die: tuple[str, int] | None, resume: bool) -
 
 
 SIDES: dict[str, tuple[dict[str, tuple[str, int]], Callable[..., int]]]
-SIDES = {"posttrain": (OURS, one), "posttrain, two processes": (OURS, two), "TRL": (TRLS, trl)}
+SIDES = {"posttrain": (OURS, one), "two processes": (OURS, two), "TRL": (TRLS, trl)}
 
 
 def finished(folder: Path) -> tuple[int, int]:
@@ -136,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/kills"))
     parser.add_argument("--table", type=Path, help="show the table of these lines and run nothing")
-    parser.add_argument("--sides", default=",".join(name for name in SIDES if "," not in name))
+    parser.add_argument("--sides", type=names(SIDES), default=",".join(SIDES), help="comma-separated")
     options = parser.parse_args()
     file = options.table or options.out / "results.jsonl"
     if options.table is None:
@@ -144,7 +145,7 @@ def main() -> None:
         model = options.out.resolve() / "tiny"
         model = model if model.exists() else save_tiny_model(model)
         known = {(line["side"], line["phase"]) for line in (read_lines(file) if file.exists() else ())}
-        for side in SIDES if options.sides == "all" else options.sides.split(","):
+        for side in options.sides:
             for phase in SIDES[side][0]:
                 if (side, phase) not in known:
                     line = kill(side, phase, model, options.out.resolve())
@@ -159,7 +160,7 @@ def _cell(line: dict[str, Any] | None) -> str:
     if line is None:
         return "-"
     if not line["resumes"]:
-        return f"does not resume: {line['error'][:80]}"
+        return "does not resume"
     return f"{'same bits' if line['same'] else 'other weights'}, {line['lost']} lost"
 
 
