@@ -282,7 +282,9 @@ def test_updates_on_given_episodes_are_those_of_one_process(name, alone, divided
         assert line["optimizer/gradient_norm"] > 0.01
         assert not ("expert" in name or "mixtral" in name) or line["loss/router"] > 1.9
     file = "model.safetensors" if GIVEN[name][1] is None else "adapter_model.safetensors"
-    same_weights(expected / "policy" / file, found / "policy" / file)
+    # Routers divide tokens among products, which round by their numbers of rows; without AVX-512 by more.
+    bound = 2 * WEIGHTS if name == "given_experts_whole" and count > 1 else WEIGHTS
+    same_weights(expected / "policy" / file, found / "policy" / file, bound)
 
 
 def test_only_rank_0_prints(divided):
