@@ -236,6 +236,16 @@ def test_what_is_not_measured_keeps_its_recipe(reason, machine, tiny_model, tmp_
     assert not machine.timed
 
 
+def test_a_model_that_cannot_be_timed_keeps_its_recipe_and_a_line_says_why(machine, tiny_model, tmp_path, monkeypatch):
+    def refuse(*settings, **keys):
+        raise RuntimeError("no such layer\nmore")
+
+    monkeypatch.setattr(measured, "choose", refuse)
+    printed, recipe = io.StringIO(), recipe_of(tiny_model, tmp_path, dtype="auto")
+    assert with_measured(recipe, Console(file=printed, width=300)) is recipe
+    assert "RuntimeError: no such layer)" in printed.getvalue()
+
+
 def test_choices_beside_busy_processes_are_not_stored(machine, tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(measured, "busy_processors", lambda: 1.0)
     machine.times = SMALL_ON_AMX

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,7 +100,7 @@ def with_measured(recipe: StageRecipe, console: Console) -> StageRecipe:
     `model.threads` null (`training.measured`). The first process measures for all, and prints what was chosen and why.
 
     Both are stored with the run (`with_begun`), because other choices change the last bits of results. Nothing is measured
-    on a GPU, on a cluster, and with `hardware.deterministic`. A model that cannot be timed keeps `auto`.
+    on a GPU, on a cluster, and with `hardware.deterministic`. A model that cannot be timed keeps `auto`, and a line says so.
     """
     return _with_models(recipe, current_world().on_rank0(lambda: _measured(recipe, console)))
 
@@ -129,18 +129,27 @@ def _measured(recipe: StageRecipe, console: Console) -> dict[str, dict[str, Any]
         if not auto and len(compared) == 1:
             continue
         timed = model if key == "model" else ModelRecipe(path=section.path or model.path, dtype="auto")
-        with suppress(Exception):
+        try:
             found = choose(timed, compared, learns or key != "model", samples, keep=not busy)
-            changes[key] = {"dtype": found["dtype"]} if auto else {}
-            changes[key] |= {"threads": found["threads"]} if len(compared) > 1 else {}
-            if auto or found["threads"] != compared[0]:
-                chosen = ", ".join(f"{key}.{name} is {value}" for name, value in changes[key].items())
-                times = ", ".join(f"{seconds:.2g} s in {how}" for how, seconds in found["seconds"].items())
-                times += ", bfloat16 far slower" if auto and "bfloat16" not in times else ""
-                beside = f" beside {busy:.0f} busy threads of other processes" if busy else ""
-                show_line(console, f"{chosen}: {UPDATE:,} tokens take {times}, measured here{beside}")
-            if auto and found["dtype"] == "float32" and hasattr(section, "head_dtype"):
-                changes[key]["head_dtype"] = "model"  # it has no effect in float32, which a stored recipe refuses
+        except InputError:
+            continue  # loading the model reports it
+        except Exception as error:  # of any code of a model
+            kept = (
+                f"{key}.dtype auto follows the processor's instructions" if auto else "model.threads is torch's number"
+            )
+            cause = (str(error).splitlines() or [""])[0]
+            show_line(console, f"{kept}: the model cannot be timed here ({type(error).__name__}: {cause})")
+            continue
+        changes[key] = {"dtype": found["dtype"]} if auto else {}
+        changes[key] |= {"threads": found["threads"]} if len(compared) > 1 else {}
+        if auto or found["threads"] != compared[0]:
+            chosen = ", ".join(f"{key}.{name} is {value}" for name, value in changes[key].items())
+            times = ", ".join(f"{seconds:.2g} s in {how}" for how, seconds in found["seconds"].items())
+            times += ", bfloat16 far slower" if auto and "bfloat16" not in times else ""
+            beside = f" beside {busy:.0f} busy threads of other processes" if busy else ""
+            show_line(console, f"{chosen}: {UPDATE:,} tokens take {times}, measured here{beside}")
+        if auto and found["dtype"] == "float32" and hasattr(section, "head_dtype"):
+            changes[key]["head_dtype"] = "model"  # it has no effect in float32, which a stored recipe refuses
     return changes
 
 
