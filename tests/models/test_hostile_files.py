@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from posttrain.errors import InputError
-from posttrain.models.load import _conversion_of, load_end_tokens, load_model, load_tokenizer
+from posttrain.models.files import conversion_of
+from posttrain.models.load import load_end_tokens, load_model, load_tokenizer
 from posttrain.models.policy import Policy
 from posttrain.planning.model_sizes import model_sizes
 from posttrain.recipe.model import LoraRecipe, ModelRecipe
@@ -171,17 +172,17 @@ def test_a_changed_gguf_file_has_another_conversion(tmp_path):
     file = tmp_path / "model.gguf"
     content = bytearray(os.urandom(3 << 20))
     file.write_bytes(content)
-    first, status = _conversion_of(file), file.stat()
-    assert _conversion_of(file) == first
+    first, status = conversion_of(file), file.stat()
+    assert conversion_of(file) == first
     content[3 << 19] ^= 1
     with file.open("r+b") as opened:  # the same inode, size and time of the last change
         opened.write(content)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert file.stat().st_mtime_ns == status.st_mtime_ns
-    assert _conversion_of(file) != first
+    assert conversion_of(file) != first
     (tmp_path / "other").mkdir()
     moved = shutil.copy2(file, tmp_path / "other" / "model.gguf")
-    assert _conversion_of(moved) == _conversion_of(file)
+    assert conversion_of(moved) == conversion_of(file)
 
 
 @pytest.mark.timeout(60)

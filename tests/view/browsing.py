@@ -76,6 +76,7 @@ def browsed(width: int = 1280, dark: bool = False, refused: tuple[str, ...] = ()
         context = browser.new_context(
             viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light", reduced_motion="reduce"
         )
+        context.set_default_timeout(120_000)  # ms: processors are busy with other tests
         page = context.new_page()
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)

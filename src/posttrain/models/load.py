@@ -1,6 +1,5 @@
 """Load models and tokenizers from `model.path`. Every problem raises InputError with a one-sentence message."""
 
-import hashlib
 import json
 import logging
 import math
@@ -10,7 +9,6 @@ import struct
 import time
 import warnings
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,15 @@ from posttrain.errors import InputError
 from posttrain.models.cpu.backend import bound_kept_kernels, onednn_multiplies, prepare_bfloat16
 from posttrain.models.cuda.attention import use_flash_attention
 from posttrain.models.cuda.four_bit import quantize
-from posttrain.models.files import is_adapter, local_directory, packaged_file, tensors_of
+from posttrain.models.files import (
+    conversion_of,
+    is_adapter,
+    is_cached,
+    local_directory,
+    on_disk,
+    packaged_file,
+    tensors_of,
+)
 from posttrain.models.forward import base_decoder, path_of, use_float32_head
 from posttrain.models.gate import choose_path, quiet_transformers
 from posttrain.models.layers import (
@@ -54,7 +60,7 @@ def converted_gguf(file: Path) -> Path:
     The directory's name contains a digest of the file, so another file of the same name gets its own directory. The
     conversion is written to a temporary directory and renamed, so an interrupted one is never used.
     """
-    directory = _conversion_of(file)
+    directory = conversion_of(file)
     if (directory / "config.json").is_file():
         return directory
     require_module("gguf", f"model.path: {file}")
@@ -115,19 +121,6 @@ def _require_small_metadata(file: Path) -> None:
                 skip(0, *read("<Q"))
 
 
-def _conversion_of(file: Path) -> Path:
-    status = file.stat()
-    digest = _digest(file, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-    return cache_directory() / f"{file.stem}-{digest}"
-
-
-@lru_cache(maxsize=64)
-def _digest(file: Path, *identity: int) -> str:
-    """Digest of the content of a file. `identity`: inode, size, and times of the last changes of content and inode."""
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
 def resolve_device(name: str) -> torch.device:
     """The device that `model.device` names on this machine. InputError for `cuda` without a GPU."""
     if name == "cuda" and not torch.cuda.is_available():
@@ -162,7 +155,7 @@ def resolve_path(path: str) -> str:
             raise InputError(f"model.path: file not found: {path}")
         return str(converted_gguf(Path(path)))
     local = local_directory(path)
-    if local is None and not _is_cached(path):
+    if local is None and not is_cached(path):
         from huggingface_hub import HfApi
 
         try:  # the loader itself would retry for a minute
@@ -178,20 +171,6 @@ def resolve_path(path: str) -> str:
 NO_REWARD_MODEL = "{path} is not a reward model: it has no head `score`; train one with `posttrain reward`"
 
 
-def on_disk(path: str, key: str = "model.path") -> bool:
-    """Whether the model at `path`, any form of `model.path`, can be loaded without downloading or converting it first.
-
-    InputError, which names `key`, for a path that is neither a model nor a possible hub id.
-    """
-    if path.startswith("packaged:") or path.endswith(".gguf"):
-        try:
-            file = packaged_file(path.removeprefix("packaged:")) if path.startswith("packaged:") else Path(path)
-        except InputError:
-            return False
-        return file.is_file() and (_conversion_of(file) / "config.json").is_file()
-    return local_directory(path, key) is not None or _is_cached(path)
-
-
 def require_reward_model(path: str, key: str) -> None:
     """The InputError that loading would raise if the model at `path` is on disk and certainly has no head `score`."""
     if not on_disk(path, key) or not (directory := Path(path).expanduser()).is_dir() or is_adapter(path):
@@ -201,16 +180,6 @@ def require_reward_model(path: str, key: str) -> None:
         names.update(tensors_of(file))
     if names and "score.weight" not in names:
         raise InputError(NO_REWARD_MODEL.format(path=path))
-
-
-def _is_cached(hub_id: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return isinstance(try_to_load_from_cache(hub_id, "config.json"), str)
-    except HFValidationError:
-        return False
 
 
 def load_config(recipe: ModelRecipe) -> Any:

@@ -250,11 +250,13 @@ def _decoder_in(directory: Path, run: Path | None = None) -> Decode | None:
 @lru_cache(maxsize=4)
 def _loaded_decoder(model: str) -> Decode:
     """The decoder of the model of a recipe, given as JSON. InputError if the model is not on this machine."""
-    from posttrain.models.load import load_tokenizer, on_disk
+    from posttrain.models.files import on_disk
 
     recipe = ModelRecipe.model_validate_json(model)
-    if not on_disk(recipe.path):  # looking at a run downloads nothing that it names
+    if not on_disk(recipe.path):  # looking at a run downloads nothing that it names, and imports no torch to say so
         raise InputError(f"{recipe.path} is not on this machine")
+    from posttrain.models.load import load_tokenizer
+
     tokenizer = load_tokenizer(recipe)
     return decoding(partial(tokenizer.decode, clean_up_tokenization_spaces=False))
 

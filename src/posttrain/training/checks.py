@@ -11,7 +11,8 @@ from posttrain.data.rendering import Renderer
 from posttrain.engines.openai import chat_client, require_reachable
 from posttrain.errors import InputError
 from posttrain.models.adapters import check_targets
-from posttrain.models.load import load_end_tokens, load_tokenizer, on_disk, require_reward_model
+from posttrain.models.files import on_disk
+from posttrain.models.load import load_end_tokens, load_tokenizer, require_reward_model
 from posttrain.planning.dry_run import tasks_of
 from posttrain.planning.inputs import require_inputs
 from posttrain.planning.workers import placed_recipe, refuse_placement
