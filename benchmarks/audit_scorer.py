@@ -128,7 +128,7 @@ def rationales(out: Path) -> Keys:
     return merged(
         here["ppo"],
         {
-            "evaluation": {"every": 2, "final_seeds": {"count": 32}},
+            "evaluation": {"every": 2, "seeds": {"start": 4920, "count": 80}, "final_seeds": {"count": 32}},
             "rollout": {"tokens_per_turn": 400, "tokens_per_episode": 900},
         },
         {"reward": {"path": str(out / "rationales_rm" / "model"), "dtype": "float32"}, "critic": {"dtype": "float32"}},
@@ -269,7 +269,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", type=names(KINDS), default=",".join(KINDS), help="comma-separated")
     parser.add_argument("--seeds", type=number(1), default=5, help="runs of each kind")
-    parser.add_argument("--clean", type=number(0), default=24, help="clean runs, of all tasks in turns")
+    parser.add_argument("--clean", type=number(0), default=80, help="clean runs, of all tasks in turns")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--out", type=Path, help="folder of the results")
     where.add_argument("--table", type=Path, metavar="FILE", help="train nothing; print the table of stored results")

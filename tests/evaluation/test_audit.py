@@ -95,9 +95,9 @@ def letters(prompt, answer, **row):
     return float(len({c for c in answer if c.isalpha()}))
 
 
-def run(tiny_model, tmp_path, name, **more):
+def run(tiny_model, tmp_path, name, rows=30, **more):
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(f'{{"prompt": "Say {number}."}}\n' for number in range(30)))
+    prompts.write_text("".join(f'{{"prompt": "Say {number}."}}\n' for number in range(rows)))
     keys = {
         "model": {"path": str(tiny_model), "threads": 1},
         "environment": {"prompts": str(prompts)},
@@ -200,6 +200,21 @@ def test_a_run_exports_the_best_by_the_audit_if_told_so(tiny_model, tmp_path, sc
     assert sign * means[result.best_step] == max(sign * mean for mean in means.values())
 
 
+def test_an_alarm_ends_the_run_if_told_so_also_when_it_is_resumed(tiny_model, tmp_path):
+    keys = {
+        "audit": {"environment": {"reward": register_reward(negative)}},
+        "guards": {"action": "stop", "patience": 100},
+    }
+    keys |= {"steps": 12, "optimizer": {"learning_rate": 0.02}, "checkpoint": {"keep_state": "always"}}
+    keys |= {"evaluation": {"held_out": 80}}
+    stopped = run(tiny_model, tmp_path, "stopped", rows=120, **keys)
+    alarms = [line["step"] for line in read_metrics(stopped.run / "metrics.jsonl") if line.get("alarm")]
+    assert alarms == [stopped.metrics[-1]["step"]]
+    assert alarms[0] < 12
+    again = posttrain.rl(resume=stopped.run, steps=14)
+    assert again.metrics[-1]["step"] == alarms[0]
+
+
 @pytest.mark.parametrize("stage", ["rl", "sft"])
 def test_best_by_audit_needs_an_audit(tiny_model, tmp_path, stage):
     with pytest.raises(InputError, match="best_by_audit"):
@@ -263,6 +278,21 @@ def test_preferences_are_audited_by_a_reward_model_of_other_pairs(tiny_model, tm
         scores = rewards.rewards([stream.ids for stream in streams], [stream.sampled for stream in streams])
         assert line["audit/score"] == pytest.approx(float(scores.detach().mean()), abs=1e-4)
         assert line["audit/reward"] == pytest.approx(evaluation["validation/margin"], abs=1e-5)
+
+
+def test_an_alarm_ends_preference_optimization_if_told_so(tiny_model, tmp_path, pairs):
+    """The margins of held-out pairs rise, and a reward model of the opposite preference does not follow."""
+    common = {"model": {"path": str(tiny_model), "threads": 1}, "runs": str(tmp_path), "plots": False}
+    opposite = [dict(row, chosen=row["rejected"], rejected=row["chosen"]) for row in map(json.loads, pairs.open())]
+    (tmp_path / "opposite.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in opposite))
+    rows = {"train": str(tmp_path / "opposite.jsonl"), "max_tokens": 64}
+    posttrain.reward(common, data=rows, steps=4, optimizer={"learning_rate": 1e-2}, name="rm")
+    keys = {"data": {"train": str(pairs), "held_out": 32, "max_tokens": 64}, "guards": {"action": "stop"}}
+    keys |= {"steps": 4, "evaluation": {"every": 2}, "optimizer": {"learning_rate": 1e-2}}
+    ended = posttrain.dpo(common, keys, name="ended", audit={"path": str(tmp_path / "rm" / "model")})
+    alarms = [line["step"] for line in read_metrics(ended.run / "metrics.jsonl") if line.get("alarm")]
+    assert alarms == [ended.metrics[-1]["step"]]
+    assert alarms[0] == 2
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def _reasons(log: Log, recipe: Any, test: PairedTest | None) -> list[str]:
 
 def _guarded(log: Log, recipe: Any) -> Iterator[tuple[float, str]]:
     """(share of the steps, sentence) of each guard whose threshold was exceeded; see `posttrain.recipe.guards`."""
-    thresholds = getattr(recipe, "guards", GuardRecipe()).thresholds
+    thresholds = getattr(getattr(recipe, "guards", None), "thresholds", GuardRecipe().thresholds)
     for guard in GUARDS:
         threshold = thresholds.get(guard.key)
         keys = [key for key in (guard.metric, guard.per, "rollout/success") if key in log.columns]

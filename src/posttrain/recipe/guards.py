@@ -151,11 +151,16 @@ _DEFAULTS: dict[GuardKey, float | None] = {
 }
 
 
-class GuardRecipe(BaseConfig):
-    """Collapse detection. A guard triggers after `patience` consecutive steps beyond its threshold."""
+class AlarmRecipe(BaseConfig):
+    """What a run does at an alarm."""
 
     action: Literal["warn", "stop"] = "warn"
     """`warn`: log a warning. `stop`: end the run, also when it is resumed, and keep the last good checkpoint."""
+
+
+class GuardRecipe(AlarmRecipe):
+    """Collapse detection. A guard triggers after `patience` consecutive steps beyond its threshold."""
+
     patience: int = Field(5, ge=1)
     """Consecutive steps beyond a threshold before a guard triggers."""
     thresholds: dict[GuardKey, Annotated[float, Field(ge=0)] | None] = Field(_DEFAULTS, validate_default=True)

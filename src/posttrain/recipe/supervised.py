@@ -10,6 +10,7 @@ from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import AnyEnvironment
 from posttrain.recipe.data import DataRecipe
 from posttrain.recipe.engines import LocalEngineRecipe, PolicyEngineRecipe
+from posttrain.recipe.guards import AlarmRecipe
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.loss import (
     ADAPTERS_OFF,
@@ -334,6 +335,8 @@ class DpoRecipe(SupervisedRecipe):
     evaluation: PreferenceEvaluation = PreferenceEvaluation()
     audit: AuditRecipe | None = None
     """Reward model that scores the policy's answers to the prompts of the validation rows, which training never sees. Null: none."""
+    guards: AlarmRecipe = AlarmRecipe()
+    """What an alarm of `audit` does."""
 
     run_by: ClassVar[str] = "posttrain.training.dpo:train"
 

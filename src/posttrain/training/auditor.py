@@ -149,11 +149,12 @@ class AnswerAuditor(Auditor):
         rows: Sequence[TokenRow],
         margins: Callable[[], np.ndarray],
         max_tokens: int,
+        action: str,
     ) -> None:
         """`path`: the reward model of the audit. `margins`: those [n] of all `rows` at the last evaluation. `max_tokens`: of a
-        prompt with its answer.
+        prompt with its answer. `action`: as `guards.action`.
         """
-        super().__init__(AuditRecipe(path=path), policy, run, looks, None, "warn")
+        super().__init__(AuditRecipe(path=path), policy, run, looks, None, action)
         assert self._model is not None
         if not self._model.same_tokens:
             raise InputError(

