@@ -13,7 +13,7 @@ from accelerator.measuring import finish
 from accelerator.rows import Row
 from accelerator.shapes import Shape
 from accelerator.training import Training, fitting
-from posttrain.engines.local.cuda import RecordedDecoder, recorded_size
+from posttrain.engines.local.cuda import RecordedDecoder
 from posttrain.engines.protocol import Completion
 from posttrain.episode import Stream
 from posttrain.losses.policy import policy_loss
@@ -106,29 +106,26 @@ class Passes:
         self.recording = 0.0
 
     def __enter__(self) -> None:
-        self._kept = RecordedDecoder.hidden, RecordedDecoder._recorded
-        plain, record = self._kept
+        self._kept = RecordedDecoder._replayed, RecordedDecoder._recorded
+        replay, record = self._kept
 
-        def hidden(decoder: Any, ids: Any, positions: Any, layout: Any) -> Any:
+        def replayed(decoder: Any, *inputs: Any) -> Any:
+            out = replay(decoder, *inputs)
             self.all += 1
-            before = sum(decoder._uses.values())
-            out = plain(decoder, ids, positions, layout)
-            size = recorded_size(len(ids))
-            replayed = sum(decoder._uses.values()) > before and size in decoder._passes
-            self.eager += not replayed
+            self.eager += out is None
             return out
 
-        def recorded(decoder: Any, inputs: Any, layout: Any) -> Any:
+        def recorded(decoder: Any, *inputs: Any) -> Any:
             begun = time.perf_counter()
-            made = record(decoder, inputs, layout)
+            made = record(decoder, *inputs)
             self.captures += 1
             self.recording += time.perf_counter() - begun
             return made
 
-        RecordedDecoder.hidden, RecordedDecoder._recorded = hidden, recorded  # type: ignore[method-assign]
+        RecordedDecoder._replayed, RecordedDecoder._recorded = replayed, recorded  # type: ignore[method-assign]
 
     def __exit__(self, *error: object) -> None:
-        RecordedDecoder.hidden, RecordedDecoder._recorded = self._kept  # type: ignore[method-assign]
+        RecordedDecoder._replayed, RecordedDecoder._recorded = self._kept  # type: ignore[method-assign]
 
 
 def _now(device: torch.device) -> float:

@@ -1,6 +1,7 @@
 """The local engine on a fake GPU: reading prompts, decoding, and the weights that go to vLLM."""
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -47,17 +48,17 @@ def per_token(device, engine, **sampling):
 
 
 SAMPLING = {
-    "greedy": ({"temperature": 0.0}, 2),
-    "plain": ({}, 2),
-    "temperature": ({"temperature": 0.7}, 2),
-    "top_p": ({"top_p": 0.9}, 4),
-    "min_p": ({"min_p": 0.1, "top_k": 5}, 4),
+    "greedy": ({"temperature": 0.0}, 1),
+    "plain": ({}, 1),
+    "temperature": ({"temperature": 0.7}, 1),
+    "top_p": ({"top_p": 0.9}, 3),
+    "min_p": ({"min_p": 0.1, "top_k": 5}, 3),
 }
 
 
 @pytest.mark.parametrize("name", SAMPLING)
 def test_a_decoded_token_waits_for_its_number_alone(device, thin_model, name):
-    """The check for finite logits and the sampled tokens; truncation reads whether it has to sort the vocabulary."""
+    """The sampled tokens, with their log-probabilities; truncation reads whether it has to sort the vocabulary."""
     sampling, most = SAMPLING[name]
     engine = LocalEngine(Policy(made.recipe(thin_model)), slots=4)
     waits, kernels = per_token(device, engine, **sampling)
@@ -95,11 +96,29 @@ def test_a_recorded_pass_does_not_wait(device, thin_model, monkeypatch):
         waits.append(device.sync_count - before)
         return run, out
 
-    monkeypatch.setattr(cuda, "cuda_graph", record)
+    monkeypatch.setattr(cuda, "CudaGraphs", lambda: record)
     engine = LocalEngine(Policy(made.recipe(thin_model)), slots=4)
     engine.load_weights(1)
     sampled(engine, 2 * cuda.RECORDED_AFTER)
     assert waits == [0]
+
+
+def test_a_replayed_pass_starts_nothing_per_layer_and_samples(device, thin_model, monkeypatch):
+    """Ids, positions and slots, what the sampler takes, and the numbers of all sequences at the end: no product, and no sum."""
+    monkeypatch.setattr(cuda, "CudaGraphs", lambda: lambda run: (lambda: None, run()))
+    engine = LocalEngine(Policy(made.recipe(thin_model)), slots=4)
+    engine.load_weights(1)
+    counts = []
+    for tokens in (20, 21):
+        sampled(engine, 2 * cuda.RECORDED_AFTER)
+        device.reset()
+        sampled(engine, tokens)
+        counts.append((device.sync_count, Counter(device.kernels)))
+    (waits, kernels), (more_waits, more) = counts
+    assert more_waits - waits == 1
+    added = more - kernels
+    assert added.total() <= 12, added
+    assert not {"mm", "addmm", "cumsum", "exp_", "argmax"} & set(added), added
 
 
 def test_kernels_per_layer_of_a_decoded_token(device, thin_model, tmp_path):

@@ -268,7 +268,7 @@ def fake_cuda() -> Any:
         (torch.utils, "swap_tensors"): _swapped(torch.utils.swap_tensors),
         (layers, "rms_norm"): _fused_norm,
         (decoder, "rms_norm"): _fused_norm,
-        (cuda, "cuda_graph"): lambda run: (run, run()),
+        (cuda, "CudaGraphs"): lambda: lambda run: (run, run()),
     }
     before = {place: getattr(*place) for place in replaced}
     for (owner, name), stub in replaced.items():

@@ -10,7 +10,7 @@ import torch
 from posttrain.engines.local import cuda, gate
 from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Segment
 from posttrain.engines.local.cuda import FlashLayout, KeyValueRows
-from posttrain.engines.local.decoder import ModuleDecoder, decoder_of
+from posttrain.engines.local.decoder import ModuleDecoder, decoder_of, sample_recorded
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Request
 from posttrain.errors import RunError
@@ -130,7 +130,7 @@ def test_recorded_passes_sample_what_passes_of_the_paged_cache_do(tiny_model, mo
             assert engine._cache.keys[0].data_ptr() == place, (
                 "a graph reads the cache that was there when it was recorded"
             )
-            replays.append(len(out))
+            replays.append(out.shape[1] if out.dtype == torch.float64 else len(out))
             out.copy_(run())
 
         return replay, out
@@ -138,12 +138,16 @@ def test_recorded_passes_sample_what_passes_of_the_paged_cache_do(tiny_model, mo
     def decoder(model, recorded):
         """The decoder has copies of the weights, as `StreamlinedDecoder` has."""
         plain = ModuleDecoder(copy.deepcopy(model))
-        return cuda.RecordedDecoder(plain, record) if recorded else plain
+        return cuda.RecordedDecoder(plain, sample_recorded, lambda: record) if recorded else plain
 
     def sampled(engine):
         async def ask():
             prompts = [tuple(range(5, 12 + 9 * i)) for i in range(7)]
-            requests = [Request(p, SamplingRecipe(), i, 20 + 15 * i) for i, p in enumerate(prompts)]
+            ways = [{"top_p": 0.9}, {"temperature": 0.7}, {"temperature": 0.0}, {}, {"temperature": 2.0}, {}, {}]
+            requests = [
+                Request(p, SamplingRecipe(**way), i, 20 + 15 * i)
+                for i, (p, way) in enumerate(zip(prompts, ways, strict=True))
+            ]
             return await asyncio.gather(*(engine.generate(request) for request in requests))
 
         return [(answer.ids, answer.logprobs) for answer in asyncio.run(ask())]
@@ -185,7 +189,7 @@ def test_a_size_is_recorded_once_for_each_place_of_the_cache(tiny_model, monkeyp
     def record(run):
         out = run()
         eager.pop()
-        recordings[-1].append(len(out))
+        recordings[-1].append(out.shape[1])
 
         def replay():
             out.copy_(run())
@@ -204,7 +208,9 @@ def test_a_size_is_recorded_once_for_each_place_of_the_cache(tiny_model, monkeyp
     engine, fresh = (LocalEngine(policy, slots=8) for _ in range(2))
     engine._parts, engine._flash, engine._cache = gate.Parts("flash"), True, KeyValueRows(8)
     engine._parts.layout = FlashLayout
-    monkeypatch.setattr(engine._parts, "decoder", lambda model: cuda.RecordedDecoder(Plain(model), record))
+    monkeypatch.setattr(
+        engine._parts, "decoder", lambda model: cuda.RecordedDecoder(Plain(model), sample_recorded, lambda: record)
+    )
     for step in range(5):
         recordings.append([])
         eager.clear()
@@ -247,7 +253,7 @@ def test_nothing_is_recorded_with_deterministic_kernels_or_prompts():
     def record(run):
         raise AssertionError("recorded")
 
-    decoder, rows = cuda.RecordedDecoder(Plain(), record), KeyValueRows(SLOTS)
+    decoder, rows = cuda.RecordedDecoder(Plain(), sample_recorded, lambda: record), KeyValueRows(SLOTS)
     ids = torch.zeros(3, dtype=torch.int64)
     mixed = FlashLayout(rows, [Segment(0, 0, 2), Segment(1, 5, 1)], CPU)
     single = FlashLayout(rows, [Segment(slot, 5, 1) for slot in range(3)], CPU)

@@ -1,5 +1,7 @@
 """Sampling: the right tokens with the right frequencies and log-probabilities."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -91,6 +93,10 @@ def test_running_sums_by_products_are_running_sums(rows, count, seed):
     torch.testing.assert_close(found, values.cumsum(-1), rtol=1e-13, atol=0)
 
 
-def test_logits_that_are_not_finite_are_an_error():
-    with pytest.raises(FloatingPointError):
-        sample(torch.tensor([[float("nan"), 0.0]]), [SamplingRecipe()], [0.5])
+@pytest.mark.parametrize("recipe", [SamplingRecipe(), SamplingRecipe(top_p=0.5), SamplingRecipe(temperature=0.0)])
+@pytest.mark.parametrize("wrong", [[math.nan, 0.0], [math.inf, 0.0], [-math.inf, -math.inf]])
+def test_logits_that_are_not_finite_have_no_log_probability(recipe, wrong):
+    tokens, logprobs = sample(torch.tensor([wrong, [0.0, 0.0]]), [recipe, SamplingRecipe()], [0.9, 0.9])
+    assert logprobs.isnan().tolist() == [True, False]
+    assert 0 <= int(tokens[0]) < 2
+    assert int(tokens[1]) == 1

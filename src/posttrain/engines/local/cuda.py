@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from posttrain.errors import RunError
 from posttrain.models.cuda.attention import Spans, flash_over_cache
 from posttrain.models.forward import upload
 from posttrain.models.layers import Heads
+from posttrain.recipe.rollout import SamplingRecipe
 
 if TYPE_CHECKING:
     from posttrain.engines.local.decoder import Decoder
@@ -162,22 +163,28 @@ def cached_spans(segments: Sequence[Segment], tokens_per_slot: int, device: torc
 _RECORDING = threading.Lock()
 
 
-def cuda_graph(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-    """The `Recorder` of a GPU.
+class CudaGraphs:
+    """The `Recorder` of a GPU. Its recordings share memory, so they run one after another.
 
     Other threads may start kernels and wait for their own meanwhile. There is one recording at a time. `torch.cuda.graph`
     would also wait for the entire GPU and give all free memory back to it, which takes longer than the recording.
     """
-    graph, current, aside = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), torch.cuda.Stream()
-    aside.wait_stream(current)
-    with _RECORDING, torch.cuda.stream(aside):
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            out = run()
-        finally:
-            graph.capture_end()
-    current.wait_stream(aside)
-    return graph.replay, out
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        graph, current, aside = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), torch.cuda.Stream()
+        aside.wait_stream(current)
+        with _RECORDING, torch.cuda.stream(aside):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                out = run()
+            finally:
+                graph.capture_end()
+        current.wait_stream(aside)
+        self._pool = graph.pool()
+        return graph.replay, out
 
 
 @dataclass(frozen=True)
@@ -185,12 +192,20 @@ class _Recorded:
     replay: Callable[[], None]
     inputs: torch.Tensor
     """[3, S] int64: ids, positions and slots of the next pass."""
+    settings: torch.Tensor | None
+    """[3, S] float64: what `Sampler` takes for it."""
     out: torch.Tensor
-    """[S, hidden]: what the last pass computed."""
+    """[S, hidden], or with `settings` [2, S]: what the last pass computed."""
+
+
+Sampler = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""`sampler(logits, settings)`: tokens and their log-probabilities [2, S] float64 from logits [S, vocabulary], for settings
+[3, S] float64: temperature, or 1 where 0, uniform number, and 1 where the temperature is 0."""
 
 
 class RecordedDecoder:
-    """A decoder whose passes of one token per sequence are recorded, by number of sequences, and replayed.
+    """A decoder whose passes of one token per sequence are recorded, by number of sequences, and replayed. Sampling is part of
+    them unless it truncates.
 
     Numbers are rounded up to at most half as much again; the last sequence is computed several times then. Nothing is
     recorded with deterministic kernels, since copies of a sequence write the same place in no fixed order.
@@ -198,12 +213,16 @@ class RecordedDecoder:
     Recorded passes read weights where they were, so they are those of new weights that were written to the same place.
     """
 
-    def __init__(self, decoder: "Decoder", record: Recorder | None = None) -> None:
-        """`record`: `cuda_graph` by default."""
+    def __init__(
+        self, decoder: "Decoder", sampler: Sampler, make_recorder: Callable[[], Recorder] | None = None
+    ) -> None:
+        """`make_recorder`: `CudaGraphs` by default."""
         self._decoder = decoder
+        self._sampler = sampler
         self._places = places(decoder)
-        self._record = record or cuda_graph
-        self._passes: dict[int, _Recorded] = {}
+        self._make_recorder = make_recorder or CudaGraphs
+        self._record = self._make_recorder()
+        self._passes: dict[tuple[int, bool], _Recorded] = {}
         self._uses: Counter[int] = Counter()
         self._pages = 0
 
@@ -216,6 +235,7 @@ class RecordedDecoder:
     def forget(self) -> None:
         """Discard the recorded passes, of a cache that moves. Sizes that were recorded are again at their first pass."""
         self._passes.clear()
+        self._record = self._make_recorder()
 
     def reads(self) -> Iterator[torch.Tensor]:
         return self._decoder.reads()
@@ -224,9 +244,35 @@ class RecordedDecoder:
         return self._decoder.logits(hidden)
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, layout: CachedLayout) -> torch.Tensor:
+        out = self._replayed(ids, positions, layout)
+        return self._decoder.hidden(ids, positions, layout) if out is None else out
+
+    def sampled(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        layout: CachedLayout,
+        sampling: Sequence[SamplingRecipe],
+        draws: Sequence[float],
+    ) -> torch.Tensor | None:
+        """What `Sampler` returns after a pass whose every row samples, by `sampling` and `draws` [S]; None if not every row
+        does, or if one truncates."""
+        if len(sampling) < len(ids) or any(truncates(each) for each in sampling):
+            return None
+        temperatures = [each.temperature or 1.0 for each in sampling]
+        settings = upload(np.array([temperatures, draws, [not each.temperature for each in sampling]]), ids.device)
+        out = self._replayed(ids, positions, layout, settings)
+        if out is None:
+            return self._sampler(self.logits(self._decoder.hidden(ids, positions, layout)), settings)
+        return out
+
+    def _replayed(
+        self, ids: torch.Tensor, positions: torch.Tensor, layout: CachedLayout, settings: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """What a recorded pass computes, with `settings` the sampled tokens; None if it is not recorded."""
         assert isinstance(layout, FlashLayout)
         if not layout.decodes or torch.are_deterministic_algorithms_enabled():
-            return self._decoder.hidden(ids, positions, layout)
+            return None
         if self._pages != layout.cache.pages:
             # The cache has moved, and recorded passes read its old place.
             self._pages = layout.cache.pages
@@ -234,25 +280,36 @@ class RecordedDecoder:
         size = recorded_size(len(ids))
         self._uses[size] += 1
         if self._uses[size] <= RECORDED_AFTER:
-            return self._decoder.hidden(ids, positions, layout)
+            return None
         slots = upload([segment.slot for segment in layout.segments], ids.device)
-        inputs = torch.stack([ids, positions, slots])
-        inputs = torch.cat([inputs, inputs[:, -1:].expand(3, size - len(ids))], dim=1)
-        if size not in self._passes:
-            self._passes[size] = self._recorded(inputs, layout)
-        recorded = self._passes[size]
+        inputs = _padded(torch.stack([ids, positions, slots]), size)
+        settings = None if settings is None else _padded(settings, size)
+        key = size, settings is not None
+        if key not in self._passes:
+            self._passes[key] = self._recorded(inputs, layout, settings)
+        recorded = self._passes[key]
         recorded.inputs.copy_(inputs)
+        if settings is None or recorded.settings is None:
+            recorded.replay()
+            return recorded.out[: len(ids)]
+        recorded.settings.copy_(settings)
         recorded.replay()
-        return recorded.out[: len(ids)]
+        return recorded.out[:, : len(ids)]
 
-    def _recorded(self, inputs: torch.Tensor, layout: FlashLayout) -> _Recorded:
+    def _recorded(self, inputs: torch.Tensor, layout: FlashLayout, settings: torch.Tensor | None) -> _Recorded:
         ids, positions, slots = inputs
 
         def run() -> torch.Tensor:
-            return self._decoder.hidden(ids, positions, layout.decoding(positions, slots))
+            hidden = self._decoder.hidden(ids, positions, layout.decoding(positions, slots))
+            return hidden if settings is None else self._sampler(self.logits(hidden), settings)
 
         replay, out = self._record(run)
-        return _Recorded(replay, inputs, out)
+        return _Recorded(replay, inputs, settings, out)
+
+
+def _padded(rows: torch.Tensor, size: int) -> torch.Tensor:
+    """`rows` [N, S] with the last column repeated, [N, size]."""
+    return torch.cat([rows, rows[:, -1:].expand(len(rows), size - rows.shape[1])], dim=1)
 
 
 def places(decoder: "Decoder") -> list[tuple[int, torch.Size]]:
@@ -267,6 +324,11 @@ def recorded_size(count: int) -> int:
 
 
 # -- sampling ---------------------------------------------------------------------------------------------------------
+
+
+def truncates(sampling: SamplingRecipe) -> bool:
+    """Whether tokens of positive probability are never sampled."""
+    return sampling.temperature > 0 and bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0)
 
 
 def sum_by_products(values: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch.nn.functional import rms_norm
 from posttrain.engines.local.cache import CachedLayout
 from posttrain.engines.local.cpu.kernel import decoding_kernel
 from posttrain.engines.local.cpu.layers import CompiledLayer, CompiledLayers, SamplingLinear
-from posttrain.engines.local.cuda import RecordedDecoder, sum_by_products
+from posttrain.engines.local.cuda import RecordedDecoder, sum_by_products, truncates
 from posttrain.models.cpu.backend import rotate
 from posttrain.models.forward import (
     Float32Head,
@@ -64,7 +64,7 @@ def decoder_of(model: torch.nn.Module, recorded: bool = False) -> Decoder:
     if packed or config.model_type not in STREAMLINED or config.hidden_act != "silu":
         return ModuleDecoder(model)
     decoder = StreamlinedDecoder(inner)
-    return RecordedDecoder(decoder) if recorded and not decoder.waits else decoder
+    return RecordedDecoder(decoder, sample_recorded) if recorded and not decoder.waits else decoder
 
 
 class ModuleDecoder:
@@ -228,34 +228,47 @@ def sample(
     overwritten.
 
     Row b uses `sampling[b]` and the uniform number `draws[b]` in [0, 1). The log-probability is that of
-    softmax(logits / temperature) over the whole vocabulary, before truncation. Raises FloatingPointError for non-finite
-    logits.
+    softmax(logits / temperature) over the whole vocabulary, before truncation; it is NaN for a row with NaN or an infinite
+    largest logit.
     """
     greedy = [s.temperature == 0 for s in sampling]
-    temperatures = [1.0 if cold else s.temperature for cold, s in zip(greedy, sampling, strict=True)]
+    temperatures = [s.temperature or 1.0 for s in sampling]
     if any(temperature != 1 for temperature in temperatures):
         logits /= upload(torch.tensor(temperatures, dtype=torch.float32), logits.device)[:, None]
-    largest = logits.amax(-1)
-    if not bool(torch.isfinite(largest).all()):
-        raise FloatingPointError("the model's logits are not finite")
-    weights = torch.exp_(logits - largest[:, None])
-    total = weights.sum(-1)
+    largest, weights, log_total = _softmax(logits)
     if all(greedy):
-        return logits.argmax(-1), -total.log()
-    cut = [b for b, s in enumerate(sampling) if s.top_k or s.top_p < 1 or s.min_p > 0]
+        return logits.argmax(-1), -log_total
+    cut = [b for b, s in enumerate(sampling) if truncates(s)]
     kept = weights
     if cut:
         kept, rows = weights.clone(), upload(cut, weights.device)
         kept[rows] = truncate(weights[rows], [sampling[b] for b in cut])
-    tokens = _draw(kept, draws)
+    tokens = _draw(kept, upload(torch.tensor(list(draws), dtype=torch.float64), logits.device))
     if any(greedy):
         tokens = torch.where(upload(greedy, logits.device), logits.argmax(-1), tokens)
-    chosen = logits.gather(1, tokens[:, None])[:, 0] - largest
-    return tokens, chosen - total.log()
+    return tokens, logits.gather(1, tokens[:, None])[:, 0] - largest - log_total
 
 
-def _draw(weights: torch.Tensor, draws: Sequence[float]) -> torch.Tensor:
-    """For each row of `weights` [B, V] >= 0, the first token [B] at which the running sum exceeds draw x total.
+def sample_recorded(logits: torch.Tensor, settings: torch.Tensor) -> torch.Tensor:
+    """As `sample` without truncation, for a recorded pass: all numbers are on the device (`engines.local.cuda.Sampler`)."""
+    temperatures, draws, greedy = settings
+    logits /= temperatures.float()[:, None]
+    largest, weights, log_total = _softmax(logits)
+    tokens = torch.where(greedy > 0, logits.argmax(-1), _draw(weights, draws))
+    logprobs = logits.gather(1, tokens[:, None])[:, 0] - largest - log_total
+    return torch.stack([tokens.double(), logprobs.double()])
+
+
+def _softmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The largest logit of each row, exp(logits - largest), and the logarithm of its sum."""
+    largest = logits.amax(-1)
+    weights = torch.exp_(logits - largest[:, None])
+    return largest, weights, weights.sum(-1).log()
+
+
+def _draw(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """For each row of `weights` [B, V] >= 0, the first token [B] at which the running sum exceeds draw x total; some token for
+    a row with NaN. `draws`: [B] float64.
 
     The running sum of blocks finds the block, and the running sum within it the token, so one pass over the weights is
     enough. Sums are in float64: over 50,000 terms, the error of a float32 sum exceeds the smallest relevant
@@ -266,16 +279,16 @@ def _draw(weights: torch.Tensor, draws: Sequence[float]) -> torch.Tensor:
     blocks = (torch.nn.functional.pad(weights, (0, missing)) if missing else weights).view(rows, -1, BLOCK)
     ends = _running_sum(blocks.sum(-1).double())
     total = ends[:, -1:]
-    points = upload(torch.tensor(list(draws), dtype=torch.float64), weights.device)[:, None] * total
+    points = draws[:, None] * total
     # Rounding must not raise a point to the total, which lies beyond the last token with weight.
     points = torch.minimum(points, torch.nextafter(total, torch.zeros_like(total)))
-    block = torch.searchsorted(ends, points, right=True)
+    block = torch.searchsorted(ends, points, right=True).clamp_(max=blocks.shape[1] - 1)  # beyond only for NaN
     before = torch.nn.functional.pad(ends, (1, 0)).gather(1, block)
     inside = blocks[torch.arange(rows, device=weights.device), block[:, 0]].double()
     index = torch.searchsorted(_running_sum(inside), points - before, right=True)
     # Nor may it lie beyond the last such token of the block, because block sums are rounded to float32.
     last = BLOCK - 1 - (inside > 0).flip(-1).int().argmax(-1, keepdim=True)
-    return (block * BLOCK + torch.minimum(index, last))[:, 0]
+    return (block * BLOCK + torch.minimum(index, last))[:, 0].clamp_(max=vocabulary - 1)
 
 
 def truncate(probabilities: torch.Tensor, sampling: Sequence[SamplingRecipe]) -> torch.Tensor:

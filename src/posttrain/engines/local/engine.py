@@ -6,6 +6,7 @@ for any timing of the environments.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -419,7 +420,10 @@ class LocalEngine:
         ends = np.cumsum([segment.count for _, segment in ordered]) - 1
         # A prompt that is computed in chunks samples nothing before its last chunk.
         ready = [i for i, (sequence, segment) in enumerate(ordered) if segment.count == sequence.pending]
-        device = self.policy.device
+        sequences = [ordered[i][0] for i in ready]
+        sampling = [s.request.sampling for s in sequences]
+        draws = [s.draws.random() for s in sequences]
+        device, numbers = self.policy.device, None
         with torch.no_grad():
             if self._decoder is None or not self._renewed:
                 made = self._parts.decoder(self._source.model)
@@ -429,8 +433,12 @@ class LocalEngine:
                     self._decoder = made
                 self._renewed = True
             routing = self._source.routing if self.policy.recipe.router_replay else None
+            inputs = upload(ids, device), upload(positions, device), layout
             with routing.recorded() if routing is not None else nullcontext() as routed:
-                hidden = self._decoder.hidden(upload(ids, device), upload(positions, device), layout)
+                if isinstance(self._decoder, RecordedDecoder):
+                    numbers = self._decoder.sampled(*inputs, sampling, draws)
+                if numbers is None:
+                    hidden = self._decoder.hidden(*inputs)
             if routed is not None:
                 self._keep_experts(spans, routed.stacked())
             self.counters.forwards += 1
@@ -441,16 +449,15 @@ class LocalEngine:
                     self._slots[sequence.slot].ids = sequence.tokens[:end]
             if not ready:
                 return
-            sequences = [ordered[i][0] for i in ready]
-            tokens, logprobs = sample(
-                self._decoder.logits(hidden[upload(ends[ready], device)]),
-                [s.request.sampling for s in sequences],
-                [s.draws.random() for s in sequences],
-            )
+            if numbers is None:
+                tokens, logprobs = sample(self._decoder.logits(hidden[upload(ends[ready], device)]), sampling, draws)
+                # Read from a GPU together; float64 represents ids and float32 numbers exactly.
+                numbers = torch.stack([tokens.double(), logprobs.double()])
         self.counters.sampled += len(sequences)
-        # Read from a GPU together; float64 represents ids and float32 numbers exactly.
-        numbers = torch.stack([tokens.double(), logprobs.double()]).cpu().tolist()
-        for sequence, token, logprob in zip(sequences, *numbers, strict=True):
+        read = numbers.cpu().tolist()
+        if any(map(math.isnan, read[1])):
+            raise FloatingPointError("the model's logits are not finite")
+        for sequence, token, logprob in zip(sequences, *read, strict=True):
             sequence.tokens[sequence.length] = int(token)
             sequence.length += 1
             sequence.logprobs.append(logprob)
