@@ -1,7 +1,12 @@
 """The engine and the driver together: many more episodes than slots, without repeated computation."""
 
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
 from posttrain.data.rendering import Renderer
-from posttrain.engines.local.engine import LocalEngine
+from posttrain.engines.local.cache import Segment, positions_of
+from posttrain.engines.local.engine import LocalEngine, longest_prefix
 from posttrain.environments.make import make_env
 from posttrain.recipe.engines import LocalEngineRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
@@ -43,3 +48,23 @@ def test_a_group_shares_its_prompt_across_episodes_and_turns(tiny_policy):
     prompt = played[0].turns[0].start
     continued = sum(len(episode.streams[0]) - prompt for episode in played)
     assert counters.prefilled + counters.sampled <= prompt + 8 + continued + sum(len(e.turns) for e in played)
+
+
+PIECES = st.lists(st.lists(st.integers(0, 2), max_size=6).map(tuple), max_size=8)
+
+
+@given(sequences=PIECES, prompt=st.lists(st.integers(0, 2), max_size=6).map(tuple))
+def test_the_first_of_the_longest_prefixes_is_found(sequences, prompt):
+    def as_bytes(ids):
+        return np.array(ids, dtype=np.int64).tobytes()
+
+    shared = [max(n for n in range(len(prompt) + 1) if ids[:n] == prompt[:n]) for ids in sequences]
+    expected = (shared.index(max(shared)), max(shared)) if any(shared) else (0, 0)
+    assert longest_prefix([as_bytes(ids) for ids in sequences], as_bytes(prompt)) == expected
+
+
+@given(spans=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), min_size=1, max_size=6))
+def test_positions_of_segments_follow_each_other(spans):
+    segments = [Segment(slot, start, count) for slot, (start, count) in enumerate(spans)]
+    expected = [position for start, count in spans for position in range(start, start + count)]
+    assert positions_of(segments).tolist() == expected

@@ -38,7 +38,7 @@ class Prefix:
     tokens: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: one is made per sequence and pass
 class Segment:
     """New tokens of one sequence in a forward pass: positions start .. start + count - 1 of `slot`."""
 
@@ -54,6 +54,13 @@ class Segment:
     def pairs(self) -> int:
         """Number of pairs of a query and a key that it attends to."""
         return self.count * self.start + self.count * (self.count + 1) // 2
+
+
+def positions_of(segments: Sequence[Segment]) -> np.ndarray:
+    """The positions [T] int64 of the tokens of `segments`."""
+    starts, counts = np.array([(s.start, s.count) for s in segments], dtype=np.int64).T
+    ends = counts.cumsum()
+    return np.arange(ends[-1]) + np.repeat(starts + counts - ends, counts)
 
 
 # -- pages ------------------------------------------------------------------------------------------------------------
@@ -97,11 +104,11 @@ class KeyValuePages:
         stores = [*self.keys.values(), *self.values.values()]
         return int(self.resident.sum()) * sum(math.prod(store.shape[2:]) * store.itemsize for store in stores)
 
-    def fill(self, slot: int, tokens: int) -> None:
-        """Count the pages with the first `tokens` tokens of a slot as occupied."""
+    def fill(self, slots: int | np.ndarray, tokens: int | np.ndarray) -> None:
+        """Count the pages with the first `tokens` tokens of a slot as occupied, or of several different ones."""
         pages = -(-tokens // PAGE)
-        self.resident[slot] = max(self.resident[slot], pages)
-        self._written[slot] = max(self._written[slot], pages)
+        for count in (self.resident, self._written):
+            count[slots] = np.maximum(count[slots], pages)
 
     def drop(self, slot: int, pages: int = 0) -> None:
         """Return the memory of a slot beyond its first `pages` pages to the system."""
@@ -144,7 +151,7 @@ class KeyValuePages:
 
     def rows(self, segments: Sequence[Segment], heads: int) -> torch.Tensor:
         """[T x H_kv] int64: the cache rows of the tokens of `segments`, for `heads` key heads."""
-        positions = np.concatenate([np.arange(s.start, s.start + s.count) for s in segments])
+        positions = positions_of(segments)
         slots = np.repeat([s.slot for s in segments], [s.count for s in segments])
         first = (positions // PAGE * self.slots + slots) * heads
         return torch.from_numpy(((first[:, None] + np.arange(heads)) * PAGE + (positions % PAGE)[:, None]).ravel())
@@ -269,7 +276,7 @@ class CompiledAttention:
         groups = shared_pages(segments) if window is None else []
         shared = {slot: (group.slots[0], group.pages) for group in groups for slot in group.slots}
         reads = np.array([(s.slot, *shared.get(s.slot, (s.slot, 0))) for s in segments], dtype=np.int64)
-        stops = np.concatenate([np.arange(s.start + 1, s.start + s.count + 1) for s in segments])
+        stops = positions_of(segments) + 1
         firsts = np.zeros_like(stops) if window is None else np.maximum(0, stops - window)
         token_reads = np.repeat(reads, [s.count for s in segments], axis=0)
         self.rows = torch.from_numpy(np.column_stack([token_reads, firsts, stops]))
@@ -367,9 +374,9 @@ class CachedLayout:
         prompts = sorted((s for s in segments if s.count > 1), key=lambda s: s.pairs > MOST_PAIRS)
         self.short = [s for s in prompts if s.pairs <= MOST_PAIRS]
         self.longer = prompts[len(self.short) :]
-        cache.reserve(max(s.start + s.count for s in segments))
-        for segment in segments:
-            cache.fill(segment.slot, segment.start + segment.count)
+        slots, stops = np.array([(s.slot, s.start + s.count) for s in segments]).T
+        cache.reserve(int(stops.max()))
+        cache.fill(slots, stops)
         self._rows: dict[int, torch.Tensor] = {}
         self._first_rows: torch.Tensor | None = None
         self._paged: dict[tuple[int | None, DecodingKernel | None], PagedAttention] = {}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Segment
+from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Segment, positions_of
 from posttrain.engines.local.cpu.kernel import PAGE
 from posttrain.errors import RunError
 from posttrain.models.cuda.attention import Spans, flash_over_cache
@@ -73,8 +73,8 @@ class KeyValueRows(KeyValuePages):
 
     def rows(self, segments: Sequence[Segment], heads: int) -> torch.Tensor:
         """[T] int64: the cache rows of the tokens of `segments`."""
-        starts = [(s.slot * self.tokens_per_slot + s.start, s.count) for s in segments]
-        return torch.from_numpy(np.concatenate([np.arange(start, start + count) for start, count in starts]))
+        slots = np.repeat([s.slot for s in segments], [s.count for s in segments])
+        return torch.from_numpy(slots * self.tokens_per_slot + positions_of(segments))
 
     def tokens(self, store: torch.Tensor, slot: int, count: int) -> torch.Tensor:
         """A view [H_kv, count, D] of the first `count` keys or values of a slot."""

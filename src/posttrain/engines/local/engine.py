@@ -8,16 +8,16 @@ for any timing of the environments.
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from posttrain.distributed.sharding import compute_dtype
-from posttrain.engines.local.cache import CachedLayout, Prefix, Segment
+from posttrain.engines.local.cache import CachedLayout, Prefix, Segment, positions_of
 from posttrain.engines.local.cpu.kernel import PAGE
 from posttrain.engines.local.cuda import RecordedDecoder
 from posttrain.engines.local.decoder import Decoder, sample
@@ -40,6 +40,8 @@ MIN_PENDING_TOKENS = 4
 """Minimum number of shared prompt tokens that another sequence is computing for a request to wait for them. It is low
 because all episodes of a group share them: where tasks differ by ten tokens only, a group of eight computes these once.
 """
+ID = 8
+"""Bytes of a token id."""
 PREFIX_SLACK = 64
 """Number of tokens by which two slots may share more than a known prefix and still count as sharing only this
 prefix.
@@ -53,8 +55,8 @@ prefix.
 class Slot:
     """One sequence of the cache."""
 
-    ids: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    """Token ids whose keys and values are cached."""
+    ids: bytes = b""
+    """Token ids whose keys and values are cached, each as `ID` bytes."""
     busy: bool = False
     """Whether a running sequence uses the slot."""
     last_used: int = -1
@@ -99,8 +101,8 @@ class Slots:
             self.clear(index, slot.length)
             slot.last_used = -1
 
-    def place(self, prompt: np.ndarray, pending: int, length: int = 0) -> Placement | None:
-        """The placement that leaves the fewest tokens of `prompt` [T] int64 to compute.
+    def place(self, prompt: bytes, pending: int, length: int = 0) -> Placement | None:
+        """The placement that leaves the fewest tokens of `prompt`, as in `Slot.ids`, to compute.
 
         `pending`: first tokens of the prompt that a running sequence is about to compute. `length`: the one that decides
         the prompt's rotary frequencies. Returns None if no slot is free, or if waiting for the pending tokens saves enough.
@@ -108,22 +110,23 @@ class Slots:
         free = self.free
         if not free:
             return None
-        cached = []
-        for slot in self.slots:
-            # The last token is always computed: its output predicts the first sampled token.
-            count = common_prefix(slot.ids, prompt[:-1]) if slot.length == length else 0
-            cached.append(count if not self._whole or (count == len(slot.ids) and not slot.busy) else 0)
-        source = int(np.argmax(cached))
-        shared = cached[source]
+        # The last token is always computed: its output predicts the first sampled token.
+        prompt = prompt[:-ID]
+        cached = [slot.ids if slot.length == length else b"" for slot in self.slots]
+        if self._whole:
+            usable = [not slot.busy and prompt.startswith(slot.ids) for slot in self.slots]
+            cached = [ids if use else b"" for ids, use in zip(cached, usable, strict=True)]
+        source, shared = longest_prefix(cached, prompt)
         if pending >= shared + MIN_PENDING_TOKENS:
             return None
         # A slot with exactly this prefix is an earlier turn or the same prompt: continue there. Otherwise take the
         # least recently used slot.
-        in_place = [i for i in free if cached[i] == shared > 0 and len(self.slots[i].ids) - shared <= 1]
+        prefix = prompt[: ID * shared]
+        in_place = [i for i in free if shared and len(cached[i]) <= ID * (shared + 1) and cached[i].startswith(prefix)]
         target = in_place[0] if in_place else min(free, key=lambda i: (self.slots[i].last_used, i))
-        return Placement(target, target if cached[target] == shared else source, shared)
+        return Placement(target, target if cached[target].startswith(prefix) else source, shared)
 
-    def acquire(self, placement: Placement, prompt: np.ndarray, clock: int, length: int = 0) -> None:
+    def acquire(self, placement: Placement, prompt: bytes, clock: int, length: int = 0) -> None:
         """Mark the slot as used by a sequence; its shared tokens count as cached."""
         slot, source, shared = self.slots[placement.slot], self.slots[placement.source], placement.shared
         known = source.prefix
@@ -138,14 +141,14 @@ class Slots:
             slot.prefix = Prefix(shared)
             if known is None or known.tokens < shared:
                 source.prefix = slot.prefix
-        slot.ids, slot.busy, slot.last_used, slot.length = prompt[: placement.shared], True, clock, length
+        slot.ids, slot.busy, slot.last_used, slot.length = prompt[: ID * shared], True, clock, length
 
     def clear(self, index: int, length: int = 0) -> None:
         """Discard the cached tokens of a slot, whose next ones have the frequencies of `length`."""
         slot = self.slots[index]
-        slot.ids, slot.prefix, slot.length = np.empty(0, dtype=np.int64), None, length
+        slot.ids, slot.prefix, slot.length = b"", None, length
 
-    def release(self, index: int, ids: np.ndarray, clock: int) -> None:
+    def release(self, index: int, ids: bytes, clock: int) -> None:
         """Free the slot. Its cached tokens `ids` remain for the episode's next turn or another prompt."""
         slot = self.slots[index]
         slot.ids, slot.busy, slot.last_used = ids, False, clock
@@ -155,14 +158,16 @@ class Slots:
         self.slots[one], self.slots[other] = self.slots[other], self.slots[one]
 
 
-def common_prefix(ids: np.ndarray, prompt: np.ndarray) -> int:
-    """Number of leading tokens that two id arrays share."""
-    length = min(len(ids), len(prompt))
-    if length == 0 or ids[0] != prompt[0]:
-        return 0
-    differs = ids[:length] != prompt[:length]
-    first = int(differs.argmax())
-    return first if differs[first] else length
+def longest_prefix(sequences: Sequence[bytes], prompt: bytes) -> tuple[int, int]:
+    """The first of `sequences` that begins with the most tokens of `prompt`, and their number; all as in `Slot.ids`."""
+    best, shared, more = 0, 0, prompt[:ID]
+    for index, ids in enumerate(sequences):
+        if more and ids.startswith(more):  # most sequences share less than the best so far
+            length = min(len(ids), len(prompt)) // ID
+            differs = np.frombuffer(ids, np.int64, length) != np.frombuffer(prompt, np.int64, length)
+            best, shared = index, int(differs.argmax()) if differs.any() else length
+            more = prompt[: ID * (shared + 1)] if ID * shared < len(prompt) else b""
+    return best, shared
 
 
 def _head_size(config: Any) -> int:
@@ -200,6 +205,8 @@ class _Sequence:
         self.prompt = len(request.prompt_ids)
         self.tokens = np.empty(self.prompt + request.max_tokens, dtype=np.int64)
         self.tokens[: self.prompt] = request.prompt_ids
+        self.prompt_ids = self.tokens[: self.prompt].tobytes()
+        """The prompt as in `Slot.ids`."""
         self.length = self.prompt
         """Number of prompt and sampled tokens."""
         self.computed = 0
@@ -395,7 +402,7 @@ class LocalEngine:
             by_slot = {sequence.slot: sequence for sequence in self._running}
             gaps = [slot for slot in self._slots.free if slot < len(by_slot)]
             for free, busy in zip(gaps, sorted(by_slot, reverse=True), strict=False):
-                self._cache.swap(free, busy, max(len(self._slots[free].ids), by_slot[busy].computed))
+                self._cache.swap(free, busy, max(len(self._slots[free].ids) // ID, by_slot[busy].computed))
                 self._slots.swap(free, busy)
                 by_slot[busy].slot = free
         for sequence in self._running if self._lengths is not None else ():
@@ -415,7 +422,7 @@ class LocalEngine:
         """Run the pass of `layout`, whose rows are the sequences in `ordered`, and sample."""
         spans = [(s, segment.start, segment.start + segment.count) for s, segment in ordered]
         ids = np.concatenate([s.tokens[start:end] for s, start, end in spans])
-        positions = np.concatenate([np.arange(start, end) for _, start, end in spans])
+        positions = positions_of([segment for _, segment in ordered])
         layout.tokens = [s.tokens[:end] for s, _, end in spans]
         ends = np.cumsum([segment.count for _, segment in ordered]) - 1
         # A prompt that is computed in chunks samples nothing before its last chunk.
@@ -446,7 +453,7 @@ class LocalEngine:
             for sequence, _, end in spans:
                 sequence.computed = end
                 if end <= sequence.prompt:
-                    self._slots[sequence.slot].ids = sequence.tokens[:end]
+                    self._slots[sequence.slot].ids = sequence.prompt_ids[: ID * end]
             if not ready:
                 return
             if numbers is None:
@@ -457,14 +464,15 @@ class LocalEngine:
         read = numbers.cpu().tolist()
         if any(map(math.isnan, read[1])):
             raise FloatingPointError("the model's logits are not finite")
-        for sequence, token, logprob in zip(sequences, *read, strict=True):
-            sequence.tokens[sequence.length] = int(token)
+        for sequence, token, logprob in zip(sequences, map(int, read[0]), read[1], strict=True):
+            sequence.tokens[sequence.length] = token
             sequence.length += 1
             sequence.logprobs.append(logprob)
             sequence.versions.append(self.version)
             if sequence.on_token is not None:
-                sequence.on_token(int(token))
-            self._finish_if_stopped(sequence)
+                sequence.on_token(token)
+            if (reason := self._stopped(sequence, token)) is not None:
+                self._finish(sequence, reason)
 
     def _keep_experts(self, spans: list[tuple[_Sequence, int, int]], experts: np.ndarray) -> None:
         """Store the `experts` [T, R, k] of the tokens of a pass, those of (sequence, start, stop) in a row."""
@@ -510,11 +518,10 @@ class LocalEngine:
             if not free or (self._page_limit is not None and sum(s.pages for s in running) > self._page_limit):
                 kept_waiting += self._waiting[index:]
                 break
-            prompt = sequence.tokens[: sequence.prompt]
             length = self._length(sequence)
-            shared = [s for s in computing if not self._parts.streams and self._length(s) == length]
-            pending = max((common_prefix(s.tokens[: s.prompt], prompt[:-1]) for s in shared), default=0)
-            placement = self._slots.place(prompt, pending, length)
+            shared = [s.prompt_ids for s in computing if not self._parts.streams and self._length(s) == length]
+            _, pending = longest_prefix(shared, sequence.prompt_ids[:-ID])
+            placement = self._slots.place(sequence.prompt_ids, pending, length)
             if placement is None:
                 kept_waiting.append(sequence)
                 continue
@@ -529,7 +536,7 @@ class LocalEngine:
             placement = self._make_room(sequence, placement)
         if placement.source != placement.slot:
             self._cache.copy_prefix(placement.source, placement.slot, placement.shared)
-        self._slots.acquire(placement, sequence.tokens[: sequence.prompt], self._clock, self._length(sequence))
+        self._slots.acquire(placement, sequence.prompt_ids, self._clock, self._length(sequence))
         self._slots[placement.slot].experts = self._slots[placement.source].experts
         sequence.slot, sequence.computed = placement.slot, placement.shared
         self.counters.reused += placement.shared
@@ -571,26 +578,25 @@ class LocalEngine:
             f"{needed:,} bytes; set engine.cache_bytes to {needed:,} or more, or lower rollout.tokens_per_episode"
         )
 
-    def _finish_if_stopped(self, sequence: _Sequence) -> None:
-        sampled = sequence.sampled
-        if int(sampled[-1]) in self.policy.end_tokens:
-            reason = StopReason.END_TOKEN
-        elif sequence.request.stop_strings and sequence.stops.matched(sampled.tolist()):
-            reason = StopReason.STOP_STRING
-        elif len(sampled) >= sequence.request.max_tokens:
-            reason = StopReason.TURN_BUDGET
-        else:
-            return
+    def _stopped(self, sequence: _Sequence, token: int) -> StopReason | None:
+        """Why the sequence ends with its last `token`; None if it goes on."""
+        if token in self.policy.end_tokens:
+            return StopReason.END_TOKEN
+        if sequence.request.stop_strings and sequence.stops.matched(sequence.sampled.tolist()):
+            return StopReason.STOP_STRING
+        return StopReason.TURN_BUDGET if sequence.length >= len(sequence.tokens) else None
+
+    def _finish(self, sequence: _Sequence, reason: StopReason) -> None:
         self._release(sequence)
         if not sequence.future.done():
-            ids, experts = tuple(sampled.tolist()), sequence.experts
+            ids, experts = tuple(sequence.sampled.tolist()), sequence.experts
             known = None if experts is None else experts[: sequence.length - 1]
             logprobs, versions = tuple(sequence.logprobs), tuple(sequence.versions)
             sequence.future.set_result(Completion(ids, logprobs, versions, reason, known))
 
     def _release(self, sequence: _Sequence) -> None:
         self._running.remove(sequence)
-        self._slots.release(sequence.slot, sequence.tokens[: sequence.computed], self._clock)
+        self._slots.release(sequence.slot, sequence.tokens[: sequence.computed].tobytes(), self._clock)
 
     def _drop_cancelled(self) -> None:
         self._waiting = [s for s in self._waiting if not s.future.done()]
