@@ -14,6 +14,7 @@ from posttrain.engines.local.decoder import ModuleDecoder, decoder_of, sample_re
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Request
 from posttrain.errors import RunError
+from posttrain.models.forward import use_float32_head
 from posttrain.models.layers import Heads, use_positions_by_length
 from posttrain.models.policy import Policy
 from posttrain.recipe.model import ModelRecipe
@@ -240,6 +241,17 @@ def test_passes_that_wait_for_the_gpu_are_not_recorded(tiny_model, kind):
     use_positions_by_length(model.model)
     assert isinstance(decoder_of(model, recorded=True), cuda.RecordedDecoder) == (kind == "default")
     assert not isinstance(decoder_of(model), cuda.RecordedDecoder)
+
+
+@pytest.mark.parametrize("float32_head", [False, True])
+def test_recorded_passes_are_those_of_the_output_projection_as_well(tiny_model, float32_head):
+    """They sample, so another place of its weights ends them."""
+    model = Policy(ModelRecipe(path=str(tiny_model), dtype="bfloat16")).model
+    if float32_head:
+        use_float32_head(model)
+    head = torch.nn.Parameter(model.get_output_embeddings().weight.detach().clone())
+    model.get_output_embeddings().weight = head
+    assert (head.data_ptr(), head.shape) in cuda.places(decoder_of(model))
 
 
 def test_nothing_is_recorded_with_deterministic_kernels_or_prompts():

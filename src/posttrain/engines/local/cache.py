@@ -38,7 +38,7 @@ class Prefix:
     tokens: int
 
 
-@dataclass(slots=True)  # not frozen: one is made per sequence and pass
+@dataclass(slots=True, eq=False)  # not frozen: one is made per sequence and pass
 class Segment:
     """New tokens of one sequence in a forward pass: positions start .. start + count - 1 of `slot`."""
 

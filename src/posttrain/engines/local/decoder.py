@@ -52,7 +52,7 @@ class Decoder(Protocol):
         ...
 
     def reads(self) -> Iterator[torch.Tensor]:
-        """The weights that `hidden` reads, those of the model or copies of them."""
+        """The weights that `hidden` and `logits` read, those of the model or copies of them."""
         ...
 
 
@@ -103,7 +103,8 @@ class StreamlinedDecoder:
             whole = [layer for layer in compiled if layer]
             self._compiled = CompiledLayers(whole, one.kernel, one.keys, one.head, one.epsilon)
         self._norm = body.norm
-        self._head = _sampling_head(inner.get_output_embeddings())
+        self._output = inner.get_output_embeddings()
+        self._head, self._copied = _sampling_head(self._output)
 
     @property
     def waits(self) -> bool:
@@ -125,21 +126,23 @@ class StreamlinedDecoder:
 
     def reads(self) -> Iterator[torch.Tensor]:
         yield from self._body.parameters()
-        for layer in self._layers:
-            for linear in layer.linears:
-                yield from linear.tensors
+        yield from self._output.parameters()
+        copied = [] if self._copied is None else [self._copied]
+        for linear in (*(linear for layer in self._layers for linear in layer.linears), *copied):
+            yield from linear.tensors
 
 
-def _sampling_head(head: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The output projection as a product for sampling, in float32 for a `Float32Head`."""
+def _sampling_head(head: Any) -> tuple[Callable[[torch.Tensor], torch.Tensor], SamplingLinear | None]:
+    """The output projection as a product for sampling, in float32 for a `Float32Head`, and the copy of it that this reads."""
     if not isinstance(head, Float32Head):
         # Adapters of a float32 head are added by its modules.
-        return head if isinstance(getattr(head, "base_layer", None), Float32Head) else SamplingLinear(head)
+        whole = isinstance(getattr(head, "base_layer", None), Float32Head)
+        return head if whole else SamplingLinear(head), None
     if head.weight.is_cuda and head.bias is None:
         weight = head.weight.detach()
-        return lambda hidden: float32_product(hidden, weight)
+        return lambda hidden: float32_product(hidden, weight), None
     packed = SamplingLinear(copy.deepcopy(head).float())
-    return lambda hidden: packed(hidden.float())
+    return lambda hidden: packed(hidden.float()), packed
 
 
 class _Layer:
