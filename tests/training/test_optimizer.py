@@ -210,3 +210,25 @@ def test_gradients_of_bfloat16_weights_are_freed_within_the_backward_pass():
     assert plain[1] == [0, 1, 2] * 2
     assert all(map(torch.equal, freed[0], plain[0]))
     assert all(gradient.dtype == torch.float32 for gradient in freed[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_clipping_in_the_kernel_of_adamw_is_clipping_before_it(dtype, monkeypatch):
+    """Of gradients whose norm is above the limit, below it, and above it again."""
+    optimizer, clip = made(dtype=dtype), torch.nn.utils.clip_grad_norm_
+    monkeypatch.delattr(torch.nn.utils, "clip_grads_with_norm_")  # a pass of its own
+    masters = [parameter.detach().float().requires_grad_() for parameter in optimizer.parameters]
+    groups = [{"params": [master], "weight_decay": rate} for master, rate in zip(masters, (0.1, 0.0), strict=True)]
+    plain = torch.optim.AdamW(groups, lr=0.01, betas=optimizer.recipe.betas, eps=optimizer.recipe.epsilon)
+    for size in (1.0, 1e-3, 0.1):
+        generator = torch.Generator().manual_seed(7)
+        for parameter, master in zip(optimizer.parameters, masters, strict=True):
+            parameter.grad = (size * torch.randn(parameter.shape, generator=generator)).to(dtype)
+            master.grad = parameter.grad.float().clone()
+        norm = float(clip(masters, 1.0, foreach=False))
+        optimizer.collect()
+        assert optimizer.step() == pytest.approx(norm, rel=1e-5)
+        assert (norm > 1) == (size > 0.01)
+        plain.step()
+        for ours, theirs in zip(optimizer.masters, masters, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)

@@ -222,8 +222,12 @@ class Optimizer:
         """
         total = self.gradient_norm()
         norm = float(total)
-        if norm > self.recipe.max_gradient_norm and math.isfinite(norm):
-            torch.nn.utils.clip_grads_with_norm_(self.masters, self.recipe.max_gradient_norm, total)
+        limit = self.recipe.max_gradient_norm
+        if isinstance(self._adamw, torch.optim.AdamW):
+            # The kernel divides the gradients that it reads, as `clip_grads_with_norm_` would in passes of its own.
+            self._adamw.grad_scale = (total + 1e-6) / limit if norm > limit else None  # type: ignore[attr-defined]
+        elif norm > limit and math.isfinite(norm):
+            torch.nn.utils.clip_grads_with_norm_(self.masters, limit, total)
         if math.isfinite(norm):
             for group in self._adamw.param_groups:
                 group["lr"] = self.learning_rate
