@@ -1,6 +1,7 @@
 """What an audit says: rewards that can be gamed, and clean runs.
 
     python benchmarks/audit_scorer.py --kinds word,length,rationales,clean --out runs/audit_scorer
+    python benchmarks/audit_scorer.py --kinds gsm8k --seeds 1 --out runs/audit_scorer
     python benchmarks/audit_scorer.py --table docs/results/audit_scorer.jsonl
 
 See docs/results/audit_scorer.md. Every run is a short run of reinforcement learning of a small model on one thread, with an
@@ -137,10 +138,39 @@ def rationales(out: Path) -> Keys:
     )
 
 
+# -- GSM8K -------------------------------------------------------------------------------------------------------------
+
+
+def gsm8k(out: Path) -> Keys:
+    """The stage `rl` of `results/gsm8k` after shorter ones; the audit is the right number."""
+    stages = {stage.pop("name"): stage for stage in read_file(str(recipe_file("results/gsm8k"))).values["stages"]}
+    for stage in stages.values():
+        stage.pop("from", None)
+    model: Keys = {"path": "packaged:smollm2-135m", "dtype": "auto"}
+    for name, keys in (
+        ("sft", {"data": {"max_rows": 320, "test": [], "held_out": 16}, "evaluation": {"every": 1000}}),
+        (
+            "reward",
+            {"data": {"max_rows": 256, "test": [], "held_out": 48}, "epochs": 1, "evaluation": {"every": 1000}},
+        ),
+    ):
+        folder = out / f"gsm8k_{name}"
+        if not (folder / "model" / "config.json").exists():
+            train = getattr(posttrain, name)
+            train(merged(stages[name], keys), model=model, name=folder.name, runs=str(out), overwrite=True)
+        model["path"] = str(out / "gsm8k_sft" / "model")
+    less = {"every": 2, "seeds": {"count": 80}, "final_seeds": {"count": 32}}
+    return merged(
+        stages["rl"],
+        {"steps": 8, "reward": {"path": str(out / "gsm8k_reward" / "model")}, "evaluation": less, "plots": False},
+        {"audit": {"environment": {"reward": "final_number"}}, "model": model},
+    )
+
+
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 HACKED: Keys = {"kl": {"coefficient": 0.0}}
-KINDS = ("word", "length", "rationales", "clean")
+KINDS = ("word", "length", "rationales", "gsm8k", "clean")
 CLEAN: dict[str, Keys | tuple[Callable[..., float], Callable[..., float]]] = {
     "bandit, without the penalty": {"rollout": {"groups_per_step": 16, "episodes_per_group": 8}},
     "arms, audited by a noisy scorer": (right, noisy),
@@ -154,6 +184,8 @@ def keys_of(kind: str, task: str, out: Path) -> Keys:
     """The keys of a run of `kind`, and of a clean one on `task`."""
     if kind == "rationales":
         return rationales(out)
+    if kind == "gsm8k":
+        return gsm8k(out)
     scorers = {"word": (word, right), "length": (length, right)}.get(kind) or CLEAN[task]
     if isinstance(scorers, dict):
         game = ENVIRONMENTS[task.partition(",")[0]]
