@@ -19,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
+from harness.cluster import Machines, marks, progress  # noqa: E402
 from harness.options import names  # noqa: E402
 from harness.table import markdown, read_lines  # noqa: E402
 from tests.conftest import save_tiny_model  # noqa: E402
@@ -95,6 +96,19 @@ def _trl(model: Path, folder: Path, die: tuple[str, int] | None, resume: bool) -
     trainer.save_model(str(folder / "model"))
 
 
+CLUSTER = {phase: function for phase, (function, _) in OURS.items()} | {
+    "rollout": "posttrain.rollout.driver:RolloutWorker.answer",
+    "weights to the engine": "posttrain.distributed.ray.engine:RayEngine.load_weights",
+}
+WORKERS = {
+    "engine": "engine 0",
+    "environments": "environments 0",
+    "Ray beside an engine": "raylet of engine 0",
+    "Ray beside a learner": "raylet of learner 1",
+    "Ray on the first machine": "raylet of head",
+}
+"""Side -> what the first learner kills on a cluster."""
+
 SIDES: dict[str, tuple[dict[str, tuple[str, int]], Callable[..., int]]]
 SIDES = {"posttrain": (OURS, one), "two processes": (OURS, two), "TRL": (TRLS, trl)}
 
@@ -105,9 +119,7 @@ def finished(folder: Path) -> tuple[int, int]:
         last = int((folder / "finished.txt").read_text().split()[-1])
         saved = [int(path.name.split("-")[1]) for path in (folder / "run").glob("checkpoint-*")]
         return last, max(saved, default=0)
-    run = folder / "small"
-    steps = [line["step"] for line in small.metrics(run) if line["kind"] == "train"]
-    return max(steps, default=0), max((int(p.name[5:]) for p in run.glob("checkpoints/step_*")), default=0)
+    return progress(folder / "small")
 
 
 def result(folder: Path) -> Any:
@@ -128,39 +140,90 @@ def kill(side: str, phase: str, model: Path, out: Path) -> dict[str, Any]:
     died = run(model, folder, places[phase], False) != 0
     last, saved = finished(folder)
     code = run(model, folder, None, True)
-    log = next(iter(sorted(folder.glob("log*.txt")))).read_text(errors="replace").strip().splitlines()
     line = {"side": side, "phase": phase, "died": died, "lost": last - saved, "resumes": code == 0}
-    return line | ({"same": result(folder) == result(whole)} if code == 0 else {"error": log[-1][:300]})
+    return line | ({"same": result(folder) == result(whole)} if code == 0 else {"error": last_line(folder)})
+
+
+def on_cluster(side: str, model: Path, out: Path) -> list[dict[str, Any]]:
+    """One run on a cluster of eight machines that is killed in each phase once, and resumed when it ends too early."""
+    whole, folder = out / "cluster, whole", out / f"cluster, {side}"
+    machines = Machines()
+    try:
+        for one, kill in ((whole, None), (folder, WORKERS[side])):
+            if one.exists():
+                continue
+            one.mkdir()
+            values = small.recipe_values(model, one, steps=2 * len(CLUSTER) + 2)
+            code, launches = machines.run(values, one, CLUSTER, kill, False), 1
+            while code and launches <= len(CLUSTER):
+                machines.close()
+                machines = Machines()
+                code, launches = machines.run(values, one, CLUSTER, kill, True), launches + 1
+            assert not code, f"it ends with {code}; the log is in {one}"
+    finally:
+        machines.close()
+    same = result(folder) == result(whole)
+    return [{"side": side, "phase": phase, "same": same} | cost(folder, whole, phase) for phase in CLUSTER]
+
+
+def cost(folder: Path, whole: Path, phase: str) -> dict[str, Any]:
+    """What a kill in a phase cost: the steps that were repeated, and the seconds until the second step from then ended."""
+    seconds, events = [], []
+    for one in (folder, whole):
+        lines = marks(one)
+        begin = next(number for number, mark in enumerate(lines) if mark["what"] == phase)
+        events = events or lines[begin:]
+        wanted = lines[begin]["step"] + 2
+        end = next(mark for mark in lines[begin:] if mark["what"] == "step" and mark["number"] == wanted)
+        seconds.append(end["time"] - lines[begin]["time"])
+    killed, after = events[0], next(m["what"] for m in events if m["what"] in ("launch", "start", "step"))
+    outcome = {"launch": "resumed", "start": "continued", "step": "went on"}[after]
+    lost = 0 if after == "step" else killed["step"] - killed["saved"]
+    return {"outcome": outcome, "lost": lost, "seconds": seconds[0] - seconds[1]}
+
+
+def last_line(folder: Path) -> str:
+    """The last line of its log, without the words of Ray."""
+    log = next(iter(sorted(folder.glob("log*.txt")))).read_text(errors="replace").strip().splitlines()
+    return log[-1][:300]
+
+
+def store(file: Path, lines: list[dict[str, Any]]) -> None:
+    with open(file, "a") as results:
+        results.write("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/kills"))
     parser.add_argument("--table", type=Path, help="show the table of these lines and run nothing")
-    parser.add_argument("--sides", type=names(SIDES), default=",".join(SIDES), help="comma-separated")
+    parser.add_argument("--sides", type=names([*SIDES, *WORKERS]), default=",".join(SIDES), help="comma-separated")
     options = parser.parse_args()
     file = options.table or options.out / "results.jsonl"
     if options.table is None:
         options.out.mkdir(parents=True, exist_ok=True)
-        model = options.out.resolve() / "tiny"
-        model = model if model.exists() else save_tiny_model(model)
+        out = options.out.resolve()
+        model = out / "tiny" if (out / "tiny").exists() else save_tiny_model(out / "tiny")
         known = {(line["side"], line["phase"]) for line in (read_lines(file) if file.exists() else ())}
         for side in options.sides:
-            for phase in SIDES[side][0]:
+            for phase in SIDES.get(side, ({},))[0]:
                 if (side, phase) not in known:
-                    line = kill(side, phase, model, options.out.resolve())
-                    with open(file, "a") as results:
-                        results.write(json.dumps(line) + "\n")
+                    store(file, [kill(side, phase, model, out)])
+            if side in WORKERS and not any(side == other for other, _ in known):
+                store(file, on_cluster(side, model, out))
     lines = {(line["side"], line["phase"]): line for line in read_lines(file)}
-    rows = [{"killed in": phase} | {side: _cell(lines.get((side, phase))) for side in SIDES} for phase in OURS]
-    print(markdown(rows))
+    for sides in (SIDES, WORKERS):
+        print(markdown([{"killed in": phase} | {s: _cell(lines.get((s, phase))) for s in sides} for phase in OURS]))
 
 
 def _cell(line: dict[str, Any] | None) -> str:
     if line is None:
         return "-"
-    if not line["resumes"]:
+    if not line.get("resumes", True):
         return "does not resume"
+    if "outcome" in line:
+        same = "same bits" if line["same"] else "other weights"
+        return f"{line['outcome']}, {same}, {line['lost']} lost, {line['seconds']:.0f} s"
     return f"{'same bits' if line['same'] else 'other weights'}, {line['lost']} lost"
 
 

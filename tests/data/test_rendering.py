@@ -126,3 +126,37 @@ def test_turns_of_a_folded_conversation_are_appended():
     conversation.answer(ids, [-1.0] * len(ids), StopReason.END_TOKEN)
     conversation.observe([{"role": "user", "content": "And now?"}])
     assert subject.tokenizer.decode(conversation.context) == subject.text(conversation.messages)
+
+
+def test_tokens_are_computed_once_for_equal_messages(monkeypatch):
+    one, asked = renderer(), [{"role": "user", "content": "a question"}]
+    expected = one.prompt(asked), one.continuation(asked, one.end)
+    monkeypatch.setattr(Renderer, "text", None)
+    one.prompt(asked).append(-1)
+    assert (one.prompt(asked), one.continuation([dict(asked[0])], one.end)) == expected
+    for change in (
+        lambda: one.prompt([{**asked[0], "content": "another"}]),
+        lambda: one.prompt([{**asked[0], "role": "system"}]),
+        lambda: one.prompt(asked, primer="<answer>"),
+        lambda: one.continuation(asked, None),
+        lambda: one.prompt([{**asked[0], "name": "a key that a template may show"}]),
+        lambda: one.prompt(asked, tools=[{"type": "function"}]),
+    ):
+        with pytest.raises(TypeError):
+            change()
+
+
+def test_tokens_that_change_with_the_date_are_computed_each_time(monkeypatch):
+    one, asked = renderer(CHATML + "{# {{ strftime_now('%d') }} #}"), [{"role": "user", "content": "a question"}]
+    one.prompt(asked)
+    monkeypatch.setattr(Renderer, "text", None)
+    with pytest.raises(TypeError):
+        one.prompt(asked)
+
+
+def test_few_characters_are_remembered(monkeypatch):
+    monkeypatch.setattr("posttrain.data.rendering._REMEMBERED", 1000)
+    one = renderer()
+    for number in range(100):
+        one.prompt([{"role": "user", "content": f"question {number:3d}".ljust(100)}])
+    assert 1 <= len(one._tokens) <= 10

@@ -17,7 +17,7 @@ import pytest
 from posttrain.data.held_out import TaskSplit
 from posttrain.environments import protocol, rewards
 from posttrain.environments.make import make_env
-from posttrain.environments.protocol import CallTimeout, Environment, Observation, Step, ended_in, ended_within
+from posttrain.environments.protocol import Call, CallTimeout, Environment, Observation, Step, ended_in, ended_within
 from posttrain.episode import Outcome
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.rollout import RolloutRecipe
@@ -95,6 +95,28 @@ def test_calls_of_an_environment_that_does_not_block_never_overlap():
     # Of others, each waits for another one to run at the same time.
     asyncio.run(all_calls(meet, 2, False))
     assert not both.broken
+
+
+def test_calls_share_a_thread_until_one_is_given_up():
+    protocol._idle.clear()
+    threads = [ended_in(threading.current_thread, 60.0)[0] for _ in range(3)]
+    assert len(set(threads)) == 1
+    begun, late = threading.Event(), threading.Event()
+    hung = Call(lambda: (begun.set(), time.sleep(0.3), late.set()))
+    assert hung.thread is threads[0]
+    begun.wait(50.0)
+    hung.give_up()
+    assert ended_in(threading.current_thread, 60.0)[0] is not threads[0]
+    threads[0].join(50.0)
+    assert not threads[0].is_alive()
+    assert not late.is_set()
+    # A call that has ended meanwhile is not interrupted, nor the one that its thread runs now.
+    done = Call(int)
+    done.future.result(50.0)
+    following = Call(lambda: time.sleep(0.2) or "ended")
+    assert following.thread is done.thread
+    done.give_up()
+    assert following.future.result(50.0) == ("ended", None)
 
 
 def test_too_many_calls_that_still_hang_end_the_run(monkeypatch):

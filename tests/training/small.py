@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -134,17 +136,26 @@ def _child(values: dict[str, Any], resume: bool, die_at: tuple[str, int] | None,
 
 def _arm(what: str, count: int) -> None:
     """Make the `count`-th call of `module:name` (or `module:Class.name`) the last thing this process does."""
+    calls = itertools.count(1)
+
+    def act(*args: Any) -> None:
+        if next(calls) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    before_calls(what, act)
+
+
+def before_calls(what: str, act: Callable[..., None]) -> None:
+    """Call `act` with the positional arguments of each call of `what`, which is named as in `_arm`, before the call."""
     module_name, _, path = what.partition(":")
     owner: Any = importlib.import_module(module_name)
     *parents, name = path.split(".")
     for parent in parents:
         owner = getattr(owner, parent)
-    original, calls = getattr(owner, name), [0]
+    original = getattr(owner, name)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == count:
-            os.kill(os.getpid(), signal.SIGKILL)
+        act(*args)
         return original(*args, **kwargs)
 
     setattr(owner, name, wrapped)

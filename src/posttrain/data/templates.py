@@ -373,6 +373,9 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return self.copied(super().call(context, function, *args, **keywords))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+" and type(left) is type(right) is str:  # by far the most frequent
+            self.spend(1 + (len(left) + len(right)) // _CHARACTERS)
+            return left + right
         self.spend(1)
         if operator == "*" and isinstance(left, int) and not isinstance(right, int | float):
             left, right = right, left

@@ -11,6 +11,7 @@ import ctypes
 import inspect
 import json
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,7 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Real
-from threading import Thread
+from queue import SimpleQueue
+from threading import Lock, Thread
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -402,6 +404,8 @@ def task_split(
 
 MOST_GIVEN_UP = 256
 """Calls of a process that were given up and still run. One more ends the run."""
+_MOST_IDLE = 64
+"""Threads that wait for the next call."""
 _QUICK = 0.002
 """Seconds for which the event loop itself waits for a call that others have to wait for, which saves switching."""
 _SLOW = 0.1
@@ -416,24 +420,25 @@ class CallTimeout(Exception):
 
 
 class Call:
-    """A call that runs in its own daemon thread."""
+    """A call that runs in a daemon thread. A thread runs calls one after the other until one of them is given up."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
+        self.function = function
         self.future: Future[Ended] = Future()
         """Its end. It never raises what the call raised: asyncio does not return from a SystemExit."""
         self.future.set_running_or_notify_cancel()
-        self.thread = Thread(target=self._run, args=(function,), name="environment", daemon=True)
-        self.thread.start()
-
-    def _run(self, function: Callable[[], Any]) -> None:
+        self.ended = Lock()
+        """Acquired once, by the thread after the call or by `give_up`."""
         try:
-            end: Ended = function(), None
-        except BaseException as error:
-            end = None, error
-        self.future.set_result(end)
+            self.thread = _idle.pop()
+        except IndexError:
+            self.thread = _CallThread()
+        self.thread.calls.put(self)
 
     def give_up(self) -> None:
         """Ignore the call from now on. RunError if too many ignored calls still run."""
+        if not self.ended.acquire(blocking=False):
+            return
         raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
         raise_in(ctypes.c_ulong(self.thread.ident or 0), ctypes.py_object(SystemExit))
         _given_up.difference_update([thread for thread in _given_up if not thread.is_alive()])
@@ -445,7 +450,30 @@ class Call:
             )
 
 
+class _CallThread(Thread):
+    def __init__(self) -> None:
+        super().__init__(name="environment", daemon=True)
+        self.calls: SimpleQueue[Call] = SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        lives = True
+        while lives:
+            call = self.calls.get()
+            try:
+                end: Ended = call.function(), None
+            except BaseException as error:
+                end = None, error
+            lives = call.ended.acquire(blocking=False) and len(_idle) < _MOST_IDLE
+            if lives:
+                _idle.append(self)  # before the caller continues with its next call
+            call.future.set_result(end)
+            del call, end
+
+
 _given_up: set[Thread] = set()
+_idle: list[_CallThread] = []
+os.register_at_fork(after_in_child=_idle.clear)
 
 
 @dataclass
