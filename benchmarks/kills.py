@@ -168,18 +168,24 @@ def on_cluster(side: str, model: Path, out: Path) -> list[dict[str, Any]]:
 
 def cost(folder: Path, whole: Path, phase: str) -> dict[str, Any]:
     """What a kill in a phase cost: the steps that were repeated, and the seconds until the second step from then ended."""
-    seconds, events = [], []
-    for one in (folder, whole):
-        lines = marks(one)
-        begin = next(number for number, mark in enumerate(lines) if mark["what"] == phase)
-        events = events or lines[begin:]
-        wanted = lines[begin]["step"] + 2
-        end = next(mark for mark in lines[begin:] if mark["what"] == "step" and mark["number"] == wanted)
-        seconds.append(end["time"] - lines[begin]["time"])
-    killed, after = events[0], next(m["what"] for m in events if m["what"] in ("launch", "start", "step"))
-    outcome = {"launch": "resumed", "start": "continued", "step": "went on"}[after]
-    lost = 0 if after == "step" else killed["step"] - killed["saved"]
-    return {"outcome": outcome, "lost": lost, "seconds": seconds[0] - seconds[1]}
+    events, undisturbed = (_since(one, phase) for one in (folder, whole))
+    again = next((number for number, event in enumerate(events) if event["what"] == "start"), len(events))
+    before, after = events[:again], events[again:]
+    cost = {"outcome": "went on", "lost": 0, "seconds": events[-1]["time"] - events[0]["time"]}
+    if after:
+        repeated = max(event.get("number", events[0]["step"]) for event in before) + 1 - after[1]["number"]
+        resumed = any(event["what"] == "launch" for event in before)
+        cost |= {"outcome": "resumed" if resumed else "continued", "lost": repeated}
+    return cost | {"seconds": cost["seconds"] - (undisturbed[-1]["time"] - undisturbed[0]["time"])}
+
+
+def _since(folder: Path, phase: str) -> list[dict[str, Any]]:
+    """What happened from a phase until the second step from then ended, the steps that ended and the starts."""
+    lines = marks(folder)
+    lines = lines[next(number for number, line in enumerate(lines) if line["what"] == phase) :]
+    last = lines[0]["step"] + 2
+    end = max(number for number, line in enumerate(lines) if line.get("number", last + 1) <= last)
+    return [lines[0], *(line for line in lines[1 : end + 1] if line["what"] in ("launch", "start", "step"))]
 
 
 def last_line(folder: Path) -> str:

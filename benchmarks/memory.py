@@ -2,7 +2,7 @@
 
     python benchmarks/memory.py
 
-Forward passes of 8,192 tokens, two to an update; FSDP2 over 8 processes, gradients reduced after each pass, AdamW with float32
+Forward passes of 8,192 tokens, two to an update; FSDP2 over 8 processes, or 2 replicas over 4 each; gradients reduced after each pass, AdamW with float32
 masters in shards, adapters of rank 16 on all linear modules and experts. NCCL's own buffers are not counted. Engines on the same
 GPUs sleep while the learner learns, and have the rest of the memory while it waits; engines apart have all of theirs.
 """
@@ -40,6 +40,7 @@ def main() -> None:
             {
                 "model": row["model"],
                 "trained": "adapters" if row["lora"] else "all weights",
+                "processes": str(row["processes"]),
                 "activations": "recomputed" if row["recomputed"] else "kept",
                 "peak of an update, GiB": row["peak"] / GIB,
                 "planned, GiB": row["planned"] / GIB,

@@ -80,7 +80,7 @@ def measured(device, path, name, tokens, lora=False, recomputed=False, layers=No
     return {"state": state, "peak": device.peak - before, "resting": device.live - before}
 
 
-def planned(name, tokens, lora=False, recomputed=False, layers=None):
+def planned(name, tokens, lora=False, recomputed=False, layers=None, processes=8):
     """The items of the plan for such an update."""
     sizes = PUBLISHED[name]
     if layers is not None:
@@ -93,7 +93,7 @@ def planned(name, tokens, lora=False, recomputed=False, layers=None):
             f"model.path=Qwen/{name}",
             f"learner.tokens_per_batch={tokens}",
         ),
-        *("hardware.processes=8", "hardware.gradient_sync=per_forward", f"data.max_tokens={tokens}"),
+        *(f"hardware.processes={processes}", "hardware.gradient_sync=per_forward", f"data.max_tokens={tokens}"),
         *(f"model.gradient_checkpointing={recomputed}", *(["model.lora.rank=16"] if lora else [])),
     ]
     return at_peak(load_recipe([], words, "sft"), sizes, DEVICES["h100"])[0]
@@ -158,6 +158,15 @@ def test_the_plan_of_a_few_layers_is_within_a_tenth_of_the_peak(device, thin_mod
     with made.processes(device, 8, 1):
         peak = measured(device, thin_model, name, 4096, lora, recomputed, layers=4)["peak"]
     items = planned(name, 4096, lora, recomputed, layers=4)
+    assert sum(items.values()) == pytest.approx(peak, rel=0.1), {what: n / 2**20 for what, n in items.items()}
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapters"])
+@pytest.mark.parametrize("processes", [[2, 4], [4, 2]], ids=str)
+def test_the_plan_of_replicas_is_within_a_tenth_of_the_peak(device, thin_model, processes, lora):
+    with made.processes(device, processes, 1):
+        peak = measured(device, thin_model, "Qwen3-4B", 4096, lora, True, layers=4)["peak"]
+    items = planned("Qwen3-4B", 4096, lora, True, layers=4, processes=processes)
     assert sum(items.values()) == pytest.approx(peak, rel=0.1), {what: n / 2**20 for what, n in items.items()}
 
 

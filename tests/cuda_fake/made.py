@@ -110,8 +110,9 @@ def _resized(device: Any, change: Any, tensor: torch.Tensor) -> None:
 
 
 @contextmanager
-def processes(device: Any, count: int, together: int) -> Iterator[None]:
-    """Make this process the first of `count` learner processes inside the block, of which `together` compute a row together.
+def processes(device: Any, count: int | list[int], together: int) -> Iterator[None]:
+    """Make this process the first of the learner processes `hardware.processes: count` inside the block, of which `together`
+    compute a row together.
     Collective calls allocate their results and move nothing; FSDP has the streams of a CPU, which do not wait.
     """
     import pytest
@@ -129,10 +130,13 @@ def processes(device: Any, count: int, together: int) -> Iterator[None]:
             patch.setattr(module, "_get_device_handle", lambda kind: torch.cpu)
         for name in ("alloc_storage", "free_storage"):
             patch.setattr(_fsdp_param, name, partial(_resized, device, getattr(_fsdp_param, name)))
+        # Reductions between replicas need an event.
+        patch.setattr(torch.cpu.Stream, "record_event", lambda stream: torch.cpu.Event())
         patch.setattr(_fully_shard, "_get_device_from_mesh", lambda mesh: torch.device("cuda", 0))
-        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
         hardware = HardwareRecipe(processes=count, sequence_parallel=together, gradient_sync="per_forward")
-        patch.setitem(world._state, "world", world.World(hardware, 0, count))
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=hardware.learners)
+        patch.setitem(world._state, "world", world.World(hardware, 0, hardware.learners))
+        patch.setitem(world._state, "mesh", None)
         patch.setitem(world._state, "sequence", torch.distributed.new_group(list(range(together))))
         try:
             yield

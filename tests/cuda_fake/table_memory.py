@@ -12,20 +12,19 @@ from tests.cuda_fake import made
 from tests.cuda_fake.checks_memory import measured, planned
 
 TOKENS = 8192
+MODELS = ("Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B", "Qwen3-30B-A3B")
 CASES = [
-    *(
-        (name, lora, True)
-        for name in ("Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B", "Qwen3-30B-A3B")
-        for lora in (False, True)
-    ),
-    *(("Qwen3-4B", lora, False) for lora in (False, True)),
+    *((name, lora, True, 8) for name in MODELS for lora in (False, True)),
+    *(("Qwen3-4B", lora, False, 8) for lora in (False, True)),
+    *((name, lora, True, [2, 4]) for name in ("Qwen3-4B", "Qwen3-8B") for lora in (False, True)),
 ]
 
 
-@pytest.mark.parametrize(("name", "lora", "recomputed"), CASES)
-def test_update(device, thin_model, name, lora, recomputed):
+@pytest.mark.parametrize(("name", "lora", "recomputed", "processes"), CASES)
+def test_update(device, thin_model, name, lora, recomputed, processes):
     """`recomputed`: with gradient checkpointing."""
-    with made.processes(device, 8, 1):
+    with made.processes(device, processes, 1):
         numbers = measured(device, thin_model, name, TOKENS, lora, recomputed)
-    planned_bytes = sum(planned(name, TOKENS, lora, recomputed).values())
-    print(json.dumps({"model": name, "lora": lora, "recomputed": recomputed, "planned": planned_bytes, **numbers}))
+    planned_bytes = sum(planned(name, TOKENS, lora, recomputed, processes=processes).values())
+    row = {"model": name, "lora": lora, "recomputed": recomputed, "processes": processes, "planned": planned_bytes}
+    print(json.dumps(row | numbers))

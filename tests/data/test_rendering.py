@@ -155,8 +155,8 @@ def test_tokens_that_change_with_the_date_are_computed_each_time(monkeypatch):
 
 
 def test_few_characters_are_remembered(monkeypatch):
-    monkeypatch.setattr("posttrain.data.rendering._REMEMBERED", 1000)
+    monkeypatch.setattr("posttrain.data.templates._REMEMBERED", 1000)
     one = renderer()
     for number in range(100):
         one.prompt([{"role": "user", "content": f"question {number:3d}".ljust(100)}])
-    assert 1 <= len(one._tokens) <= 10
+    assert 1 <= len(one._remembered._tokens) <= 10

@@ -6,7 +6,7 @@ The template renders a sampled answer only if it rewrites history.
 
 import os
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from posttrain.data.messages import REASONING, in_form, reasoning_of
-from posttrain.data.templates import TextEncoder, either
+from posttrain.data.templates import RememberedTokens, TextEncoder, either
 from posttrain.data.tools import (
     SYNTAXES,
     ParsedAnswer,
@@ -38,9 +38,6 @@ Tool = dict[str, Any]
 _ANSWER = "POSTTRAIN-ANSWER"
 _THOUGHT = "<think>\nfirst thought\n</think>\n\n"
 _PROBE = "posttrain_probe"
-_PLAIN = {"role", "content"}
-_REMEMBERED = 4_000_000
-"""Characters of the messages whose tokens a renderer keeps."""
 _KNOWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", "train", "primer"}
 _FORMATTING = re.compile(r"</?think>|\s")
 
@@ -65,10 +62,7 @@ class Renderer:
         """The template changes earlier answers that contain thinking (Qwen3 and DeepSeek drop it)."""
         self._kept: dict[tuple[bool, str, bool], bool] = {}
         self._read: dict[tuple[str, str], bool] = {}
-        # The tokens of the same messages change with the date, or with the images that the tokenizer has.
-        self._repeats = "strftime_now" not in tokenizer.get_chat_template() and not hasattr(tokenizer, "images")
-        self._tokens: dict[tuple[Any, ...], list[int]] = {}
-        self._characters = 0
+        self._remembered = RememberedTokens(tokenizer)
         self.thinking = thinking_of(tokenizer.get_chat_template())
         """`model.thinking` of this run or of the run that exported the model; None if neither set it."""
 
@@ -77,21 +71,6 @@ class Renderer:
         return self._remembered(
             messages, tools, (primer,), lambda: self.encode(self.text(messages, tools) + self.marked(primer))
         )
-
-    def _remembered(
-        self, messages: Sequence[Message], tools: Sequence[Tool], key: tuple[Any, ...], tokens: Callable[[], list[int]]
-    ) -> list[int]:
-        """The tokens of plain messages, which the episodes of a group share, computed once."""
-        if tools or not (self._repeats and all(m.keys() == _PLAIN and type(m["content"]) is str for m in messages)):
-            return tokens()
-        texts = [(message["role"], message["content"]) for message in messages]
-        key = (*key, *texts)
-        if key not in self._tokens:
-            self._characters += sum(len(text) for _, text in texts)
-            if self._characters > _REMEMBERED:
-                self._tokens, self._characters = {}, 0
-            self._tokens[key] = tokens()
-        return list(self._tokens[key])
 
     def surely_longer(self, messages: Sequence[Message], tools: Sequence[Tool], tokens: int) -> bool:
         """Whether a conversation has more than `tokens` tokens however it is divided into them, found without rendering it."""

@@ -14,7 +14,7 @@ The later parts of a text are encoded as its continuation, because SentencePiece
 
 import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -33,6 +33,9 @@ _ESCAPED = "\\ufdd0"
 _SINGLE = re.compile(f"(?<!{MARK}){MARK}(?!{MARK})")
 _THINKING = frozenset({"<think>", "</think>"})
 """Tokens that answers contain as text, and that end no turn. They stay tokens even if the tokenizer calls them special."""
+_PLAIN = {"role", "content"}
+_REMEMBERED = 4_000_000
+"""Characters of the messages whose tokens are kept."""
 _TAIL = 200
 """Number of characters of the text before a part that can influence its tokens."""
 
@@ -149,6 +152,32 @@ class TextEncoder:
             if ids[: len(before)] == before:
                 return ids[len(before) :]
         return self._ids(text)
+
+
+class RememberedTokens:
+    """The tokens of plain messages, which the episodes of a group share, computed once."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        # The tokens of the same messages change with the date, or with the images that the tokenizer has.
+        self._repeats = "strftime_now" not in tokenizer.get_chat_template() and not hasattr(tokenizer, "images")
+        self._tokens: dict[tuple[Any, ...], list[int]] = {}
+        self._characters = 0
+
+    def __call__(
+        self, messages: Sequence[Any], tools: Sequence[Any], key: tuple[Any, ...], tokens: Callable[[], list[int]]
+    ) -> list[int]:
+        """Return `tokens()` for these messages and `key`, all that they depend on besides `tools`."""
+        plain = all(m.keys() == _PLAIN and all(type(value) is str for value in m.values()) for m in messages)
+        if tools or not (plain and self._repeats):
+            return tokens()
+        key = (*key, *((message["role"], message["content"]) for message in messages))
+        found = self._tokens.get(key)
+        if found is None:
+            self._characters += sum(len(message["content"]) for message in messages)
+            if self._characters > _REMEMBERED:
+                self._tokens, self._characters = {}, 0
+            found = self._tokens[key] = tokens()
+        return list(found)
 
 
 def either(texts: Iterable[str]) -> re.Pattern[str]:

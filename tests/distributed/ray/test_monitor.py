@@ -1,6 +1,7 @@
 """Detection of hung workers from their reports, and counts of deaths."""
 
 import io
+import socket
 
 import pytest
 from rich.console import Console
@@ -87,6 +88,28 @@ def test_a_death_is_counted_once(keeper):
     keeper.heartbeat(beat("engine 0", 12))
     assert len(keeper.all_deaths()) == 2
     assert keeper.record_death("engine 0", monitor.KILLED, 12)[1], "the third of two that are allowed"
+
+
+def test_processes_that_the_run_replaces_are_no_deaths(keeper):
+    keeper.heartbeat(beat("learner 0", 10))
+    keeper.expect_deaths(["learner 0", "learner 1"])
+    assert keeper.heartbeat(beat("learner 0", 11)) == ("", [])
+    assert keeper.all_deaths() == []
+    keeper.heartbeat(beat("learner 0", 12))
+    assert len(keeper.all_deaths()) == 1
+
+
+def test_a_machine_without_a_daemon_is_dead_before_ray_notices(monkeypatch):
+    ray = pytest.importorskip("ray", reason="needs the package ray: pip install 'posttrain[ray]'")
+    with socket.socket() as daemon:
+        daemon.bind(("127.0.0.1", 0))
+        address, port = daemon.getsockname()
+        state = {"NodeID": "a", "Alive": True, "NodeManagerAddress": address, "NodeManagerPort": port}
+        monkeypatch.setattr(ray, "nodes", lambda: [state])
+        daemon.listen()
+        assert (monitor.dead_machine("a"), monitor.dead_machine("b")) == ("", "")
+        daemon.close()
+        assert monitor.dead_machine("a") == "died with its machine 127.0.0.1"
 
 
 def test_the_first_learner_learns_about_unnoticed_deaths(keeper):

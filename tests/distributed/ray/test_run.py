@@ -194,6 +194,37 @@ def test_a_machine_dies_with_all_its_workers(cluster, tiny_model, paid, undistur
 
 
 @pytest.mark.slow
+def test_a_lost_machine_of_a_learner_is_one_death(cluster, tiny_model, tmp_path, monkeypatch):
+    """Its daemon dies; a new machine replaces it. The learner that the run restarts itself is no death."""
+    machine = {"num_cpus": 2, "object_store_memory": 100 * 2**20}
+    machines = [cluster.add_node(**machine)]
+    cluster.wait_for_nodes()
+    # One learner on each machine.
+    monkeypatch.setattr("posttrain.planning.workers.CORES", {"learner": 1.5, "engine": 0.3, "environments": 0.1})
+    made = values(tiny_model, tmp_path / "runs", hardware={"ray": "auto", "processes": 2})
+    victims = []
+
+    def disturb(disturber):
+        disturber.until(1)
+        nodes = {number: disturber.node(f"learner {number}") for number in range(2)}
+        victims.extend(number for number in nodes if nodes[number] == machines[0].node_id)
+        (daemon,) = machines[0].all_processes["raylet"]
+        daemon.process.kill()
+        machines.append(cluster.add_node(**machine))
+
+    try:
+        deaths = run_beside(made, disturb)
+    finally:
+        for node in machines:
+            cluster.remove_node(node, allow_graceful=False)
+    assert len(victims) == 1
+    assert len(deaths) == 1, deaths
+    assert deaths[0].startswith(f"learner {victims[0]} died with its machine "), deaths
+    steps = [line["step"] for line in small.metrics(tmp_path / "runs" / "small") if line["kind"] == "train"]
+    assert steps == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
 def test_too_many_deaths_stop_the_run_in_one_sentence(cluster, tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr("posttrain.distributed.ray.launch.MAX_RESTARTS", 0)
     made = values(tiny_model, tmp_path / "runs", hardware={"ray": "auto"})

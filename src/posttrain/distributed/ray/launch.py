@@ -46,6 +46,8 @@ THREADS = 32
 """Number of environments that one worker steps concurrently."""
 _PLACEMENT_SECONDS = 120.0
 """Maximum wait for the placement group, in seconds."""
+_START_SECONDS = 120.0
+"""Seconds after which a message says that learners have not started."""
 _LOST_RANK_SECONDS = 15.0
 """Maximum seconds between the loss of the connection between learners and the report of which learner died."""
 
@@ -106,6 +108,8 @@ class ClusterRun:
         self._learning = False
         """Whether the learners run a stage that can be stopped."""
         self._named: set[str] = set()
+        self._past_machines = self._dead_machines()
+        """Machines that were dead when the learners started."""
         self._monitor_unavailable = False
         """Whether the monitor did not respond to the last call."""
         self._group: Any = None
@@ -192,8 +196,14 @@ class ClusterRun:
         self.critic_nodes = {name: place[2] for (name, _), place in zip(self.critics, places, strict=True)}
 
     def _call_all(self, what: str, method: str, actors: list[Any]) -> list[Any]:
+        calls = [getattr(actor, method).remote() for actor in actors]
         try:
-            return self.ray.get([getattr(actor, method).remote() for actor in actors])
+            if calls and len(self.ray.wait(calls, num_returns=len(calls), timeout=_START_SECONDS)[0]) < len(calls):
+                message = (
+                    f"the {what} have not started: no machine of the cluster has room for them, or they start slowly"
+                )
+                self.console.print(message, markup=False, soft_wrap=True)
+            return self.ray.get(calls)
         except Exception as error:
             cause = unwrap_ray_error(error)
             kind = _DiedWhileStarting if isinstance(cause, WorkerDied) else RunError
@@ -314,18 +324,30 @@ class ClusterRun:
             try:
                 self._start_learners()
                 started = True
-            except _DiedWhileStarting as error:  # on a machine whose death Ray had not noticed yet
+            except _DiedWhileStarting as error:
                 self._kill_learners()
-                self._record_death(LEARNER, f"died while it started ({error})", time.monotonic_ns())
+                # A machine whose death Ray had not noticed yet explains one failure.
+                lost = self._dead_machines() - self._past_machines
+                self._past_machines |= lost
+                if not lost:
+                    self._record_death(LEARNER, f"died while it started ({error})", time.monotonic_ns())
+        self._past_machines = self._dead_machines()
         if self.gpus and self.handles[ENGINE]:
-            for handles in self.handles.values():
-                for _, actor in handles:
-                    self.ray.kill(actor)
+            self._kill([name for handles in self.handles.values() for name, _ in handles])
             self._start_others()
 
+    def _dead_machines(self) -> set[str]:
+        return {state["NodeID"] for state in self.ray.nodes() if not state["Alive"]}
+
     def _kill_learners(self) -> None:
-        for actor in [*self.learners, *(actor for _, actor in self.critics)]:
-            self.ray.kill(actor)
+        self._kill([worker.name for worker in self.workers if worker.role in (LEARNER, CRITIC)])
+
+    def _kill(self, names: list[str]) -> None:
+        """Kill workers that are replaced, which is none of the deaths that are counted."""
+        self.ray.get(self.monitor.expect_deaths.remote(names))
+        for name in names:
+            if name in self.actors:
+                self.ray.kill(self.actors[name])
 
     def _raise_errors(self, ended: list[LearnerExit]) -> None:
         """Raise the error of the stage, if there was one."""

@@ -5,6 +5,7 @@ process reads the monitor and replaces workers that hang (`find_hangs`).
 """
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -113,7 +114,16 @@ def dead_machine(node: str) -> str:
     import ray
 
     state = next((state for state in ray.nodes() if state["NodeID"] == node), None)
-    return "" if state is None or state["Alive"] else f"died with its machine {state['NodeManagerAddress']}"
+    if state is None:
+        return ""
+    address, refused = state["NodeManagerAddress"], False
+    if state["Alive"]:
+        # Ray takes up to half a minute to notice that the daemon of a machine is gone.
+        try:
+            socket.create_connection((address, state["NodeManagerPort"]), timeout=1).close()
+        except OSError as error:
+            refused = isinstance(error, ConnectionRefusedError)
+    return f"died with its machine {address}" if refused or not state["Alive"] else ""
 
 
 @dataclass
@@ -127,7 +137,7 @@ class WorkerMonitor:
     reasons: dict[str, str] = field(default_factory=dict)
     deaths: list[str] = field(default_factory=list)
     counted: set[tuple[str, int]] = field(default_factory=set)
-    """Name and process id of the workers whose death was counted."""
+    """Name and process id of the workers whose death was counted or is not to be."""
     unreported: list[str] = field(default_factory=list)
     """Deaths of idle workers, which were not noticed by a caller and have not been reported yet."""
 
@@ -166,6 +176,10 @@ class WorkerMonitor:
         """Set the reason for the next death of a worker that is about to be killed, and discard its last heartbeat."""
         self.reasons[name] = reason
         self.last.pop(name, None)
+
+    def expect_deaths(self, names: Sequence[str]) -> None:
+        """Do not count the deaths of the current processes of these workers, which are about to be replaced."""
+        self.counted |= {(name, self.last[name][0].pid) for name in names if name in self.last}
 
     def record_death(self, name: str, reason: str, pid: int) -> tuple[str, bool]:
         """Count the death of a process once. Returns a sentence about it and whether there have been too many deaths."""
