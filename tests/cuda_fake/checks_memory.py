@@ -10,10 +10,13 @@ from transformers import AutoConfig
 
 from posttrain.distributed import world
 from posttrain.distributed.sharding import local_shard
+from posttrain.engines.local.engine import LocalEngine
 from posttrain.models.policy import Policy
 from posttrain.planning.devices import DEVICES
-from posttrain.planning.fit import at_peak
+from posttrain.planning.fit import at_peak, memory_rows
+from posttrain.planning.memory import at_a_time, engine_memory
 from posttrain.planning.model_sizes import PUBLISHED
+from posttrain.planning.workers import placement_of
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.model import OptimizerRecipe
@@ -23,6 +26,7 @@ from posttrain.training.objectives import SupervisedObjective, logprobs
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.reference import move_towards
 from tests.cuda_fake import made
+from tests.cuda_fake.checks_engine import sampled
 
 TOKENS = 2048
 
@@ -241,3 +245,28 @@ def test_activations_of_a_layer_of_a_divided_row(device, thin_model):
     hardware = {"processes": 4, "sequence_parallel": 4}
     items = SftRecipe.model_validate(settings | {"hardware": hardware}).pass_items(Plan(sizes))
     assert counted * TOKENS / 4 == pytest.approx(items[ACTIVATIONS][0] / 2, rel=0.01)
+
+
+def test_the_plan_of_an_engine_beside_the_learner_is_within_a_tenth_of_the_peak(device, thin_model):
+    """The engine of the learner's process, whose weights are gathered and whose cache is full, beside the resting learner."""
+    slots, tokens, layers = 16, 1024, 4
+    with made.processes(device, 8, 1):
+        gc.collect()
+        before = device.live
+        policy = policy_of("Qwen3-4B", layers, thin_model, None, gradient_checkpointing=True)
+        learner = made.policy_updater(policy)
+        made.updated(learner, made.samples(2), SupervisedObjective())
+        engine = LocalEngine(policy, slots=slots)
+        engine.load_weights(1)
+        gc.collect()
+        device.reset()
+        assert len(sampled(engine, 24, slots, tokens - 24)) == slots
+        peak = device.peak - before
+    words = ["environment.type=bandit", "model.dtype=bfloat16", "model.path=Qwen/Qwen3-4B", "hardware.processes=8"]
+    words += [f"engine.slots={slots}", f"rollout.tokens_per_episode={tokens}", "hardware.gradient_sync=per_forward"]
+    recipe, sizes = load_recipe([], words, "rl"), replace(PUBLISHED["Qwen3-4B"], layers=layers)
+    sizes = replace(sizes, parameters=sizes.computed_parameters)
+    rows, placement = memory_rows(recipe, sizes, DEVICES["h100"]), placement_of(recipe)
+    engine_rows = engine_memory(recipe, sizes, placement, DEVICES["h100"])
+    _, items = at_a_time(recipe, rows, engine_rows, placement)
+    assert sum(items.values()) == pytest.approx(peak, rel=0.1), {what: n / 2**20 for what, n in items.items()}

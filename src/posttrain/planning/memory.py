@@ -11,7 +11,9 @@ from posttrain.planning.model_sizes import model_sizes
 from posttrain.planning.workers import CRITIC, ENGINE, REFERENCE, REWARD, placement_of, reward_count
 from posttrain.recipe.model import IN_CPU_MEMORY
 from posttrain.recipe.plan import (
+    ACTIVATIONS,
     ALONE,
+    BETWEEN,
     MASTERS,
     PASSING,
     Device,
@@ -132,6 +134,11 @@ def process_memory(recipe: TrainedRecipe, sizes: ModelSizes, device: Device | No
             4 * trained,
             "float32, accumulated over the forward passes of an update; not needed with `hardware.gradient_sync: per_forward`",
         )
+    elif hardware.replicas > 1:
+        # FSDP keeps the buffers of a pass's reductions between replicas to its end, when its activations are free.
+        free = sum(rows.get(what, (0, ""))[0] for what in (ACTIVATIONS, "logits"))
+        held = "float32, of one pass, reduced between replicas; more than the activations that are free by then"
+        rows[BETWEEN] = (max(0, rows["gradients"][0] - free), held)
     if not placement.engines and getattr(recipe.sampler, "type", None) == "local":
         rows[_UNSHARDED] = (width * sizes.parameters, "for the engine in this process; activations are freed")
     return rows

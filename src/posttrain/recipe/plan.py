@@ -15,7 +15,8 @@ MASTERS = "float32 masters and their gradients"
 CACHE = "key/value cache, at most"
 ACTIVATIONS = "activations, roughly"
 GATHERED = "gathered temporarily"
-PASSING = (ACTIVATIONS, "logits", GATHERED, "gradients", "whole gradients")
+BETWEEN = "gradients between replicas"
+PASSING = (ACTIVATIONS, "logits", GATHERED, "gradients", "whole gradients", BETWEEN)
 """Items that exist from the first pass of an update to its optimizer step."""
 
 
