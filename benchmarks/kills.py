@@ -1,11 +1,17 @@
-"""What killing a learner costs at each phase of a step: posttrain in one and in two processes, and TRL's GRPO.
+"""What kills cost at each phase of a step: of a learner, with posttrain in one and in two processes and TRL's GRPO; and, on a
+Ray cluster of eight machines that are processes here, of an engine, of environments, and of Ray's daemon on a machine.
 
     python benchmarks/kills.py --out runs/kills
+    python benchmarks/kills.py --out runs/kills --sides "engine,environments,Ray beside an engine,Ray beside a learner"
     python benchmarks/kills.py --table docs/results/kills.jsonl
 
 Runs of four steps with a checkpoint after each, on a random model of 31 thousand weights. A process kills itself (SIGKILL) in a given
 call of a function of the phase, of two processes the second one; then the run is resumed. It is compared with a run that was not
 killed. Lost are finished steps that have to be repeated. A kill is a line of OUT/results.jsonl, and is not run again.
+
+On a cluster, one run of 16 steps is killed in every phase, in another step each, with two learners, two engines and two processes of
+environments. Its bits are compared with those of an undisturbed run on the same cluster. Seconds are those to the end of the second
+step from the kill, less those of the undisturbed run.
 """
 
 import argparse
@@ -100,12 +106,13 @@ CLUSTER = {phase: function for phase, (function, _) in OURS.items()} | {
     "rollout": "posttrain.rollout.driver:RolloutWorker.answer",
     "weights to the engine": "posttrain.distributed.ray.engine:RayEngine.load_weights",
 }
+FIRST = "Ray on the first machine"
 WORKERS = {
     "engine": "engine 0",
     "environments": "environments 0",
     "Ray beside an engine": "raylet of engine 0",
     "Ray beside a learner": "raylet of learner 1",
-    "Ray on the first machine": "raylet of head",
+    FIRST: "raylet of head",
 }
 """Side -> what the first learner kills on a cluster."""
 
@@ -147,23 +154,25 @@ def kill(side: str, phase: str, model: Path, out: Path) -> dict[str, Any]:
 def on_cluster(side: str, model: Path, out: Path) -> list[dict[str, Any]]:
     """One run on a cluster of eight machines that is killed in each phase once, and resumed when it ends too early."""
     whole, folder = out / "cluster, whole", out / f"cluster, {side}"
+    # The first machine is not replaced.
+    killed = dict(list(CLUSTER.items())[: 1 if side == FIRST else None])
     machines = Machines()
     try:
-        for one, kill in ((whole, None), (folder, WORKERS[side])):
+        for one, kill, phases in ((whole, None, CLUSTER), (folder, WORKERS[side], killed)):
             if one.exists():
                 continue
             one.mkdir()
             values = small.recipe_values(model, one, steps=2 * len(CLUSTER) + 2)
-            code, launches = machines.run(values, one, CLUSTER, kill, False), 1
-            while code and launches <= len(CLUSTER):
+            code, launches = machines.run(values, one, phases, kill, False), 1
+            while code and launches <= len(phases):
                 machines.close()
                 machines = Machines()
-                code, launches = machines.run(values, one, CLUSTER, kill, True), launches + 1
+                code, launches = machines.run(values, one, phases, kill, True), launches + 1
             assert not code, f"it ends with {code}; the log is in {one}"
     finally:
         machines.close()
     same = result(folder) == result(whole)
-    return [{"side": side, "phase": phase, "same": same} | cost(folder, whole, phase) for phase in CLUSTER]
+    return [{"side": side, "phase": phase, "same": same} | cost(folder, whole, phase) for phase in killed]
 
 
 def cost(folder: Path, whole: Path, phase: str) -> dict[str, Any]:
@@ -184,7 +193,7 @@ def _since(folder: Path, phase: str) -> list[dict[str, Any]]:
     lines = marks(folder)
     lines = lines[next(number for number, line in enumerate(lines) if line["what"] == phase) :]
     last = lines[0]["step"] + 2
-    end = max(number for number, line in enumerate(lines) if line.get("number", last + 1) <= last)
+    end = next(number for number, line in enumerate(lines) if line.get("number") == last)
     return [lines[0], *(line for line in lines[1 : end + 1] if line["what"] in ("launch", "start", "step"))]
 
 
