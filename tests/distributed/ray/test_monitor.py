@@ -9,6 +9,7 @@ from rich.console import Console
 from posttrain.distributed.ray import monitor
 from posttrain.distributed.ray.launch import ClusterRun
 from posttrain.distributed.ray.monitor import Heartbeat, PendingCall, WorkerMonitor, WorkerStatus, find_hangs
+from posttrain.errors import RunError
 from posttrain.recipe.stages import RlRecipe
 
 
@@ -158,3 +159,17 @@ def test_an_unreachable_monitor_is_reported_once():
     for _ in range(3):
         launched._check_hangs()
     assert launched.console.file.getvalue().count("does not respond (TimeoutError)") == 1
+
+
+def test_the_death_of_the_first_machine_is_one_sentence(monkeypatch):
+    """All workers end with it; the run hears of it from whichever call comes first."""
+    ray = pytest.importorskip("ray", reason="needs the package ray: pip install 'posttrain[ray]'")
+
+    def lost(run):
+        raise ray.exceptions.ActorDiedError
+
+    monkeypatch.setattr(ClusterRun, "_reserve", lost)
+    launched = ClusterRun.__new__(ClusterRun)
+    launched.recipe = RlRecipe(name="lost")
+    with pytest.raises(RunError, match=r"Ray's daemon on this machine died.*posttrain rl --resume runs/lost"):
+        launched.run()

@@ -118,13 +118,26 @@ class ClusterRun:
 
     def run(self) -> None:
         """Start all workers, and restart the learners whenever one dies, until the stage has ended."""
-        self._reserve()
-        with stop_signals_to(self._forward_signal):
-            self._start_learners()
-            self._start_others()
-            while (ended := self._wait_for_learners(self._start_stage())) is None:
-                self._restart_learners()
-            self._raise_errors(ended)
+        try:
+            self._reserve()
+            with stop_signals_to(self._forward_signal):
+                self._start_learners()
+                self._start_others()
+                while (ended := self._wait_for_learners(self._start_stage())) is None:
+                    self._restart_learners()
+                self._raise_errors(ended)
+        except Exception as error:
+            if not isinstance(unwrap_ray_error(error), WorkerDied):
+                raise
+            # All deaths of workers are handled: this is that of the monitor, and of all workers with this process as owner.
+            raise RunError(
+                "Ray's daemon on this machine died, and the run's workers with it; start Ray again, then continue with "
+                f"{self._resume_command}"
+            ) from error
+
+    @property
+    def _resume_command(self) -> str:
+        return f"`posttrain {self.recipe.stage} --resume {self.recipe.runs}/{self.recipe.name}`"
 
     def close(self) -> None:
         """Kill all workers."""
@@ -298,7 +311,7 @@ class ClusterRun:
         if too_many:
             raise RunError(
                 f"{sentence}, after {MAX_RESTARTS} restarts of workers; find the cause, then continue with "
-                f"`posttrain {self.recipe.stage} --resume {self.recipe.runs}/{self.recipe.name}`"
+                f"{self._resume_command}"
             )
         # Events that an earlier learner logged after its last checkpoint are lost with it, so repeat them.
         earlier = self.ray.get(self.monitor.all_deaths.remote())[:-1]
