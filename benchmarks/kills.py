@@ -11,7 +11,7 @@ killed. Lost are finished steps that have to be repeated. A kill is a line of OU
 
 On a cluster, one run of 16 steps is killed in every phase, in another step each, with two learners, two engines and two processes of
 environments. Its bits are compared with those of an undisturbed run on the same cluster. Seconds are those to the end of the second
-step from the kill, less those of the undisturbed run.
+step from the kill, less those of the undisturbed run. Of the first machine, there is one kill, whose seconds are those to the end.
 """
 
 import argparse
@@ -172,12 +172,14 @@ def on_cluster(side: str, model: Path, out: Path) -> list[dict[str, Any]]:
     finally:
         machines.close()
     same = result(folder) == result(whole)
-    return [{"side": side, "phase": phase, "same": same} | cost(folder, whole, phase) for phase in killed]
+    # The run notices the death of the first machine after several steps.
+    steps = 2 * len(CLUSTER) if side == FIRST else 2
+    return [{"side": side, "phase": phase, "same": same} | cost(folder, whole, phase, steps) for phase in killed]
 
 
-def cost(folder: Path, whole: Path, phase: str) -> dict[str, Any]:
-    """What a kill in a phase cost: the steps that were repeated, and the seconds until the second step from then ended."""
-    events, undisturbed = (_since(one, phase) for one in (folder, whole))
+def cost(folder: Path, whole: Path, phase: str, steps: int) -> dict[str, Any]:
+    """What a kill in a phase cost: the steps that were repeated, and the seconds until so many steps from then ended."""
+    events, undisturbed = (_since(one, phase, steps) for one in (folder, whole))
     again = next((number for number, event in enumerate(events) if event["what"] == "start"), len(events))
     before, after = events[:again], events[again:]
     cost = {"outcome": "went on", "lost": 0, "seconds": events[-1]["time"] - events[0]["time"]}
@@ -188,11 +190,11 @@ def cost(folder: Path, whole: Path, phase: str) -> dict[str, Any]:
     return cost | {"seconds": cost["seconds"] - (undisturbed[-1]["time"] - undisturbed[0]["time"])}
 
 
-def _since(folder: Path, phase: str) -> list[dict[str, Any]]:
-    """What happened from a phase until the second step from then ended, the steps that ended and the starts."""
+def _since(folder: Path, phase: str, steps: int) -> list[dict[str, Any]]:
+    """What happened from a phase until so many steps from then ended: the steps that ended, and the starts."""
     lines = marks(folder)
     lines = lines[next(number for number, line in enumerate(lines) if line["what"] == phase) :]
-    last = lines[0]["step"] + 2
+    last = lines[0]["step"] + steps
     end = next(number for number, line in enumerate(lines) if line.get("number") == last)
     return [lines[0], *(line for line in lines[1 : end + 1] if line["what"] in ("launch", "start", "step"))]
 
