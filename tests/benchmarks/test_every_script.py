@@ -30,7 +30,7 @@ HERE = {
     "claims": ("--table {docs}/results/claims.jsonl", "| credit |"),
     "credit_toy": ("--seeds 1 --steps 2 --rewards 5 --tasks additive", "additive"),
     "distillation": ("--seeds 1 --steps 1 --rows 64 --out {out}", "| method | held-out success"),
-    "driver": ("--episodes 8 --tokens 4 --only bandit", "| turns per processor second |"),
+    "driver": ("--episodes 8 --tokens 4 --only bandit", "turns per processor second"),
     # It needs the package easy-vqa, and a run takes minutes.
     "easy_vqa": ("--help", "--blank"),
     "families": ("llama stablelm doge", "| llama | packed | paged |"),

@@ -92,11 +92,13 @@ def test_a_death_is_counted_once(keeper):
 
 
 def test_processes_that_the_run_replaces_are_no_deaths(keeper):
-    keeper.heartbeat(beat("learner 0", 10))
-    keeper.expect_deaths(["learner 0", "learner 1"])
-    assert keeper.heartbeat(beat("learner 0", 11)) == ("", [])
+    for pid in (10, 11):  # also one that reports only after the run has replaced it
+        assert keeper.heartbeat(beat("learner 0", pid)) == ("", [])
+    keeper.heartbeat(beat("engine 0", 10))
+    keeper.expect_deaths(["engine 0", "engine 1"])
+    keeper.heartbeat(beat("engine 0", 11))
     assert keeper.all_deaths() == []
-    keeper.heartbeat(beat("learner 0", 12))
+    keeper.heartbeat(beat("engine 0", 12))
     assert len(keeper.all_deaths()) == 1
 
 

@@ -147,7 +147,8 @@ class WorkerMonitor:
         progressed: float | None = None
         if heartbeat.name in self.last:
             before, _, progressed = self.last[heartbeat.name]
-            if before.pid != heartbeat.pid:
+            # The run itself notices the deaths of learners and critics, and kills the others of them.
+            if before.pid != heartbeat.pid and not heartbeat.name.startswith(("learner", "critic")):
                 # The worker died while it was idle and was restarted before its next call.
                 sentence, _, first = self._count(heartbeat.name, dead_machine(before.node) or KILLED, before.pid)
                 if first:
