@@ -91,6 +91,19 @@ def test_a_death_is_counted_once(keeper):
     assert keeper.record_death("engine 0", monitor.KILLED, 12)[1], "the third of two that are allowed"
 
 
+@pytest.mark.parametrize("noticed", [False, True])
+def test_a_process_that_outlives_its_daemon_dies_once(keeper, noticed):
+    """It reports between reports of its successor, which is on another machine and may have the same process id there."""
+    keeper.heartbeat(beat("engine 0", 10))
+    if noticed:
+        keeper.record_death("engine 0", monitor.KILLED, 10)
+    for successor in (Heartbeat("engine 0", 11, "other", 0, "", ()), Heartbeat("engine 0", 10, "third", 0, "", ())):
+        for report in (successor, beat("engine 0", 10, 1), successor):
+            keeper.heartbeat(report)
+        assert keeper.statuses()["engine 0"].heartbeat == successor
+    assert len(keeper.all_deaths()) == 2
+
+
 def test_processes_that_the_run_replaces_are_no_deaths(keeper):
     for pid in (10, 11):  # also one that reports only after the run has replaced it
         assert keeper.heartbeat(beat("learner 0", pid)) == ("", [])

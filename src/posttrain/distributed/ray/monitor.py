@@ -136,8 +136,8 @@ class WorkerMonitor:
     commands: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     deaths: list[str] = field(default_factory=list)
-    counted: set[tuple[str, int]] = field(default_factory=set)
-    """Name and process id of the workers whose death was counted or is not to be."""
+    counted: dict[tuple[str, int], str] = field(default_factory=dict)
+    """Name and process id of the workers whose death was counted or is not to be -> their machine, if it is known."""
     unreported: list[str] = field(default_factory=list)
     """Deaths of idle workers, which were not noticed by a caller and have not been reported yet."""
 
@@ -145,6 +145,8 @@ class WorkerMonitor:
         """Receive a heartbeat. Returns a command for the worker (`stop` or none) and, for learner 0, unreported deaths."""
         now = time.monotonic()
         progressed: float | None = None
+        if self.counted.get((heartbeat.name, heartbeat.pid)) == heartbeat.node:
+            return "", []  # it outlives the daemon of its machine by seconds, and has been replaced
         if heartbeat.name in self.last:
             before, _, progressed = self.last[heartbeat.name]
             # The run itself notices the deaths of learners and critics, and kills the others of them.
@@ -180,7 +182,8 @@ class WorkerMonitor:
 
     def expect_deaths(self, names: Sequence[str]) -> None:
         """Do not count the deaths of the current processes of these workers, which are about to be replaced."""
-        self.counted |= {(name, self.last[name][0].pid) for name in names if name in self.last}
+        known = [self.last[name][0] for name in names if name in self.last]
+        self.counted |= {(one.name, one.pid): one.node for one in known}
 
     def record_death(self, name: str, reason: str, pid: int) -> tuple[str, bool]:
         """Count the death of a process once. Returns a sentence about it and whether there have been too many deaths."""
@@ -192,7 +195,8 @@ class WorkerMonitor:
         first = (name, pid) not in self.counted
         sentence = f"{name} {self.reasons.pop(name, reason)}"
         if first:
-            self.counted.add((name, pid))
+            before = self.last[name][0] if name in self.last else None
+            self.counted[name, pid] = before.node if before is not None and before.pid == pid else ""
             self.deaths.append(sentence)
         return sentence, len(self.deaths) > self.max_restarts, first
 
