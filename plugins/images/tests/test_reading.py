@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from PIL import Image
 from plugins.images.tests.conftest import encoded, part, picture, text
 
 from posttrain import images
@@ -61,6 +62,12 @@ def test_a_photo_is_read_upright_and_in_color():
     exif[0x0112] = 6  # the camera was turned
     [one] = key(read({"type": "image", "bytes": encoded(image, "JPEG", exif=exif, quality=95)}))
     assert store.load(one).shape == (64, 40, 3)
+
+
+def test_a_picture_of_16_bits_keeps_its_high_ones():
+    gray = np.arange(0, 1 << 16, 16, dtype=np.uint16).reshape(64, 64)
+    [one] = key(read({"type": "image", "bytes": encoded(Image.fromarray(gray))}))
+    assert np.array_equal(store.load(one)[..., 0], gray >> 8)
 
 
 def test_files_of_rows_are_read_from_their_folder(tmp_path):
@@ -120,21 +127,30 @@ def chunk(kind, data):
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def png(width, height, data):
+def png(width, height, data, before=b""):
+    """A PNG file; `before`: chunks before its data."""
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + before + chunk(b"IDAT", data) + chunk(b"IEND", b"")
 
 
 HOSTILE = {
     "a bomb": (png(50_000, 50_000, zlib.compress(bytes(1 << 20))), "Bomb"),
     "a large one": (png(5_000, 5_000, b""), "5000 x 5000"),
     "a line": (png(4_000, 2, b""), "ratio"),
+    "the largest header": (png((1 << 31) - 1, (1 << 31) - 1, b"a"), "Bomb"),
+    "no width": (png(0, 9, b"a"), "cannot be read"),
+    "a bomb of colors": (png(8, 8, b"", chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(1 << 24)))), "cannot be read"),
     "no data": (png(40, 40, b""), "cannot be read"),
     "cut": (PNG[: len(PNG) // 2], "cannot be read"),
     "other data": (png(40, 40, zlib.compress(bytes(99))), "cannot be read"),
     "text bomb": (PNG[:33] + chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(1 << 24))) + PNG[33:], "cannot be read"),
     "empty": (b"", "cannot be read"),
     "text": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "PNG or JPEG"),
+    "an svg": (b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"/>', "PNG or JPEG"),
+    "an animation": (
+        encoded(picture(), "GIF", save_all=True, append_images=[picture(seed=n) for n in range(99)]),
+        "PNG or JPEG",
+    ),
     "a gif": (encoded(picture(), "GIF"), "PNG or JPEG"),
     "a tiff": (encoded(picture(), "TIFF"), "PNG or JPEG"),
     "a large file": (bytes(reading.MOST_BYTES + 1), "bytes"),

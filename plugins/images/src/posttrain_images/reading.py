@@ -52,7 +52,10 @@ def decoded(data: bytes, where: str, formats: tuple[str, ...] = FORMATS, most: i
                     "image too large",
                     f"that of {where} is {width} x {height}; the limits are {MOST_PIXELS:,} pixels and a ratio of {MOST_RATIO}",
                 )
-            return ImageOps.exif_transpose(opened).convert("RGB")
+            upright = ImageOps.exif_transpose(opened)
+            if upright.mode.startswith("I"):  # 16 bits of gray; the conversion would make all values above 255 white
+                upright = upright.point(lambda value: value / 256)
+            return upright.convert("RGB")
     except UnusableRow:
         raise
     except Exception as error:  # decoders raise errors of many types
