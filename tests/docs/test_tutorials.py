@@ -1,5 +1,7 @@
 """Every command and every block of code of the tutorials and of the README runs, with a tiny model and small numbers."""
 
+import re
+
 import pytest
 
 from tests.docs.walk import ROOT, blocks, commands_of, walk
@@ -22,7 +24,7 @@ SMALLER = {
     "experts.seeds.count": 8,
     "--step": 1,
 }
-QUICK = ("sft_to_dpo", "own_reward", "learning_or_gaming", "laptop_to_gpu", "memory_agent")
+QUICK = ("sft_to_dpo", "own_reward", "learning_or_gaming", "laptop_to_gpu", "memory_agent", "images")
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +54,10 @@ def test_a_tutorial_can_be_followed(page, tmp_path, monkeypatch):
     if page == "learning_or_gaming":
         assert "differ most" in said
         assert (tmp_path / "runs" / "gamed" / "audit" / "step_000001.json").is_file()
+    if page == "images":
+        assert "100 answers to 100 rows" in said
+        assert len(re.findall(r"^(?:seen|rewarded) \d+ of 100$", said, re.M)) == 2
+        assert len(list((tmp_path / "runs" / "rewarded" / "images").iterdir())) > 1
     if page == "own_reward":
         assert (tmp_path / "runs" / "short-python" / "metrics.jsonl").is_file()
 
@@ -77,7 +83,7 @@ def test_the_readme_can_be_followed(tmp_path, monkeypatch):
 
 
 def test_every_tutorial_has_commands():
-    assert len(TUTORIALS) == 8
+    assert len(TUTORIALS) == 9
     for name in TUTORIALS:
         shown = [text for language, _, text in blocks(f"docs/tutorials/{name}.md") if language == "console"]
         assert sum(len(commands_of(text)) for text in shown) >= 3, name
