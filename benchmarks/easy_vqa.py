@@ -30,8 +30,9 @@ from posttrain.runs.intervals import seed_mean
 SHAPES = ("circle", "rectangle", "triangle")
 ROWS = {"sft": 2_400, "rl": 2_600, "test": 600}
 """Questions of each file."""
-PICTURES = {"sft": (0, 2_000), "rl": (2_000, 4_000), "test": (0, 1_000)}
+RANGES = {"sft": (0, 2_000), "rl": (2_000, 4_000), "test": (0, 1_000)}
 """First and last of the split's pictures."""
+PICTURES, STAGES = ("real", "blank"), ("sft", "rl")
 LIMITS = {"tokens_per_turn": 4, "tokens_per_episode": 64}
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
@@ -48,7 +49,7 @@ def write_rows(data: Path, out: Path, blank: bool) -> None:
     Image.new("RGB", (64, 64), (128, 128, 128)).save(out / "blank.png")
     for name, count in ROWS.items():
         split = data / ("test" if name == "test" else "train")
-        first, last = PICTURES[name]
+        first, last = RANGES[name]
         asked = [row for row in json.loads((split / "questions.json").read_text()) if first <= row[2] < last]
         draws = np.random.default_rng(0)
         draws.shuffle(asked)
@@ -124,7 +125,8 @@ def train(stage: str, out: Path, seed: int, settings: dict[str, Any]) -> dict[st
         environment = {**task, "prompts": str(out / "rl.jsonl")}
         held_out = {"every": 0, "held_out": 32}
         done = posttrain.rl(model=model, environment=environment, evaluation=held_out, name=name, **settings, **shared)
-        sampled = {"sampled": [round(row["rollout/success"], 4) for row in done.metrics]}
+        signal = 1 - float(np.mean([row["credit/zero_groups"] for row in done.metrics]))
+        sampled = {"sampled": [round(row["rollout/success"], 4) for row in done.metrics], "signal": round(signal, 4)}
     spent = time.process_time() - began
     measured = posttrain.evaluate(
         model={"path": str(out / name / "model")},
@@ -142,49 +144,38 @@ def train(stage: str, out: Path, seed: int, settings: dict[str, Any]) -> dict[st
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
-    """Accuracies and their paired differences with 95% intervals over training seeds and held-out questions."""
+    """Accuracies and their paired differences with 95% intervals over training seeds and held-out questions; below, the
+    episodes of RL, with intervals over training seeds."""
 
-    def results(pictures: str, stage: str, kinds: str) -> np.ndarray:
-        found = {line["seed"]: line for line in lines if (line["pictures"], line["stage"]) == (pictures, stage)}
-        table = [[int(right) for right in found[seed]["right"]] for seed in sorted(found)]
-        of = [kind in kinds for kind in next(iter(found.values()))["kinds"]]
-        return np.array(table)[:, of]
+    def runs(pictures: str, stage: str) -> list[dict[str, Any]]:
+        found = [line for line in lines if (line["pictures"], line["stage"]) == (pictures, stage)]
+        return sorted(found, key=lambda line: line["seed"])
 
-    def row(name: str, stage: str, measure: Any) -> dict[str, str]:
-        columns = {"shape": "s", "color": "c", "both": "sc"}
-        return {"pictures": name, "stage": stage, **{title: measure(kinds) for title, kinds in columns.items()}}
+    def right(pictures: str, stage: str) -> np.ndarray:
+        return np.array([[int(answer) for answer in line["right"]] for line in runs(pictures, stage)])
 
-    rows = [
-        row(pictures, stage, lambda kinds, p=pictures, s=stage: shown(crossed_mean(results(p, s, kinds), rate=True)))
-        for pictures in ("real", "blank")
-        for stage in ("sft", "rl")
-    ]
-    rows += [
-        row(
-            "real less blank",
-            stage,
-            lambda kinds, s=stage: shown(crossed_mean(results("real", s, kinds) - results("blank", s, kinds))),
-        )
-        for stage in ("sft", "rl")
-    ]
-    rows += [
-        row(
-            pictures,
-            "rl less sft",
-            lambda kinds, p=pictures: shown(crossed_mean(results(p, "rl", kinds) - results(p, "sft", kinds))),
-        )
-        for pictures in ("real", "blank")
-    ]
-    # RL asks each question once, so its own episodes are about pictures that it was not yet trained on.
-    for pictures in ("real", "blank"):
-        curves = [line["sampled"] for line in lines if (line["pictures"], line["stage"]) == (pictures, "rl")]
-        ends = {"first": [float(np.mean(c[:5])) for c in curves], "last": [float(np.mean(c[-5:])) for c in curves]}
-        for name, values in ends.items():
-            cells = {"shape": "–", "color": "–", "both": shown(seed_mean(values, rate=True))}
-            rows.append({"pictures": pictures, "stage": f"sampled, {name} 5 steps of rl", **cells})
-        change = [last - first for first, last in zip(ends["first"], ends["last"], strict=True)]
-        cells = {"shape": "–", "color": "–", "both": shown(seed_mean(change))}
-        rows.append({"pictures": pictures, "stage": "last less first", **cells})
+    kinds = np.array(list(lines[0]["kinds"]))
+    rows = []
+    for name, stage, results, rate in (
+        *((pictures, stage, right(pictures, stage), True) for pictures in PICTURES for stage in STAGES),
+        *(("real less blank", stage, right("real", stage) - right("blank", stage), False) for stage in STAGES),
+        *((pictures, "rl less sft", right(pictures, "rl") - right(pictures, "sft"), False) for pictures in PICTURES),
+    ):
+        of = {"shape": kinds == "s", "color": kinds == "c", "both": kinds != ""}
+        cells = {title: shown(crossed_mean(results[:, chosen], rate=rate)) for title, chosen in of.items()}
+        rows.append({"pictures": name, "run": stage, **cells})
+    for pictures in PICTURES:
+        curves = np.array([line["sampled"] for line in runs(pictures, "rl")])
+        first, last = curves[:, :5].mean(1), curves[:, -5:].mean(1)
+        signal = [line["signal"] for line in runs(pictures, "rl")]
+        for name, measured in {
+            # Each question is asked once, so these are about pictures that RL was not yet trained on.
+            "rl, sampled, steps 1 to 5": seed_mean(first.tolist(), rate=True),
+            "rl, sampled, last 5 steps": seed_mean(last.tolist(), rate=True),
+            "their difference": seed_mean((last - first).tolist()),
+            "rl, groups with right and wrong answers": seed_mean(signal, rate=True),
+        }.items():
+            rows.append({"pictures": pictures, "run": name, "shape": "–", "color": "–", "both": shown(measured)})
     return markdown(rows)
 
 
@@ -193,8 +184,8 @@ def main() -> None:
     parser.add_argument("data", type=Path, nargs="?")
     parser.add_argument("--out", type=Path, default=Path("build/easy_vqa"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--pictures", nargs="+", choices=("real", "blank"), default=["real", "blank"])
-    parser.add_argument("--stages", nargs="+", choices=("sft", "rl"), default=["sft", "rl"])
+    parser.add_argument("--pictures", nargs="+", choices=PICTURES, default=PICTURES)
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
     parser.add_argument("--sft-steps", type=int, default=200)
     parser.add_argument("--rl-steps", type=int, default=40)
     parser.add_argument("--rl-rate", type=float, default=3e-4)
