@@ -145,37 +145,48 @@ def train(stage: str, out: Path, seed: int, settings: dict[str, Any]) -> dict[st
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
     """Accuracies and their paired differences with 95% intervals over training seeds and held-out questions; below, the
-    episodes of RL, with intervals over training seeds."""
-
-    def runs(pictures: str, stage: str) -> list[dict[str, Any]]:
-        found = [line for line in lines if (line["pictures"], line["stage"]) == (pictures, stage)]
-        return sorted(found, key=lambda line: line["seed"])
-
-    def right(pictures: str, stage: str) -> np.ndarray:
-        return np.array([[int(answer) for answer in line["right"]] for line in runs(pictures, stage)])
-
+    episodes of RL, with intervals over training seeds. The first 40 steps of RL ask each question once."""
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for line in sorted(lines, key=lambda line: line["seed"]):
+        name = f"rl, {len(line['sampled'])} steps" if line["stage"] == "rl" else "sft"
+        runs.setdefault((line["pictures"], name), []).append(line)
+    order = sorted(runs, key=lambda run: (PICTURES.index(run[0]), "rl" in run[1], len(run[1]), run[1]))
+    right = {run: np.array([[int(answer) for answer in line["right"]] for line in runs[run]]) for run in order}
     kinds = np.array(list(lines[0]["kinds"]))
-    rows = []
-    for name, stage, results, rate in (
-        *((pictures, stage, right(pictures, stage), True) for pictures in PICTURES for stage in STAGES),
-        *(("real less blank", stage, right("real", stage) - right("blank", stage), False) for stage in STAGES),
-        *((pictures, "rl less sft", right(pictures, "rl") - right(pictures, "sft"), False) for pictures in PICTURES),
-    ):
-        of = {"shape": kinds == "s", "color": kinds == "c", "both": kinds != ""}
-        cells = {title: shown(crossed_mean(results[:, chosen], rate=rate)) for title, chosen in of.items()}
-        rows.append({"pictures": name, "run": stage, **cells})
-    for pictures in PICTURES:
-        curves = np.array([line["sampled"] for line in runs(pictures, "rl")])
-        first, last = curves[:, :5].mean(1), curves[:, -5:].mean(1)
-        signal = [line["signal"] for line in runs(pictures, "rl")]
-        for name, measured in {
-            # Each question is asked once, so these are about pictures that RL was not yet trained on.
-            "rl, sampled, steps 1 to 5": seed_mean(first.tolist(), rate=True),
-            "rl, sampled, last 5 steps": seed_mean(last.tolist(), rate=True),
-            "their difference": seed_mean((last - first).tolist()),
-            "rl, groups with right and wrong answers": seed_mean(signal, rate=True),
-        }.items():
-            rows.append({"pictures": pictures, "run": name, "shape": "–", "color": "–", "both": shown(measured)})
+    columns = {"shape": kinds == "s", "color": kinds == "c", "both": kinds != ""}
+
+    def row(pictures: str, run: str, results: np.ndarray, rate: bool = False) -> dict[str, str]:
+        cells = {title: shown(crossed_mean(results[:, chosen], rate=rate)) for title, chosen in columns.items()}
+        return {"pictures": pictures, "run": run, **cells}
+
+    rows = [row(pictures, name, right[pictures, name], rate=True) for pictures, name in order]
+    for pictures, name in order:
+        if ("blank", name) in right and pictures == "real":
+            rows.append(row("real less blank", name, right[pictures, name] - right["blank", name]))
+    for pictures, name in order:
+        if name != "sft":
+            rows.append(row(pictures, f"{name}, less sft", right[pictures, name] - right[pictures, "sft"]))
+    for pictures, name in order:
+        if name != "sft":
+            curves = np.array([line["sampled"] for line in runs[pictures, name]])
+            first, last = curves[:, :5].mean(1), curves[:, -5:].mean(1)
+            for about, measured in {
+                "sampled in steps 1 to 5": seed_mean(first.tolist(), rate=True),
+                "sampled in the last 5 steps": seed_mean(last.tolist(), rate=True),
+                "their difference": seed_mean((last - first).tolist()),
+                "groups with right and wrong answers": seed_mean(
+                    [line["signal"] for line in runs[pictures, name]], rate=True
+                ),
+            }.items():
+                rows.append(
+                    {
+                        "pictures": pictures,
+                        "run": f"{name}: {about}",
+                        "shape": "–",
+                        "color": "–",
+                        "both": shown(measured),
+                    }
+                )
     return markdown(rows)
 
 
