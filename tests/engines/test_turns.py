@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.data.rendering import Renderer
-from posttrain.engines.local.cache import Segment, positions_of
-from posttrain.engines.local.engine import LocalEngine, longest_prefix
+from posttrain.engines.local.cache import Segment, longest_prefix, positions_of
+from posttrain.engines.local.engine import LocalEngine
 from posttrain.environments.make import make_env
 from posttrain.recipe.engines import LocalEngineRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe

@@ -22,6 +22,8 @@ from posttrain.models.layers import Heads, RowSegment, causal_attention
 
 _LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
 """On other systems memory cannot be returned, so the whole cache is allocated at once."""
+ID = 8
+"""Bytes of a token id."""
 MAX_SLOT_GAP = 8
 """Maximum gap of unneeded slots that a block includes, because reading them costs less than another product."""
 MIN_SAVED_TOKENS = 512
@@ -61,6 +63,18 @@ def positions_of(segments: Sequence[Segment]) -> np.ndarray:
     starts, counts = np.array([(s.start, s.count) for s in segments], dtype=np.int64).T
     ends = counts.cumsum()
     return np.arange(ends[-1]) + np.repeat(starts + counts - ends, counts)
+
+
+def longest_prefix(sequences: Sequence[bytes], prompt: bytes) -> tuple[int, int]:
+    """The first of `sequences` that begins with the most tokens of `prompt`, and their number; all as in `Slot.ids`."""
+    best, shared, more = 0, 0, prompt[:ID]
+    for index, ids in enumerate(sequences):
+        if more and ids.startswith(more):  # most sequences share less than the best so far
+            length = min(len(ids), len(prompt)) // ID
+            differs = np.frombuffer(ids, np.int64, length) != np.frombuffer(prompt, np.int64, length)
+            best, shared = index, int(differs.argmax()) if differs.any() else length
+            more = prompt[: ID * (shared + 1)] if ID * shared < len(prompt) else b""
+    return best, shared
 
 
 # -- pages ------------------------------------------------------------------------------------------------------------

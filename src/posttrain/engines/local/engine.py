@@ -8,7 +8,7 @@ for any timing of the environments.
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from posttrain.distributed.sharding import compute_dtype
-from posttrain.engines.local.cache import CachedLayout, Prefix, Segment, positions_of
+from posttrain.engines.local.cache import ID, CachedLayout, Prefix, Segment, longest_prefix, positions_of
 from posttrain.engines.local.cpu.kernel import PAGE
 from posttrain.engines.local.cuda import RecordedDecoder
 from posttrain.engines.local.decoder import Decoder, sample
@@ -40,8 +40,6 @@ MIN_PENDING_TOKENS = 4
 """Minimum number of shared prompt tokens that another sequence is computing for a request to wait for them. It is low
 because all episodes of a group share them: where tasks differ by ten tokens only, a group of eight computes these once.
 """
-ID = 8
-"""Bytes of a token id."""
 PREFIX_SLACK = 64
 """Number of tokens by which two slots may share more than a known prefix and still count as sharing only this
 prefix.
@@ -156,18 +154,6 @@ class Slots:
     def swap(self, one: int, other: int) -> None:
         """Swap the contents of two slots."""
         self.slots[one], self.slots[other] = self.slots[other], self.slots[one]
-
-
-def longest_prefix(sequences: Sequence[bytes], prompt: bytes) -> tuple[int, int]:
-    """The first of `sequences` that begins with the most tokens of `prompt`, and their number; all as in `Slot.ids`."""
-    best, shared, more = 0, 0, prompt[:ID]
-    for index, ids in enumerate(sequences):
-        if more and ids.startswith(more):  # most sequences share less than the best so far
-            length = min(len(ids), len(prompt)) // ID
-            differs = np.frombuffer(ids, np.int64, length) != np.frombuffer(prompt, np.int64, length)
-            best, shared = index, int(differs.argmax()) if differs.any() else length
-            more = prompt[: ID * (shared + 1)] if ID * shared < len(prompt) else b""
-    return best, shared
 
 
 def _head_size(config: Any) -> int:
