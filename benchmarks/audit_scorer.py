@@ -163,7 +163,7 @@ def gsm8k(out: Path) -> Keys:
     return merged(
         stages["rl"],
         {"steps": 8, "reward": {"path": str(out / "gsm8k_reward" / "model")}, "evaluation": less, "plots": False},
-        {"audit": {"environment": {"reward": "final_number"}}, "model": model},
+        {"audit": {"environment": {"reward": "final_number"}}, "model": model, "optimizer": {"learning_rate": 2e-4}},
     )
 
 
