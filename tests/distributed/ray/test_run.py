@@ -194,39 +194,6 @@ def test_a_machine_dies_with_all_its_workers(cluster, tiny_model, paid, undistur
 
 
 @pytest.mark.slow
-def test_a_lost_machine_of_a_learner_is_one_death_of_a_learner(cluster, tiny_model, tmp_path, monkeypatch):
-    """Its daemon dies; a new machine replaces it. The learner that the run restarts itself is no death."""
-    machine = {"num_cpus": 2, "object_store_memory": 100 * 2**20}
-    machines = [cluster.add_node(**machine)]
-    cluster.wait_for_nodes()
-    # One learner on each machine.
-    monkeypatch.setattr("posttrain.planning.workers.CORES", {"learner": 1.5, "engine": 0.3, "environments": 0.1})
-    # A learner outlives the daemon of its machine by seconds, in which it makes many steps on an idle processor.
-    made = values(tiny_model, tmp_path / "runs", hardware={"ray": "auto", "processes": 2}, steps=120)
-    victims = []
-
-    def disturb(disturber):
-        disturber.until(1)
-        nodes = {number: disturber.node(f"learner {number}") for number in range(2)}
-        victims.extend(number for number in nodes if nodes[number] == machines[0].node_id)
-        (daemon,) = machines[0].all_processes["raylet"]
-        daemon.process.kill()
-        machines.append(cluster.add_node(**machine))
-
-    try:
-        deaths = run_beside(made, disturb)
-    finally:
-        for node in machines:
-            cluster.remove_node(node, allow_graceful=False)
-    assert len(victims) == 1
-    learners = [death for death in deaths if death.startswith("learner")]
-    assert len(learners) == 1, deaths
-    assert learners[0].startswith(f"learner {victims[0]} died with its machine "), deaths
-    steps = [line["step"] for line in small.metrics(tmp_path / "runs" / "small") if line["kind"] == "train"]
-    assert steps == list(range(1, 121))
-
-
-@pytest.mark.slow
 def test_too_many_deaths_stop_the_run_in_one_sentence(cluster, tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr("posttrain.distributed.ray.launch.MAX_RESTARTS", 0)
     made = values(tiny_model, tmp_path / "runs", hardware={"ray": "auto"})
@@ -320,3 +287,39 @@ def test_a_stopped_run_resumes_to_the_same_bits(cluster, tiny_model, paid, undis
     finally:
         again.close()
     assert_same(undisturbed, run)
+
+
+@pytest.mark.slow
+def test_a_lost_machine_of_a_learner_is_one_death_of_a_learner(cluster, tiny_model, tmp_path, monkeypatch):
+    """Its daemon dies; a new machine replaces it. The learner that the run restarts itself is no death.
+
+    The last test of the cluster: after it, Ray found no room on the first machine for the bundles of the next run.
+    """
+    machine = {"num_cpus": 2, "object_store_memory": 100 * 2**20}
+    machines = [cluster.add_node(**machine)]
+    cluster.wait_for_nodes()
+    # One learner on each machine.
+    monkeypatch.setattr("posttrain.planning.workers.CORES", {"learner": 1.5, "engine": 0.3, "environments": 0.1})
+    # A learner outlives the daemon of its machine by seconds, in which it makes many steps on an idle processor.
+    made = values(tiny_model, tmp_path / "runs", hardware={"ray": "auto", "processes": 2}, steps=120)
+    victims = []
+
+    def disturb(disturber):
+        disturber.until(1)
+        nodes = {number: disturber.node(f"learner {number}") for number in range(2)}
+        victims.extend(number for number in nodes if nodes[number] == machines[0].node_id)
+        (daemon,) = machines[0].all_processes["raylet"]
+        daemon.process.kill()
+        machines.append(cluster.add_node(**machine))
+
+    try:
+        deaths = run_beside(made, disturb)
+    finally:
+        for node in machines:
+            cluster.remove_node(node, allow_graceful=False)
+    assert len(victims) == 1
+    learners = [death for death in deaths if death.startswith("learner")]
+    assert len(learners) == 1, deaths
+    assert learners[0].startswith(f"learner {victims[0]} died with its machine "), deaths
+    steps = [line["step"] for line in small.metrics(tmp_path / "runs" / "small") if line["kind"] == "train"]
+    assert steps == list(range(1, 121))
