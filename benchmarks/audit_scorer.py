@@ -4,8 +4,8 @@
     python benchmarks/audit_scorer.py --kinds gsm8k --seeds 1 --out runs/audit_scorer
     python benchmarks/audit_scorer.py --table docs/results/audit_scorer.jsonl
 
-See docs/results/audit_scorer.md. Every run is a short run of reinforcement learning of a small model on one thread, with an
-evaluation and an audit every other step. One line of OUT/audit_scorer.jsonl is a run; runs that are there are not made again.
+See docs/results/audit_scorer.md. Every run is a short run of reinforcement learning, with an evaluation and an audit every other
+step: of a small model on one thread, for `gsm8k` of SmolLM2-135M on the files that recipes/results/gsm8k.yaml names. One line of OUT/audit_scorer.jsonl is a run; runs that are there are not made again.
 """
 
 import argparse

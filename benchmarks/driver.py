@@ -3,8 +3,8 @@
     python benchmarks/driver.py
 
 What is left is everything that one process does for a turn: the environment and its thread, the chat template, tokens, streams
-and the event loop. Answers have `--tokens` tokens, a thought and a
-random action; contexts grow by an observation and an answer each turn.
+and the event loop. Answers have `--tokens` tokens, a thought and a random action; contexts grow by an observation and an answer
+each turn.
 """
 
 import argparse
