@@ -154,9 +154,14 @@ def test_a_study_killed_during_a_run_resumes_its_checkpoint(tiny_model, tmp_path
 
 
 def stored(folder):
-    """Bytes of checkpoints and models in `folder`, a file with several names once, and bytes of everything else."""
+    """Bytes of checkpoints and models in `folder`, a file with several names once, and bytes of everything else.
+
+    Checkpoints that were being written or deleted when their process was stopped are left out.
+    """
     weights, others = {}, 0
     for path in folder.rglob("*"):
+        if any(part.endswith(".partial") for part in path.parts):
+            continue
         if path.is_file() and {"checkpoints", "model"} & set(path.parts):
             weights[path.stat().st_ino] = path.stat().st_size
         elif path.is_file():
@@ -194,8 +199,9 @@ def test_a_study_of_full_weights_stores_the_best_model_and_what_it_resumes_from(
     with monkeypatch.context() as patch:
         patch.setattr(TrialJob, "poll", stop)
         assert studies.tune(tmp_path / "stopped", **changes) == 130
-    # The best model so far, and one checkpoint of the second trial with two moments of the optimizer and its best policy.
-    assert model < stored(tmp_path / "stopped/runs/s")[0] < 5.2 * model
+    # The best model so far, and of the second trial its best policy and one checkpoint, whose optimizer holds two moments
+    # and 0.6 models of small tensors. A second whole checkpoint would make it 8.2 models.
+    assert model < stored(tmp_path / "stopped/runs/s")[0] < 5.7 * model
     assert studies.tune(tmp_path / "stopped", "--resume", **changes) == 0
     assert studies.summary(tmp_path / "stopped") == studies.summary(tmp_path / "whole")
     kept = [sorted((tmp_path / name).rglob("model/model.safetensors")) for name in ("whole", "stopped")]
