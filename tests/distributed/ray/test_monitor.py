@@ -176,12 +176,13 @@ def test_an_unreachable_monitor_is_reported_once():
     assert launched.console.file.getvalue().count("does not respond (TimeoutError)") == 1
 
 
-def test_the_death_of_the_first_machine_is_one_sentence(monkeypatch):
+@pytest.mark.parametrize("error", ["ActorDiedError", "ActorUnschedulableError"])
+def test_the_death_of_the_first_machine_is_one_sentence(error, monkeypatch):
     """All workers end with it; the run hears of it from whichever call comes first."""
     ray = pytest.importorskip("ray", reason="needs the package ray: pip install 'posttrain[ray]'")
 
     def lost(run):
-        raise ray.exceptions.ActorDiedError
+        raise getattr(ray.exceptions, error)("lost")
 
     monkeypatch.setattr(ClusterRun, "_reserve", lost)
     launched = ClusterRun.__new__(ClusterRun)

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from posttrain.errors import RunError
-from tests.distributed.ray.conftest import Disturber
+from tests.distributed.ray.conftest import CORES, Disturber
 from tests.training import small
 
 ENGINE = {"type": "local", "slots": 6}
@@ -120,10 +120,21 @@ def undisturbed(tiny_model, paid, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_an_engine_failure_does_not_change_the_bits(cluster, tiny_model, paid, undisturbed, tmp_path):
-    hardware = {"ray": "auto"}
-    made = values(tiny_model, tmp_path / "runs", hardware=hardware, **paid)
-    deaths, _ = run_disturbed(made, lambda disturber: (disturber.until(1), disturber.signal("engine 0")))
+def test_deaths_of_the_monitor_and_of_an_engine_do_not_change_the_bits(
+    cluster, tiny_model, paid, undisturbed, tmp_path
+):
+    """Ray restarts the monitor, which then counts the death of the engine."""
+    import ray
+
+    def disturb(disturber):
+        disturber.until(0)
+        monitor = disturber.launched.monitor
+        os.kill(ray.get(monitor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+        disturber.until(1)
+        disturber.signal("engine 0")
+
+    made = values(tiny_model, tmp_path / "runs", hardware={"ray": "auto"}, **paid)
+    deaths, _ = run_disturbed(made, disturb)
     assert any(death.startswith("engine 0 died: its process was killed or crashed") for death in deaths), deaths
     assert_same(undisturbed, tmp_path / "runs" / "small")
 
@@ -291,10 +302,7 @@ def test_a_stopped_run_resumes_to_the_same_bits(cluster, tiny_model, paid, undis
 
 @pytest.mark.slow
 def test_a_lost_machine_of_a_learner_is_one_death_of_a_learner(cluster, tiny_model, tmp_path, monkeypatch):
-    """Its daemon dies; a new machine replaces it. The learner that the run restarts itself is no death.
-
-    The last test of the cluster: after it, Ray found no room on the first machine for the bundles of the next run.
-    """
+    """Its daemon dies; a new machine replaces it. The learner that the run restarts itself is no death."""
     machine = {"num_cpus": 2, "object_store_memory": 100 * 2**20}
     machines = [cluster.add_node(**machine)]
     cluster.wait_for_nodes()
@@ -323,3 +331,19 @@ def test_a_lost_machine_of_a_learner_is_one_death_of_a_learner(cluster, tiny_mod
     assert learners[0].startswith(f"learner {victims[0]} died with its machine "), deaths
     steps = [line["step"] for line in small.metrics(tmp_path / "runs" / "small") if line["kind"] == "train"]
     assert steps == list(range(1, 121))
+
+
+@pytest.mark.slow
+def test_a_run_plans_again_without_a_machine_that_ray_still_counts(cluster, tiny_model, tmp_path):
+    """Ray notices only while the run waits that a machine has died."""
+    machine = cluster.add_node(num_cpus=CORES, object_store_memory=100 * 2**20)
+    cluster.wait_for_nodes()
+    cluster.remove_node(machine, allow_graceful=False)
+    found = launched(values(tiny_model, tmp_path / "runs", hardware={"ray": "auto"}, steps=1))
+    try:
+        assert sum(worker.cpus for worker in found.workers) > CORES
+        found.run()
+    finally:
+        found.close()
+    assert sum(worker.cpus for worker in found.workers) <= CORES
+    assert [line["step"] for line in small.metrics(tmp_path / "runs" / "small") if line["kind"] == "train"] == [1]

@@ -4,6 +4,7 @@ import os
 import shutil
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -84,9 +85,7 @@ class ClusterRun:
 
         self.recipe, self.console, self.ray = recipe, console, ray
         self.resume, self.overwrite = resume, overwrite
-        self.nodes = living(ray.nodes())
-        self.gpus = sum(node.devices for node in self.nodes)
-        self.workers, self.share = place(recipe, self.nodes)
+        self._plan()
         self.document = recipe.model_dump_json()
         whole = recipe.model.model_copy(update={"lora": None, "load_in_4bit": False, "gradient_checkpointing": False})
         self.reference_document = recipe.model_copy(update={"model": whole}).model_dump_json()
@@ -97,6 +96,8 @@ class ClusterRun:
         # restarts.
         self.monitor_name = f"monitor-{uuid4().hex}"
         options = {"num_cpus": 0, "scheduling_strategy": here, "name": self.monitor_name}
+        # It hears from all workers again within a heartbeat; what it has counted is lost.
+        options |= {"max_restarts": -1, "max_task_retries": -1}
         self.monitor = ray.remote(WorkerMonitor).options(**options).remote(MAX_RESTARTS)
         self.actors: dict[str, Any] = {}
         self.handles: dict[str, list[WorkerHandle]] = {}
@@ -129,7 +130,7 @@ class ClusterRun:
         except Exception as error:
             if not isinstance(unwrap_ray_error(error), WorkerDied):
                 raise
-            # All deaths of workers are handled: this is that of the monitor, and of all workers with this process as owner.
+            # All deaths of workers are handled: this is that of the monitor, for good only with the daemon of its machine.
             raise RunError(
                 "Ray's daemon on this machine died, and the run's workers with it; start Ray again, then continue with "
                 f"{self._resume_command}"
@@ -146,8 +147,32 @@ class ClusterRun:
         if self._group is not None:
             self.ray.util.remove_placement_group(self._group)
 
+    def _plan(self) -> None:
+        """Place the workers on the machines that Ray counts now."""
+        self.nodes = living(self.ray.nodes())
+        self.gpus = sum(node.devices for node in self.nodes)
+        self.workers, _ = place(self.recipe, self.nodes)
+
     def _reserve(self) -> None:
-        """Create the placement group: one bundle per worker; a colocated engine shares the bundle of its learners."""
+        """Create the placement group, and plan again when machines join or leave.
+
+        Ray counts a machine that died until it has missed heartbeats for half a minute, and a plan that needs it never fits.
+        """
+        ends = time.monotonic() + _PLACEMENT_SECONDS
+        self._request_group()
+        while not self._group.wait(1):
+            if time.monotonic() > ends:
+                raise RunError(
+                    f"hardware: the cluster had no room for {counted(self.workers)} within {_PLACEMENT_SECONDS:.0f} s; wait "
+                    "for other jobs to end, or request less"
+                )
+            if Counter(living(self.ray.nodes())) != Counter(self.nodes):
+                self.ray.util.remove_placement_group(self._group)
+                self._plan()
+                self._request_group()
+
+    def _request_group(self) -> None:
+        """Request one bundle per worker; a colocated engine shares the bundle of its learners."""
         bundles: list[dict[str, float]] = []
         self.bundle_of: dict[str, int] = {}
         size = self.recipe.hardware.engines.devices
@@ -167,11 +192,6 @@ class ClusterRun:
             if worker.gpus:
                 bundle["GPU"] = bundle.get("GPU", 0) + worker.gpus
         self._group = self.ray.util.placement_group(bundles, strategy="PACK")
-        if not self._group.wait(_PLACEMENT_SECONDS):
-            raise RunError(
-                f"hardware: the cluster had no room for {counted(self.workers)} within {_PLACEMENT_SECONDS:.0f} s; wait for other "
-                "jobs to end, or request less"
-            )
 
     def _create_actor(self, kind: type, worker: Worker, first: tuple[Any, ...], restarts: int, **options: Any) -> Any:
         """Start an actor in the bundle of `worker`."""
