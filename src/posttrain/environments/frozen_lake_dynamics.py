@@ -58,16 +58,24 @@ def lake_of(seed: int, size: int, frozen: float, slippery: bool) -> Lake:
         ice[[start, goal]] = True
         if _reachable(ice, size, start, goal):
             break
-    tiles = np.where(ice, "F", "H")
-    tiles[start], tiles[goal] = "S", "G"
-    rows = ["".join(row) for row in tiles.reshape(size, size)]
+    holes = frozenset(np.flatnonzero(~ice).tolist())
+    outcomes = tuple(
+        (((1.0, cell),),) * 4 if cell == goal or cell in holes else moves
+        for cell, moves in enumerate(_outcomes_on_ice(size, slippery))
+    )
+    return Lake(size, slippery, start, goal, holes, outcomes)
+
+
+@lru_cache(maxsize=32)
+def _outcomes_on_ice(size: int, slippery: bool) -> tuple[tuple[tuple[tuple[float, int], ...], ...], ...]:
+    """Return `Lake.outcomes` of a lake without holes and goal. The table of gymnasium takes a millisecond to make."""
+    rows = ["S" + "F" * (size - 1), *["F" * size] * (size - 1)]
     gymnasium = require_module("gymnasium.envs.toy_text.frozen_lake", "environment.type: frozen_lake")
     table = gymnasium.FrozenLakeEnv(desc=rows, is_slippery=slippery).P
-    outcomes = tuple(
+    return tuple(
         tuple(tuple((float(chance), int(cell)) for chance, cell, *_ in table[state][action]) for action in range(4))
         for state in range(size * size)
     )
-    return Lake(size, slippery, start, goal, frozenset(np.flatnonzero(~ice).tolist()), outcomes)
 
 
 def _reachable(ice: np.ndarray, size: int, start: int, goal: int) -> bool:

@@ -144,7 +144,7 @@ class TokenTranscript(Transcript):
 
     def streams(self) -> list[Stream]:
         """The streams up to their last sampled token. Streams without sampled tokens are left out."""
-        return [stream.build() for stream in self._streams if any(turn >= 0 for turn in stream.turn)]
+        return [stream.build() for stream in self._streams if max(stream.turn, default=-1) >= 0]
 
 
 class StreamBuilder:
@@ -173,8 +173,9 @@ class StreamBuilder:
         self.versions.extend(versions if versions is not None else [-1] * len(ids))
 
     def build(self) -> Stream:
-        length = max(i for i, turn in enumerate(self.turn) if turn >= 0) + 1
-        turn = np.array(self.turn[:length], dtype=np.int32)
+        turn = np.array(self.turn, dtype=np.int32)
+        length = int(np.flatnonzero(turn >= 0)[-1]) + 1
+        turn = turn[:length]
         experts = self.experts
         if experts is not None:
             known = experts[:length]
