@@ -136,9 +136,9 @@ class WorkerClient:
 
 def unwrap_ray_error(error: Exception) -> Exception:
     """The error that the worker raised, or WorkerDied for Ray's errors about dead actors, nodes and lost objects."""
-    from ray.exceptions import ActorUnschedulableError, NodeDiedError, ObjectLostError, RayActorError, RayTaskError
+    from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayTaskError
 
-    if isinstance(error, RayActorError | NodeDiedError | ObjectLostError | ActorUnschedulableError):
+    if isinstance(error, RayActorError | NodeDiedError | ObjectLostError):
         return WorkerDied(" ".join(str(error).split())[:300])
     cause = error.cause if isinstance(error, RayTaskError) else None
     return cause if isinstance(cause, Exception) and not isinstance(cause, RayTaskError) else error
