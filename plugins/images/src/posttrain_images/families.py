@@ -81,14 +81,14 @@ class Family:
         return reading_images(tokenizer, self.images(tokenizer, path))
 
     def prepare(self, model: Any, path: str) -> None:
-        """Make `model` compute ids of images, in place. InputError for a run that divides models among processes."""
+        """Make `model` compute ids of images, in place. InputError for a run that divides rows, or has Ray's machines."""
         from transformers import AutoTokenizer
 
-        world = current_world()
-        if world.sharded or world.hardware.sequence_parallel > 1 or world.hardware.ray is not None:
+        hardware = current_world().hardware
+        if hardware.sequence_parallel > 1 or hardware.ray is not None:
             raise InputError(
-                f"hardware: {self.name} models that read images are trained in one process that holds the model; set "
-                "hardware.processes=1, and remove hardware.ray and hardware.offload"
+                f"hardware: {self.name} models that read images are trained on whole rows, by processes of one machine; set "
+                "hardware.sequence_parallel=1, and remove hardware.ray"
             )
         reads_images(model, self, self.images(AutoTokenizer.from_pretrained(path, trust_remote_code=False), path))
 

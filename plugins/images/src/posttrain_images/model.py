@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from torch.nn.functional import scaled_dot_product_attention
 
+from posttrain.distributed.world import current_world
 from posttrain.errors import InputError
 from posttrain.images import FIRST, key_of, mark, number_of
 from posttrain.models.forward import base_decoder
@@ -61,6 +62,11 @@ class _ReadsImages(torch.nn.Module):
                 extra = {"visual_pos_masks": marked[None], "deepstack_visual_embeds": deep}
             if self.family.both_ways:
                 layout = _BothWays(layout, tokens, marked)
+        elif torch.is_grad_enabled() and current_world().sharded:
+            # Processes add up the gradients of the same weights, so each needs those of the encoder.
+            ids = self._gate_image(*GATE_IMAGES[0])
+            features, deep = self._features(ids[ids >= FIRST].tolist())
+            embeddings = embeddings + 0 * sum(part.sum() for part in [features, *deep]).to(embeddings.dtype)
         if self.family.grid:
             position_ids = self._grid_positions(input_ids[0], layout, position_ids)
         return getattr(base, self.family.decoder)(
@@ -140,20 +146,20 @@ class _ReadsImages(torch.nn.Module):
         """Seeded rows of ids [T] int64 with one and with three images, of which two are equal."""
         base: Any = self
         vocabulary = min(base.get_input_embeddings().weight.shape[0], self.images.token)
-        tokenize = partial(self.images.processor.tokenizer, add_special_tokens=False)
         texts = [random_stream("gate", "text", n).integers(0, vocabulary, GATE_TEXT) for n in range(5)]
-        pictures = []
-        for height, width in GATE_IMAGES:
-            pixels = random_stream("gate", "image", height).integers(0, 256, (height, width, 3), dtype=np.uint8)
-            key = put(Image.fromarray(pixels))
-            self.images.gate_keys.add(key)
-            encoding = self.images.encode(mark(key), tokenize)
-            pictures.append(np.array(encoding["input_ids"], dtype=np.int64))
-        first, second = pictures
+        first, second = (self._gate_image(*size) for size in GATE_IMAGES)
         return [
             np.concatenate([texts[0], first, texts[1]]),
             np.concatenate([texts[0], first, texts[2], second, texts[3], first, texts[4]]),
         ]
+
+    def _gate_image(self, height: int, width: int) -> np.ndarray:
+        """The ids [T] int64 of a seeded image, which no run keeps."""
+        pixels = random_stream("gate", "image", height).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        key = put(Image.fromarray(pixels))
+        self.images.gate_keys.add(key)
+        tokenize = partial(self.images.processor.tokenizer, add_special_tokens=False)
+        return np.array(self.images.encode(mark(key), tokenize)["input_ids"], dtype=np.int64)
 
 
 def _joined(parts: Any) -> torch.Tensor:
