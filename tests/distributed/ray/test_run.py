@@ -318,6 +318,7 @@ def test_a_lost_machine_of_a_learner_is_one_death_of_a_learner(cluster, tiny_mod
         victims.extend(number for number in nodes if nodes[number] == machines[0].node_id)
         (daemon,) = machines[0].all_processes["raylet"]
         daemon.process.kill()
+        daemon.process.wait()  # the learner looks for the daemon's process, also for one that nobody has waited for
         machines.append(cluster.add_node(**machine))
 
     try:
