@@ -145,7 +145,7 @@ def train(stage: str, out: Path, seed: int, settings: dict[str, Any]) -> dict[st
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
     """Accuracies and their paired differences with 95% intervals over training seeds and held-out questions; below, the
-    episodes of RL, with intervals over training seeds. The first 40 steps of RL ask each question once."""
+    episodes of RL, with intervals over training seeds. Forty steps of RL ask each question once."""
     runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for line in sorted(lines, key=lambda line: line["seed"]):
         name = f"rl, {len(line['sampled'])} steps" if line["stage"] == "rl" else "sft"
@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--pictures", nargs="+", choices=PICTURES, default=PICTURES)
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
     parser.add_argument("--sft-steps", type=int, default=200)
-    parser.add_argument("--rl-steps", type=int, default=40)
+    parser.add_argument("--rl-steps", type=int, default=120)
     parser.add_argument("--rl-rate", type=float, default=3e-4)
     parser.add_argument("--table", type=Path)
     options = parser.parse_args()
