@@ -12,7 +12,7 @@ from posttrain.cli.main import main
 from posttrain.data.files import read_rows
 from posttrain.environments.rewards import register_reward
 from posttrain.errors import InputError
-from posttrain.evaluation.audit import BOTH, LEVEL, NEITHER, REWARD, AuditScores, look
+from posttrain.evaluation.audit import BOTH, LEVEL, NEITHER, REWARD, UNDECIDED, AuditScores, least_tasks, look
 from posttrain.figures.charts import charts_of
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.data import SourceRecipe
@@ -30,9 +30,17 @@ def evaluations(draws, looks, reward, audit, tasks=48):
         yield [{str(task): value for task, value in enumerate(side.tolist())} for side in (returns, 3 * audits)]
 
 
-def verdicts(draws, looks, reward, audit):
-    first, *others = [(returns, AuditScores(audits)) for returns, audits in evaluations(draws, looks, reward, audit)]
-    return [look(first, other, looks).verdict for other in others]
+def verdicts(draws, looks, reward, audit, tasks=48):
+    return verdicts_of(evaluations(draws, looks, reward, audit, tasks), looks)
+
+
+def verdicts_of(scores, looks, **more):
+    first, *others = [(returns, AuditScores(audits)) for returns, audits in scores]
+    return [look(first, other, looks, **more).verdict for other in others]
+
+
+def by_task(*sides):
+    return [{str(task): float(value) for task, value in enumerate(side)} for side in sides]
 
 
 @pytest.mark.parametrize(("reward", "audit"), [(0.0, 0.0), (0.8, 0.8)])
@@ -40,17 +48,60 @@ def test_a_run_alarms_at_most_at_its_level(reward, audit):
     """Over all evaluations of a run: nothing moves, and both rise by the same number of standard deviations."""
     draws, runs = np.random.default_rng(1), 300
     found = [verdicts(draws, 5, reward, audit) for _ in range(runs)]
-    # Three standard errors of a rate of 5% above it.
-    most = LEVEL + 3 * (LEVEL * (1 - LEVEL) / runs) ** 0.5
-    assert np.mean([REWARD in one for one in found]) <= most
+    assert np.mean([REWARD in one for one in found]) <= above(LEVEL, runs)
     if not reward:
-        assert np.mean([set(one) != {NEITHER} for one in found]) <= most
+        assert np.mean([set(one) != {NEITHER} for one in found]) <= above(LEVEL, runs)
+
+
+def above(rate, runs):
+    """Three standard errors above a rate of so many runs."""
+    return rate + 3 * (rate * (1 - rate) / runs) ** 0.5
+
+
+@pytest.mark.parametrize(("tasks", "looks"), [(24, 3), (64, 6), (128, 6)])
+def test_exact_answers_do_not_alarm_beside_partial_credit(tasks, looks):
+    """Of the same answers, which become better by 0.8 deviations, so that 5% and then 20% of them are right."""
+    draws, runs, found = np.random.default_rng(3), 200, []
+    for _ in range(runs):
+        level, scores = draws.normal(size=tasks), []
+        for step in range(looks + 1):
+            quality = (level + draws.normal(size=tasks)) / 2**0.5 + 0.8 * step / looks
+            scores.append(by_task(quality, quality > 1.645))
+        found.append(verdicts_of(scores, looks))
+    assert np.mean([REWARD in one for one in found]) <= above(LEVEL, runs)
+
+
+@pytest.mark.parametrize("constant", [0.0, 1.0])
+def test_an_audit_that_says_the_same_of_every_answer_is_undecided(constant):
+    start, end = np.arange(40.0), np.arange(40.0) + 20
+    same = np.full(40, constant)
+    assert verdicts_of([by_task(start, same), by_task(end, same)], 1) == [UNDECIDED]
+
+
+def test_margins_count_only_against_an_audit_that_falls():
+    draws = np.random.default_rng(4)
+    margins = [np.zeros(64), draws.normal(5.0, 0.5, 64)]
+    audit = draws.normal(size=64)
+    for change in (0.0, 0.1, -2.0):
+        scores = [by_task(margins[0], audit), by_task(margins[1], audit + draws.normal(change, 1.0, 64))]
+        assert verdicts_of(scores, 3, share=0.0) == [REWARD if change < 0 else UNDECIDED]
+    assert verdicts_of([by_task(margins[0], audit), by_task(margins[1], audit + 1)], 3, share=0.0) == [BOTH]
+
+
+@pytest.mark.parametrize("looks", [1, 3, 6, 40])
+def test_fewer_tasks_than_the_least_cannot_give_a_verdict(looks):
+    """The reward of every task rises by 10 deviations, and the audit falls."""
+    for tasks in (least_tasks(looks) - 1, least_tasks(looks)):
+        start = np.linspace(0.0, 0.1, tasks)
+        end = start + 10 + np.linspace(0.1, 0.0, tasks)
+        expected = NEITHER if tasks < least_tasks(looks) else REWARD
+        assert verdicts_of([by_task(start, -start), by_task(end, -end)], looks) == [expected]
 
 
 def test_gaming_is_found_and_learning_is_not_called_gaming():
     draws = np.random.default_rng(2)
-    gamed = [verdicts(draws, 5, 2.0, 0.0) for _ in range(40)]
-    learned = [verdicts(draws, 5, 2.0, 2.0)[-1] for _ in range(40)]
+    gamed = [verdicts(draws, 5, 2.0, 0.0, tasks=64) for _ in range(40)]
+    learned = [verdicts(draws, 5, 2.0, 2.0, tasks=64)[-1] for _ in range(40)]
     assert np.mean([REWARD in one for one in gamed]) > 0.95
     assert np.mean([one == BOTH for one in learned]) > 0.95
 
@@ -189,6 +240,28 @@ def test_the_tasks_that_differ_most_are_shown_side_by_side(tiny_model, tmp_path,
     lines = [{"kind": "audit", "step": step, "audit/reward_gain": 1.0, "alarm": step > 3} for step in (2, 4, 6)]
     (chart,) = [one for one in charts_of(lines) if one.figure == "audit"]
     assert chart.panel.title.endswith("only the reward rose at step 4")
+
+
+@pytest.mark.parametrize(("failing", "scored"), [(1, [0, 1, 2]), (8, [0]), (16, [0])])
+def test_an_audit_that_fails_gives_no_verdict(tiny_model, tmp_path, failing, scored):
+    """Tasks that it fails on are no random part of them, so that a verdict and an export of the others would be wrong."""
+    asked = []
+
+    def scorer(prompt, answer, **row):
+        """Fails on so many of 16 tasks after the first evaluation."""
+        if len(asked) < 16:
+            asked.append(prompt)
+        elif prompt in asked[:failing]:
+            raise ValueError("no score")
+        return length(prompt, answer)
+
+    audit = {"environment": {"reward": register_reward(scorer)}}
+    evaluation = {"every": 1, "seeds": {"count": 16}, "final_seeds": {"count": 16}, "held_out": 32}
+    result = run(tiny_model, tmp_path, "failing", rows=60, audit=audit, export="best_by_audit", evaluation=evaluation)
+    lines = list(read_metrics(result.run / "metrics.jsonl"))
+    assert [line["step"] for line in lines if line["kind"] == "audit"] == scored
+    assert scored != [0] or result.best_step == 0
+    assert [line["step"] for line in lines if line["kind"] == "warning" and "no score" in line["message"]] == [1, 2]
 
 
 @pytest.mark.parametrize(("scorer", "sign"), [(length, 1), (negative, -1)])

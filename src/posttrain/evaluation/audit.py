@@ -3,9 +3,10 @@
 Every evaluation tests the same tasks again, so a test at 5% would fire in more than 5% of the runs. The level of the run is
 spent equally on its K evaluations: each test has the level 0.05 / K, two-sided, and by the union bound the probability of any
 false result in a run is at most 0.05, whatever the dependence between evaluations (Bonferroni; alpha spending with a constant
-rate, Lan and DeMets 1983).
+rate, Lan and DeMets 1983). A run that is extended spends that level once more on its further evaluations.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NoReturn
@@ -22,6 +23,8 @@ BOTH: AuditVerdict = "both rose"
 REWARD: AuditVerdict = "only the reward rose"
 NEITHER: AuditVerdict = "nothing moved"
 UNDECIDED: AuditVerdict = "undecided"
+OF_REWARD = 0.5
+"""The part of the reward's change, in standard deviations, that an audit has to reach."""
 _SHOWN = 3
 
 
@@ -97,29 +100,38 @@ class Look:
         return f"audit: {self.verdict} ({changes}; n = {self.n}; largest gaps: seeds {', '.join(self.apart)})"
 
 
+def least_tasks(looks: int) -> int:
+    """The smallest number of tasks with which one of `looks` tests can be significant: p is at least 2^(1 - n)."""
+    return math.floor(math.log2(looks / LEVEL)) + 2
+
+
 def look(
-    first: tuple[Mapping[str, float], AuditScores], now: tuple[Mapping[str, float], AuditScores], looks: int
+    first: tuple[Mapping[str, float], AuditScores],
+    now: tuple[Mapping[str, float], AuditScores],
+    looks: int,
+    share: float = OF_REWARD,
 ) -> Look | None:
     """Test the evaluation `now` against the `first` one, each (return by task, audit by task), as one of `looks`.
 
-    `only the reward rose`: the return rose, the audit did not, and the difference of the two changes in standard deviations
-    over tasks is significant as well, so that an audit with more noise than the reward does not alarm. Without that it is
-    `undecided`. None for fewer than two tasks that all four score.
+    `only the reward rose`: the return rose, the audit did not, and the audit's change in standard deviations over tasks is
+    significantly below the `share` of the return's. So an audit with more noise than the reward does not alarm, nor one that
+    sees less of the same change, such as exact answers beside partial credit. Otherwise it is `undecided`, as it is for an
+    audit that gives every answer the same score. None for fewer than two tasks that all four score.
     """
     sides = [first[0], now[0], *(scores._AuditScores__scores for _, scores in (first, now))]  # type: ignore[attr-defined]
     tasks = sorted(set.intersection(*map(set, sides)))
     if len(tasks) < 2:
         return None
     reward, audit = np.array([[side[task] for task in tasks] for side in sides]).reshape(2, 2, len(tasks))
-    gains = [_gain(reward), _gain(audit)]
-    gaps, none = gains[0] - gains[1], np.zeros(len(tasks))
+    gains, none = [_gain(reward), _gain(audit)], np.zeros(len(tasks))
     changes = Change.of(*reward), Change.of(*audit)
     level = LEVEL / looks
     verdict: AuditVerdict = NEITHER
     if changes[0].rose(level):
-        apart = Change.of(none, gaps).rose(level)
-        verdict = BOTH if changes[1].rose(level) else REWARD if apart else UNDECIDED
-    shown = {tasks[at]: (reward[:, at].tolist(), audit[:, at].tolist()) for at in np.argsort(-gaps)[:_SHOWN]}
+        behind = Change.of(gains[1], share * gains[0]).rose(level) and np.ptp(audit) > 0
+        verdict = BOTH if changes[1].rose(level) else REWARD if behind else UNDECIDED
+    widest = np.argsort(gains[1] - gains[0])[:_SHOWN]
+    shown = {tasks[at]: (reward[:, at].tolist(), audit[:, at].tolist()) for at in widest}
     both = Change.of(none, gains[0]).difference, Change.of(none, gains[1]).difference
     return Look(verdict, *changes, both, len(tasks), shown)
 

@@ -81,6 +81,8 @@ class Report:
             self.missing.append(str(error))
         try:
             self.headline = headline(log) or f"No result yet: {_of(log.last_step, run.load_recipe())} steps are done."
+            if any(one["alarm"] for one in audits[-1:]):
+                self.headline += " In the audit, only the reward rose."
             self.facts = run_facts(run, log)
             changed = changed_keys(run.load_recipe(to_run=True))
             self.changed = [

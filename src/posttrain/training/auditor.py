@@ -15,7 +15,7 @@ from posttrain.engines.protocol import Completion, Request
 from posttrain.environments.protocol import EnvironmentFactory, ended_in
 from posttrain.episode import Episode, Outcome, Turn
 from posttrain.errors import InputError, RunError
-from posttrain.evaluation.audit import REWARD, AuditScores, look
+from posttrain.evaluation.audit import OF_REWARD, REWARD, AuditScores, least_tasks, look
 from posttrain.models.policy import Policy
 from posttrain.recipe.audit import AuditRecipe
 from posttrain.recipe.model import RewardSource
@@ -28,12 +28,17 @@ from posttrain.training.rows import stream_of
 
 _AT_ONCE = 16
 """Episodes that are scored at a time."""
+_MISSED = 0.1
+"""Share of the tasks that an audit may fail to score; those that it fails on are not a random part."""
 _ROWS = 64
 """Held-out rows whose prompts are answered."""
 
 
 class Auditor:
     """Reads the episodes of the learning curve from the store, so that no object of training ever holds a score of the audit."""
+
+    share = OF_REWARD
+    """As in `look`."""
 
     def __init__(
         self, recipe: AuditRecipe, policy: Policy, run: RunDirectory, looks: int, timeout: float | None, action: str
@@ -44,6 +49,9 @@ class Auditor:
         self._first: tuple[int, list[Episode], tuple[dict[str, float], AuditScores]] | None = None
         """Step, episodes and scores of the first evaluation."""
         self._factory = None if recipe.environment is None else EnvironmentFactory(recipe.environment)
+        self._scorer = "path" if recipe.environment is None else "environment"
+        self._notes: list[str] = []
+        """Warnings about what is scored."""
         self._model: RewardScorer | None = None
         if recipe.path is not None:
             source = RewardSource(path=recipe.path, normalize="none", clip=None)
@@ -51,23 +59,31 @@ class Auditor:
 
     def __call__(self, step: int) -> tuple[dict[str, Any], list[str], bool]:
         """The values of a line about the evaluation of `step`, warnings, and whether the run ends. The first evaluation,
-        which is scored once per process, has no verdict. The tasks that differ most are written to `audit_file`.
+        which is scored once per process, has no verdict, and neither has one of which the audit scores too few tasks. The
+        tasks that differ most are written to `audit_file`.
         """
         if self._first is None:
             first = min(stored.step for stored in stored_steps(self.run.episodes) if stored.split == "evaluation")
             begun = self._episodes(first)
             self._first = first, begun, self._scored(begun)
+            least = least_tasks(self.looks)
+            if (count := len(self._first[2][0])) < least:
+                self._notes.append(
+                    f"audit: {count} tasks cannot show anything in {self.looks} evaluations; evaluate at least {least}"
+                )
         first, begun, start = self._first
         episodes = begun if step == first else self._episodes(step)
-        found = look(start, start if step == first else self._scored(episodes), self.looks)
-        if found is None:
-            return {}, ["audit: fewer than two tasks are scored, so nothing is tested"] if step != first else [], False
+        scored = start if step == first else self._scored(episodes)
+        notes, self._notes = self._notes, []
+        found = look(start, scored, self.looks, self.share)
+        if found is None or found.n < (1 - _MISSED) * len({episode.seed for episode in episodes}):
+            return {}, [*notes, f"audit: no verdict at step {step}, since too few tasks have a score"], False
         values = {"audit/reward": found.reward.after, "audit/score": found.audit.after, "audit/n": found.n}
         for name, gain in zip(("audit/reward_gain", "audit/score_gain"), found.gains, strict=True):
             limits = {f"{name}_low": gain.low, f"{name}_high": gain.high}
             values |= {name: gain.value, **{key: one for key, one in limits.items() if math.isfinite(one)}}
         if step == first:
-            return values, [], False
+            return values, notes, False
         answers = [{str(e.seed): e for e in reversed(part)} for part in (begun, episodes)]
         rows = [
             {
@@ -84,7 +100,7 @@ class Auditor:
         write_atomically(file, json.dumps({"steps": [first, step], "apart": rows}, ensure_ascii=False))
         alarm = found.verdict == REWARD
         show = f"; compare them with `posttrain episodes {self.run.path} --split audit`"
-        warnings = [found.sentence + show] if alarm else []
+        warnings = [*notes, *([found.sentence + show] if alarm else ())]
         return values | {"message": found.sentence, "alarm": alarm}, warnings, alarm and self.action == "stop"
 
     def _episodes(self, step: int) -> list[Episode]:
@@ -96,15 +112,19 @@ class Auditor:
         """Return by task and score of the audit by task, means over the episodes of each seed that have both."""
         if self._model is not None:
             scores = self._model.scores(episodes)
+            failures = [
+                f"seed {e.seed}: no finite score" for e, s in zip(episodes, scores, strict=True) if not math.isfinite(s)
+            ]
         else:
             with ThreadPoolExecutor(_AT_ONCE) as pool:
                 played = [*pool.map(self._played_again, episodes)]
             scores = [score for score, _ in played]
             failures = [failure for _, failure in played if failure]
-            if failures and len(failures) == len(played):
-                raise RunError(
-                    f"audit.environment scored none of {len(played)} episodes: {failures[0]}; correct it, then resume"
-                )
+        if failures:
+            failed = f"{len(failures)} of {len(scores)} episodes: {failures[0]}"
+            if len(failures) == len(scores) and self._first is None:
+                raise RunError(f"audit.{self._scorer} did not score {failed}; correct it, then resume")
+            self._notes.append(f"audit.{self._scorer} did not score {failed}")
         by_seed: dict[str, list[tuple[float, float]]] = {}
         for episode, score in zip(episodes, scores, strict=True):
             if math.isfinite(score):
@@ -132,13 +152,18 @@ class Auditor:
             return total
 
         score, error = ended_in(play, self.timeout)
+        if error is None and not math.isfinite(score):
+            error = InputError(f"its score is {score}")
         return (math.nan, f"seed {episode.seed}: {error}") if error is not None else (score, "")
 
 
 class AnswerAuditor(Auditor):
     """Audits a stage that trains on pairs: before each test, the policy answers the prompts of held-out rows greedily. The
-    reward of such an episode is the margin of its row, which the stage trains.
+    reward of such an episode is the margin of its row, which the stage trains. Margins begin at 0 and always rise, so only a
+    fall of the audit counts against them.
     """
+
+    share = 0.0
 
     def __init__(
         self,

@@ -31,9 +31,10 @@ def report_results(
             console.print(line, highlight=False, markup=False)
     for line in (f"report: {run.report}", f"model: {model_directory}"):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    if (verdict := read_verdict(run.path)) is not None:
-        for line in verdict.lines:
-            show_line(console, line)
+    verdict = read_verdict(run.path)
+    audits = [line["message"] for line in read_metrics(run.metrics) if line["kind"] == "audit" and "message" in line]
+    for line in [*(verdict.lines if verdict is not None else ()), *audits[-1:]]:
+        show_line(console, line)
 
 
 def draw_plots(run: RunDirectory) -> None:
