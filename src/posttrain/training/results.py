@@ -33,7 +33,8 @@ def report_results(
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     verdict = read_verdict(run.path)
     audits = [line["message"] for line in read_metrics(run.metrics) if line["kind"] == "audit" and "message" in line]
-    for line in [*(verdict.lines if verdict is not None else ()), *audits[-1:]]:
+    lines = verdict.lines if verdict is not None else ()
+    for line in [*lines, *(one for one in audits[-1:] if not any(one in shown for shown in lines))]:
         show_line(console, line)
 
 
