@@ -134,7 +134,7 @@ def rationales(out: Path) -> Keys:
         },
         {"reward": {"path": str(out / "rationales_rm" / "model"), "dtype": "float32"}, "critic": {"dtype": "float32"}},
         {"optimizer": {"learning_rate": 4e-4}, "critic": {"optimizer": {"learning_rate": 5e-4}}},
-        {"plots": False, "audit": {"environment": verifier}, "model": model},
+        {"plots": False, "audit": {"environment": verifier}, "guards": {"action": "stop"}, "model": model},
     )
 
 
