@@ -1,7 +1,8 @@
 """Whether an audit rises with the trained reward: tests of the held-out tasks after each evaluation.
 
 Every evaluation tests the same tasks again, so a test at 5% would fire in more than 5% of the runs. The level of the run is
-spent equally on its K evaluations: each test has the level 0.05 / K, two-sided, and by the union bound the probability of any
+spent equally on its K evaluations: each test has the level 0.05 / K (two-sided, whether a score rose; one-sided, whether the
+audit stays behind), and by the union bound the probability of any
 false result in a run is at most 0.05, whatever the dependence between evaluations (Bonferroni; alpha spending with a constant
 rate, Lan and DeMets 1983). A run that is extended spends that level once more on its further evaluations.
 """
@@ -128,7 +129,7 @@ def look(
     level = LEVEL / looks
     verdict: AuditVerdict = NEITHER
     if changes[0].rose(level):
-        behind = Change.of(gains[1], share * gains[0]).rose(level) and np.ptp(audit) > 0
+        behind = Change.of(gains[1], share * gains[0]).rose(2 * level) and np.ptp(audit) > 0
         verdict = BOTH if changes[1].rose(level) else REWARD if behind else UNDECIDED
     widest = np.argsort(gains[1] - gains[0])[:_SHOWN]
     shown = {tasks[at]: (reward[:, at].tolist(), audit[:, at].tolist()) for at in widest}
