@@ -63,8 +63,6 @@ TASKS: dict[str, Keys] = {
 }
 """The first two are those of the runs numbered below `FIRST_GAME`, the others those of later ones."""
 FIRST_GAME = 100
-BATCH = 2
-"""The default thresholds were set after a look at the runs of batch 1."""
 HEALTHY: dict[str, Sequence[Keys]] = {
     "credit": [{"type": name} for name in ("rloo", "grpo", "dr_grpo", "reinforce_pp_baseline", "reinforce_pp")],
     "loss": [{"type": name} for name in ("ppo", "ppo", "gspo", "cispo")],
@@ -194,7 +192,6 @@ def run(kind: str, index: int, out: Path) -> Line:
     return {
         "kind": kind,
         "index": index,
-        "batch": BATCH,
         "task": task if reward is None else "text_task",
         "keys": drawn if kind == "healthy" else {},
         "error": error,
@@ -288,7 +285,8 @@ def shown(estimate: Estimate) -> str:
 
 
 def tables(lines: Sequence[Line], patience: int) -> str:
-    """The thresholds that one half chooses with their rates on the other half, and those of the defaults on later runs."""
+    """The thresholds that one half chooses and the defaults, with the rates of both on the other half, and those of the
+    defaults on all runs."""
     # By pairs of numbers, because a number's parity decides on its task.
     halves = [[line for line in lines if line["index"] // 2 % 2 == part] for part in (0, 1)]
     chosen = chosen_thresholds(halves[0], patience)
@@ -299,7 +297,7 @@ def tables(lines: Sequence[Line], patience: int) -> str:
                 {
                     "guard": key,
                     "chosen": f"{chosen[key]:g}",
-                    "default": "off" if default.get(key) is None else f"{default[key]:g}",
+                    "default": f"{default[key]:g}",
                 }
                 for key in chosen
             ]
@@ -307,7 +305,8 @@ def tables(lines: Sequence[Line], patience: int) -> str:
     ]
     for title, recipe, measured in (
         ("chosen; the other half of the runs", GuardRecipe(patience=patience, thresholds=chosen), halves[1]),
-        ("default; runs after their choice", GuardRecipe(), [line for line in lines if line["batch"] == BATCH]),
+        ("default; the other half of the runs", GuardRecipe(), halves[1]),
+        ("default; all runs", GuardRecipe(), lines),
     ):
         parts.append(f"\nThresholds: {title}\n\n{markdown(rates(measured, recipe))}")
     return "\n".join(parts) + "\n"

@@ -7,7 +7,11 @@ import pytest
 
 import posttrain
 from posttrain.cli.main import main
+from posttrain.evaluation import verdict
+from posttrain.evaluation.results import MetricResult
+from posttrain.evaluation.statistics import item_means
 from posttrain.evaluation.verdict import run_verdict
+from posttrain.recipe.compose import load_recipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.tables import IMPROVED, NOTHING, read_verdict
 
@@ -84,11 +88,6 @@ def test_a_strict_pipeline_stops_at_the_stage_that_learned_nothing(tiny_model, t
 @pytest.mark.parametrize(("alarm", "outcome"), [(None, IMPROVED), (1, IMPROVED), (2, NOTHING)])
 def test_a_reward_that_rises_alone_is_not_learning(tmp_path, monkeypatch, alarm, outcome):
     """The audit of the exported checkpoint, of step 2, decides."""
-    from posttrain.evaluation import verdict
-    from posttrain.evaluation.results import MetricResult
-    from posttrain.evaluation.statistics import item_means
-    from posttrain.recipe.compose import load_recipe
-
     run = RunDirectory.create(load_recipe([], [f"runs={tmp_path}", "environment.type=bandit"], "rl"))
     lines = [{"step": 2, "kind": "final", "policy": "trained", "best_step": 2, "chosen": "best of the curve"}]
     for step in (1, 2) if alarm else ():
@@ -100,3 +99,64 @@ def test_a_reward_that_rises_alone_is_not_learning(tmp_path, monkeypatch, alarm,
     found = run_verdict(run)
     assert found.outcome == outcome
     assert (found.reasons == ["audit of step 2"]) == (outcome == NOTHING)
+
+
+CALM = {"rollout/return": 0.3, "rollout/success": 0.0, "reward/group_spread": 0.2, "credit/zero_groups": 0.0}
+SOLVED_BY_NONE = {"credit/zero_groups": 1.0, "reward/group_spread": 0.0, "rollout/return": 0.0, "rollout/success": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("keys", "begin", "end", "difference", "reason"),
+    [
+        (["optimizer.learning_rate=1e-9"], CALM, CALM, 0.0, "optimizer.learning_rate 1e-09"),
+        (["optimizer.learning_rate=1e-9"], SOLVED_BY_NONE, SOLVED_BY_NONE, 0.0, "guards.thresholds.max_zero_groups"),
+        (["optimizer.learning_rate=1e-3"], CALM, SOLVED_BY_NONE, -0.5, "lower optimizer.learning_rate"),
+        (["optimizer.learning_rate=1e-3"], CALM, CALM | {"rollout/return": 0.0}, 0.0, "lower optimizer.learning_rate"),
+        (["export=best_by_audit"], CALM, CALM | {"rollout/return": 0.9}, 0.0, "the audit of the best checkpoint"),
+        ([], CALM, CALM | {"rollout/return": 0.9}, 0.0, "the held-out measure did not"),
+        (["rollout.sampling.temperature=0"], SOLVED_BY_NONE, SOLVED_BY_NONE, 0.0, "rollout.sampling.temperature is 0"),
+        ([], SOLVED_BY_NONE | {"rollout/return": 0.5}, SOLVED_BY_NONE | {"rollout/return": 0.5}, 0.0, "return 0.5"),
+    ],
+    ids=["tiny rate", "no signal", "collapse", "slow collapse", "gamed by audit", "gamed", "greedy", "constant"],
+)
+def test_the_first_reason_follows_from_the_metrics(tmp_path, monkeypatch, keys, begin, end, difference, reason):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Say 1."}\n')
+    text = ["environment.type=text_task", f"environment.prompts={prompts}", "environment.reward=exact", "audit.environment.reward=contains"]
+    recipe = load_recipe([], [f"runs={tmp_path}", *text, *keys], "rl")
+    run = RunDirectory.create(recipe)
+    lines = [{"step": step, "kind": "train", **(begin if step <= 4 else end)} for step in range(1, 61)]
+    run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    fell, measured = int(-40 * difference), [1.0] * 20 + [0.0] * 20
+    after = [0.0] * fell + measured[fell:]
+    sides = [item_means("rate", ((str(task), value) for task, value in enumerate(side))) for side in (measured, after)]
+    monkeypatch.setattr(verdict, "_measured", lambda *_: tuple(MetricResult("success", one) for one in sides))
+    found = run_verdict(run)
+    assert reason in found.reasons[0]
+    assert not any("too hard" in one for one in found.reasons if "tiny" in reason or "lower" in found.reasons[0])
+
+
+@pytest.mark.parametrize(
+    ("metric", "n", "text"), [("return", 11, "11 of 24 tasks"), ("success", 24, "13 of 24 episodes")]
+)
+def test_a_verdict_on_failed_episodes_says_so(tmp_path, monkeypatch, metric, n, text):
+    run = RunDirectory.create(load_recipe([], [f"runs={tmp_path}", "environment.type=bandit"], "rl"))
+    policies = [("start", 0), ("trained", 13)]
+    lines = [
+        {
+            "step": 2,
+            "kind": "final",
+            "policy": policy,
+            "best_step": 2,
+            "chosen": "x",
+            "n": 24,
+            "episodes": 24,
+            "failed": failed,
+        }
+        for policy, failed in policies
+    ]
+    run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    sides = [item_means("rate", ((str(task), value) for task in range(n))) for value in (0.0, 1.0)]
+    monkeypatch.setattr(verdict, "_measured", lambda *_: tuple(MetricResult(metric, one) for one in sides))
+    assert run_verdict(run).outcome == IMPROVED
+    assert text in run_verdict(run).sentence

@@ -97,17 +97,83 @@ def test_a_missing_metric_does_not_count_for_a_guard():
 
 
 def test_a_guard_without_threshold_is_off():
-    guards = Guards(GuardRecipe(patience=1, thresholds={"max_repeated_share": None}))
+    guards = Guards(GuardRecipe(patience=1, thresholds={"max_repeated_share": None, "min_entropy": None}))
     assert guards.check({"policy/repeated_share": 1.0, "policy/entropy": 0.0}, 1) == []
 
 
 def test_thresholds_that_are_not_given_keep_their_defaults():
-    defaults = {"max_zero_groups": 0.8, "max_repeated_share": 0.8, "max_truncated": 0.5, "max_rejected": 0.5}
+    defaults = {guard.key: guard.threshold for guard in GUARDS}
+    assert None not in defaults.values()
     assert GuardRecipe(thresholds={"min_entropy": 0.1}).thresholds == defaults | {"min_entropy": 0.1}
     recipe = load_recipe([], ["guards.thresholds.max_zero_groups=null"], "rl")
     assert recipe.guards.thresholds == defaults | {"max_zero_groups": None}
     with pytest.raises(InputError, match=r"guards\.thresholds"):
         load_recipe([], ["guards.thresholds.min_entropie=0.2"], "rl")
+
+
+@pytest.mark.parametrize(("first", "alarms"), [(0.0, 1), (0.45, 1), (0.875, 0), (0.9375, 0)])
+def test_answers_that_are_at_their_limit_from_the_start_have_not_grown(first, alarms):
+    guards = Guards(GuardRecipe(patience=3))
+    shares = [first, 0.9, 1.0, 0.9]
+    fired = [
+        one for step, share in enumerate(shares, 1) for one in guards.check({"rollout/truncated_share": share}, step)
+    ]
+    assert len(fired) == alarms
+    resumed = Guards(GuardRecipe(patience=3))
+    resumed.load_state_dict(guards.state_dict())
+    assert resumed.first["max_truncated"] == first
+
+
+HEALTHY = {
+    "credit/zero_groups": 0.3,
+    "reward/group_spread": 0.3,
+    "policy/entropy": 0.5,
+    "optimizer/gradient_norm": 0.4,
+    "policy/repeated_share": 0.02,
+    "rollout/same_answer_share": 0.3,
+    "rollout/truncated_share": 0.1,
+    "rollout/rejected_share": 0.1,
+    "policy/kl_rollout_k3": 0.001,
+    "rollout/failed": 0.0,
+    "rollout/episodes": 24.0,
+    "rollout/return": 0.4,
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("min_entropy", {"policy/entropy": 0.003}),
+        ("max_same_answers", {"rollout/same_answer_share": 1.0}),
+        ("max_failed", {"rollout/failed": 5.0}),
+        ("max_ratio_kl", {"policy/kl_rollout_k3": 0.5}),
+        ("max_gradient_norm", {"optimizer/gradient_norm": 40.0}),
+        ("min_reward_spread", {"reward/group_spread": 0.0}),
+    ],
+)
+def test_each_collapse_alarms_by_default(key, values):
+    guards = Guards(GuardRecipe())
+    fired = [line for step in range(1, 8) for line in guards.check(HEALTHY | (values if step > 2 else {}), step)]
+    assert len(fired) == 1
+    assert f"guards.thresholds.{key} " in fired[0]
+    assert not [line for step in range(1, 30) for line in Guards(GuardRecipe()).check(HEALTHY, step)]
+
+
+@pytest.mark.parametrize(
+    ("first", "now", "remedy"),
+    [
+        (0.2, 0.0, "optimizer.learning_rate"),
+        (0.2, 0.5, "rollout.episodes_per_group"),
+        (1.0, 0.0, "rollout.episodes_per_group"),
+    ],
+    ids=["lost both", "lost the signal by success", "never had a signal"],
+)
+def test_a_policy_that_training_has_broken_needs_smaller_updates(first, now, remedy):
+    guards = Guards(GuardRecipe(patience=2))
+    guards.check({"credit/zero_groups": first, "rollout/return": 0.3}, 1)
+    lost = {"credit/zero_groups": 1.0, "rollout/return": now}
+    (sentence,) = guards.check(lost, 2) or guards.check(lost, 3)
+    assert remedy in sentence
 
 
 def test_counts_survive_a_resume():

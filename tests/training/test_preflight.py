@@ -20,7 +20,7 @@ MIXED = {
 }
 
 
-def run(tiny_model, tmp_path, name, **keys):
+def run(tiny_model, tmp_path, name, reward=None, **keys):
     common = {
         "model": {"path": str(tiny_model), "threads": 1},
         "rollout": {"groups_per_step": 2, "episodes_per_group": 2, "tokens_per_turn": 6, "tokens_per_episode": 400},
@@ -28,7 +28,7 @@ def run(tiny_model, tmp_path, name, **keys):
         "steps": 1,
         "plots": False,
     }
-    return posttrain.rl(common, name=name, runs=str(tmp_path), **keys)
+    return posttrain.rl(common | keys, name=name, runs=str(tmp_path), reward=reward)
 
 
 def preflight(result):
@@ -55,18 +55,33 @@ def constant(prompt, answer, **row):
     return 0.5
 
 
+def zero(prompt, answer, **row):
+    return 0.0
+
+
 def letters(prompt, answer, **row):
     return float(sum(map(ord, answer)))
 
 
-@pytest.mark.parametrize(("reward", "silent"), [(constant, True), (letters, False)])
-def test_a_reward_that_is_the_same_for_all_is_no_signal(tiny_model, tmp_path, reward, silent):
+@pytest.mark.parametrize(
+    ("reward", "temperature", "key"),
+    [
+        (constant, 1.0, "environment.reward"),
+        (zero, 1.0, "data.train="),
+        (letters, 1.0, None),
+        (constant, 0.0, "rollout.sampling.temperature"),
+    ],
+)
+def test_a_reward_that_is_the_same_in_each_group_is_no_signal(tiny_model, tmp_path, reward, temperature, key):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt": "Say {number}."}}\n' for number in range(30)))
-    result = run(tiny_model, tmp_path, "text", environment={"prompts": str(prompts)}, reward=reward)
+    rollout = {"groups_per_step": 2, "episodes_per_group": 2, "tokens_per_turn": 6, "tokens_per_episode": 400}
+    rollout["sampling"] = {"temperature": temperature}
+    result = run(tiny_model, tmp_path, "text", environment={"prompts": str(prompts)}, reward=reward, rollout=rollout)
     found = [line for line in result.warnings if "no signal" in line]
-    assert bool(found) == silent
-    assert all("all episodes of a task end alike" in line and "data.train=" in line for line in found)
+    assert len(found) == (key is not None)
+    keys = ("environment.reward", "data.train=", "rollout.sampling.temperature")
+    assert [one for line in found for one in keys if one in line] == [key] * len(found)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +97,8 @@ def test_a_reward_that_is_the_same_for_all_is_no_signal(tiny_model, tmp_path, re
 )
 def test_only_groups_that_all_agree_without_success_lack_a_signal(changed, silent):
     metrics = {key: value for key, value in (MIXED | changed).items() if value is not None}
-    line, warnings = first_episodes(environment_recipe({"type": "bandit"}), metrics, {"success": 0.5})
+    recipe = environment_recipe({"type": "bandit"})
+    line, warnings = first_episodes(recipe, metrics, {"success": 0.5}, 1.0, [0.0, 1.0])
     assert "64 training episodes: 1 failed" in line
     assert bool(warnings) == silent
 

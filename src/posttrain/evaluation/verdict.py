@@ -22,6 +22,10 @@ from posttrain.runs.tables import IMPROVED, NOTHING, START, TRAINED, UNIMPROVED,
 
 REASONS = 3
 """Number of probable reasons."""
+SILENT = 0.5
+"""Share of groups. If as many have no credit, training lacks a signal."""
+BY_AUDIT = "best_by_audit"
+"""The value of `export` with which the audit selects the checkpoint."""
 
 
 def rows_file(run: RunDirectory, policy: str) -> Path:
@@ -45,9 +49,10 @@ def run_verdict(run: RunDirectory) -> Verdict | None:
         if len(items) > 1:
             test = paired_test(before.name, before.better, [before.scores], [after.scores], items)
             test = test.with_correction(test.p)
-            text = f"{_change(test)} on {counted(test.n, 'held-out task')}"
+            text = f"{_change(test)} on {counted(test.n, 'held-out task')}{_lost(log, test)}"
     if any(line.get("chosen") == UNIMPROVED for line in log):
-        return Verdict(NOTHING, f"Nothing was learned: {UNIMPROVED}.", _reasons(log, recipe, test))
+        by = " by the audit" if getattr(recipe, "export", None) == BY_AUDIT else ""
+        return Verdict(NOTHING, f"Nothing was learned{by}: {UNIMPROVED}.", _reasons(log, recipe, test))
     if test is None:
         return None
     exported = next((line.get("best_step") for line in log if line["kind"] == "final"), None)
@@ -75,6 +80,20 @@ def _measured(run: RunDirectory, metric: str | None) -> tuple[MetricResult, Metr
     return before[0], after[0]
 
 
+def _lost(log: Log, test: PairedTest) -> str:
+    """What the failed episodes of the final data do to the test; empty if none failed."""
+    finals = {line.get("policy"): line for line in log if line["kind"] in ("baseline", "final")}
+    sides = [finals[policy] for policy in (START, TRAINED) if finals.get(policy, {}).get("failed")]
+    if not sides:
+        return ""
+    if test.n < (tasks := max(int(side["n"]) for side in sides)):
+        return f"; {test.n} of {tasks} tasks were measured, the others failed"
+    failed, episodes = (sum(int(side[key]) for side in sides) for key in ("failed", "episodes"))
+    return f"; {failed} of {counted(episodes, 'episode')} failed" + (
+        " and count as unsuccessful" if test.metric == "success" else ""
+    )
+
+
 def _change(test: PairedTest) -> str:
     values = f"{test.metric} went from {test.text(test.a)} to {test.text(test.b)}"
     limits = "" if math.isnan(test.difference.low) else f" {test.limits}"
@@ -90,6 +109,7 @@ def _reasons(log: Log, recipe: Any, test: PairedTest | None) -> list[str]:
 def _guarded(log: Log, recipe: Any) -> Iterator[tuple[float, str]]:
     """(share of the steps, sentence) of each guard whose threshold was exceeded; see `posttrain.recipe.guards`."""
     thresholds = getattr(getattr(recipe, "guards", None), "thresholds", GuardRecipe().thresholds)
+    fell = _moved(log, "rollout/return") < 0
     for guard in GUARDS:
         threshold = thresholds.get(guard.key)
         keys = [key for key in (guard.metric, guard.per, "rollout/success") if key in log.columns]
@@ -98,43 +118,67 @@ def _guarded(log: Log, recipe: Any) -> Iterator[tuple[float, str]]:
         steps = [
             dict(zip(keys, values, strict=True)) for values in zip(*(log.columns[key] for key in keys), strict=True)
         ]
-        values = [guard.value(step) for step in steps if guard.beyond(step, threshold)]
+        first = next((value for step in steps if not math.isnan(value := guard.value(step))), math.nan)
+        values = [guard.value(step) for step in steps if guard.beyond(step, threshold, first)]
         if values:
             since = f"in {len(values)} of {len(steps)} steps"
-            yield len(values) / len(steps), guard.sentence(float(np.mean(values)), threshold, since)
+            sentence = guard.sentence(float(np.mean(values)), threshold, since, first, fell)
+            yield len(values) / len(steps), sentence
 
 
 def _of_run(log: Log, recipe: Any, test: PairedTest | None) -> Iterator[tuple[float, str]]:
-    """(strength in [0, 1], sentence) of reasons that no guard covers."""
+    """(strength, sentence) of reasons that no guard covers; those of guards have at most the strength 1."""
 
     def average(key: str) -> float:
         values = log.trained(key)[1]
         return float(values.mean()) if len(values) else math.nan
 
     success, first, last = average("rollout/success"), *_ends(log, "rollout/return")
-    if success <= 0.05:
-        yield 1.0, f"training episodes succeed in {success:.1%}: the tasks are too hard; warm up with `posttrain sft`"
+    spread, moved = average("reward/group_spread"), _moved(log, "rollout/return")
+    silent = average("credit/zero_groups")
+    if math.isnan(silent):
+        silent = float(spread == 0 or (math.isnan(spread) and success <= 0.05))
+    rate, usual = recipe.optimizer.learning_rate, (5e-5 if recipe.model.lora else 1e-6)
+    kind = "LoRA" if recipe.model.lora else "all weights"
+    updates = log.last_step * getattr(recipe, "updates", 1)
+    if rate < usual:
+        # Where no group has credit, another rate would not change that.
+        strength = 2.0 if rate <= usual / 10 and silent < SILENT else 0.8
+        yield strength, f"optimizer.learning_rate {rate:g} is low for training {kind}; raise it"
+    worse = test is not None and test.better_side == "A" and not math.isnan(first)
+    broken = rate > usual / 10 and moved < int(worse)
+    if broken:
+        what = f"training return fell from {first:.3g} to {last:.3g}" if moved < 0 else "held-out measure got worse"
+        yield 2.0, f"the {what}, so the updates are too large; lower optimizer.learning_rate"
     start = test.a if test is not None and test.kind == "rate" else success
+    sampling = getattr(getattr(recipe, "rollout", None), "sampling", None)
+    rows = getattr(getattr(recipe, "environment", None), "rows_key", None)
     if start >= 0.95:
         yield 1.0, f"{start:.1%} succeed from the start, so little is left to learn; choose harder tasks in environment"
-    if test is not None and last > first and test.difference.value <= 0:
+    elif silent >= SILENT and sampling is not None and sampling.temperature == 0:
+        yield 2.0, "rollout.sampling.temperature is 0, so the episodes of a task are the same; set it to 1"
+    elif rows and spread == 0 and first != 0 and not np.ptp(log.trained("rollout/return")[1]):
+        yield 2.0, f"every training episode has the return {first:.4g}; let environment.reward tell answers apart"
+    elif success <= 0.05 and silent >= SILENT and not broken:
+        yield 1.0, f"training episodes succeed in {success:.1%}: the tasks are too hard; warm up with `posttrain sft`"
+    if test is not None and moved > 0 and test.difference.value <= 0:
+        which = (
+            "the audit of the best checkpoint"
+            if getattr(recipe, "export", None) == BY_AUDIT
+            else "the held-out measure"
+        )
         yield (
             0.9,
-            f"the training return rose from {first:.3g} to {last:.3g} and the held-out measure did not: the reward may be "
-            "gamed, or the tasks are memorized; look at the episodes, and raise kl.coefficient",
+            f"the training return rose from {first:.3g} to {last:.3g} and {which} did not: the reward may be gamed, or the "
+            "tasks are memorized; look at the episodes, and raise kl.coefficient",
         )
     clipped = np.nansum([average(name) for name in ("policy/clip_low", "policy/clip_high")])
     if clipped > 0.3:
         yield float(clipped), f"{clipped:.0%} of the tokens are clipped; lower learner.epochs_per_step"
     if (skipped := average("optimizer/skipped")) > 0:
         yield skipped, f"{skipped:.0%} of the updates are skipped; lower optimizer.learning_rate"
-    rate, usual = recipe.optimizer.learning_rate, (5e-5 if recipe.model.lora else 1e-6)
-    if rate < usual:
-        kind = "LoRA" if recipe.model.lora else "all weights"
-        yield 0.8, f"optimizer.learning_rate {rate:g} is low for training {kind}; raise it"
-    done = log.last_step * getattr(recipe, "updates", 1)
-    if done < 50:
-        yield 0.6, f"the model made only {counted(done, 'update')}; raise steps"
+    if updates < 50 and not broken:
+        yield 0.6, f"the model made only {counted(updates, 'update')}; raise steps"
     if test is not None:
         least = (
             f"{100 * detectable(test.n):.0f} points"
@@ -142,7 +186,18 @@ def _of_run(log: Log, recipe: Any, test: PairedTest | None) -> Iterator[tuple[fl
             else f"{2.8 / math.sqrt(test.n):.2f} standard deviations"
         )
         yield 0.5, f"{counted(test.n, 'held-out task')} show changes of {least} or more; hold out more"
-    yield 0.1, f"{counted(log.last_step, 'step')} at optimizer.learning_rate {rate:g} may be too few; raise steps"
+    if not broken:
+        yield 0.1, f"{counted(log.last_step, 'step')} at optimizer.learning_rate {rate:g} may be too few; raise steps"
+
+
+def _moved(log: Log, key: str) -> int:
+    """1 or -1 if a training metric has risen or fallen from the first quarter of the steps to the last by more than twice
+    the standard error that its changes between steps suggest, else 0."""
+    values, (first, last) = log.trained(key)[1], _ends(log, key)
+    if len(values) < 3:
+        return 0
+    noise = math.sqrt(float(np.mean(np.diff(values) ** 2)) / max(1, len(values) // 4))
+    return int(last - first > 2 * noise) - int(first - last > 2 * noise)
 
 
 def _ends(log: Log, key: str) -> tuple[float, float]:

@@ -83,7 +83,7 @@ class DistillRecipe(SampledRecipe):
     evaluation: EvaluationRecipe = EvaluationRecipe()
     audit: AuditRecipe | None = None
     """Second scorer of the held-out episodes, which training never sees. Null: none."""
-    guards: GuardRecipe = GuardRecipe()
+    guards: GuardRecipe = GuardRecipe(thresholds={"min_entropy": None, "max_same_answers": None})
     checkpoint: CheckpointRecipe = CheckpointRecipe()
     hardware: HardwareRecipe = HardwareRecipe()
 

@@ -25,6 +25,12 @@ GuardKey = Literal[
 SOLVED = 0.9
 """Share of a step's episodes. If as many succeed, equal returns and equal answers show that the tasks are learned."""
 
+BROKEN = (
+    "the first step was far from it and had a higher return, so updates are too large",
+    "lower optimizer.learning_rate",
+)
+"""Cause and remedy of a policy that training has broken."""
+
 
 @dataclass(frozen=True)
 class Guard:
@@ -33,8 +39,8 @@ class Guard:
     key: GuardKey
     """Its name in `GuardRecipe.thresholds`."""
     metric: str
-    threshold: float | None
-    """The default; None: off."""
+    threshold: float
+    """The default."""
     cause: str
     """The most probable cause."""
     remedy: str
@@ -43,26 +49,38 @@ class Guard:
     """Whether the guard fires below the threshold; otherwise above it."""
     unless_solved: bool = False
     """Whether the values are usual where nearly all episodes succeed."""
+    lost: bool = False
+    """Whether updates that are too large cause it in runs that begin far within the threshold and lose return."""
     per: str | None = None
     """The metric that divides `metric`."""
+    times: float | None = None
+    """The value must also be above so many times that of the run's first step, because some tasks begin with such values and
+    only a rise is a collapse. None: the first step does not matter."""
 
     def value(self, metrics: Mapping[str, float]) -> float:
         """The guarded value of a step; NaN if it has none."""
         value = metrics.get(self.metric, math.nan)
         return value if self.per is None else value / metrics.get(self.per, math.nan)
 
-    def beyond(self, metrics: Mapping[str, float], threshold: float) -> bool:
-        """Whether a step is beyond `threshold`, which a solved task excuses if `unless_solved`."""
+    def beyond(self, metrics: Mapping[str, float], threshold: float, first: float = math.nan) -> bool:
+        """Whether a step is beyond `threshold`, which a solved task excuses if `unless_solved`. `first`: the value of the
+        run's first step, if it is known."""
         value = self.value(metrics)
-        solved = self.unless_solved and metrics.get("rollout/success", 0.0) >= SOLVED
-        return (value < threshold if self.below else value > threshold) and not solved
+        if self.unless_solved and metrics.get("rollout/success", 0.0) >= SOLVED:
+            return False
+        if self.times is not None and math.isfinite(first):
+            threshold = max(threshold, first * self.times)
+        return value < threshold if self.below else value > threshold
 
-    def sentence(self, value: float, threshold: float, since: str) -> str:
-        """The message about a `value` that has been beyond `threshold` `since` some step."""
+    def sentence(self, value: float, threshold: float, since: str, first: float = math.nan, fell: bool = False) -> str:
+        """The message about a `value` that has been beyond `threshold` `since` some step. `first` as for `beyond`; `fell`:
+        whether the return has fallen since the first step."""
+        began = first > 2 * threshold if self.below else first < threshold / 2
+        cause, remedy = BROKEN if self.lost and began and fell else (self.cause, self.remedy)
         name = self.metric if self.per is None else f"{self.metric} per {self.per}"
         return (
             f"{name} = {value:.4g} has been {'below' if self.below else 'above'} guards.thresholds.{self.key} = "
-            f"{threshold:g} {since}: {self.cause}; {self.remedy}"
+            f"{threshold:g} {since}: {cause}; {remedy}"
         )
 
 
@@ -74,20 +92,22 @@ GUARDS = (
         "all episodes of these groups end with the same return and give no signal",
         "choose tasks that sometimes succeed and sometimes fail, or raise rollout.episodes_per_group",
         unless_solved=True,
+        lost=True,
     ),
     Guard(
         "min_reward_spread",
         "reward/group_spread",
-        None,
+        1e-6,
         "returns in a group hardly differ",
-        "raise rollout.sampling.temperature",
+        "let the reward tell answers apart, or raise rollout.sampling.temperature",
         below=True,
         unless_solved=True,
+        lost=True,
     ),
     Guard(
         "min_entropy",
         "policy/entropy",
-        None,
+        0.02,
         "the policy has stopped exploring",
         "lower optimizer.learning_rate",
         below=True,
@@ -96,24 +116,26 @@ GUARDS = (
     Guard(
         "max_gradient_norm",
         "optimizer/gradient_norm",
-        None,
+        10.0,
         "updates have become unstable",
         "lower optimizer.learning_rate",
+        times=10.0,
     ),
     Guard(
         "max_repeated_share",
         "policy/repeated_share",
-        0.8,
+        0.2,
         "the policy repeats the same token",
         "lower optimizer.learning_rate",
     ),
     Guard(
         "max_same_answers",
         "rollout/same_answer_share",
-        None,
+        0.99,
         "the policy gives one answer to all tasks",
         "set kl.coefficient",
         unless_solved=True,
+        lost=True,
     ),
     Guard(
         "max_truncated",
@@ -121,6 +143,8 @@ GUARDS = (
         0.5,
         "answers run to the limit on tokens",
         "set rollout.missing_eos_penalty",
+        times=1.5,
+        lost=True,
     ),
     Guard(
         "max_rejected",
@@ -128,27 +152,26 @@ GUARDS = (
         0.5,
         "the environment cannot parse the answers",
         "fine-tune model.path on answers of its form first, or correct its parser",
+        lost=True,
     ),
     Guard(
         "max_ratio_kl",
         "policy/kl_rollout_k3",
-        None,
+        0.1,
         "the updates of a step move the policy far from the one that sampled",
         "lower learner.epochs_per_step",
     ),
     Guard(
         "max_failed",
         "rollout/failed",
-        None,
+        0.1,
         "the environment or its reward fails",
         "correct it, or set rollout.failures.action=retry",
         per="rollout/episodes",
     ),
 )
 """Thresholds are chosen and measured by `benchmarks/guards.py`, see docs/results/guards.md."""
-_DEFAULTS: dict[GuardKey, float | None] = {
-    guard.key: guard.threshold for guard in GUARDS if guard.threshold is not None
-}
+_DEFAULTS: dict[GuardKey, float | None] = {guard.key: guard.threshold for guard in GUARDS}
 
 
 class AlarmRecipe(BaseConfig):
@@ -164,7 +187,7 @@ class GuardRecipe(AlarmRecipe):
     patience: int = Field(5, ge=1)
     """Consecutive steps beyond a threshold before a guard triggers."""
     thresholds: dict[GuardKey, Annotated[float, Field(ge=0)] | None] = Field(_DEFAULTS, validate_default=True)
-    """Threshold of each guard; null: off. `max_zero_groups`: share of groups without credit, because all their episodes have the same return. `min_reward_spread`: mean standard deviation of returns within groups. `min_entropy`: mean entropy at sampled tokens, in nats. `max_gradient_norm`: before clipping. `max_repeated_share`: share of sampled tokens that repeat the token before them. `max_same_answers`: share of the most frequent answer. `max_truncated`: share of answers that a limit on tokens ended. `max_rejected`: share of answers that the environment cannot parse. `max_ratio_kl`: policy/kl_rollout_k3, nats per token. `max_failed`: share of failed episodes."""
+    """Threshold of each guard; null: off. `max_zero_groups`: share of groups without credit, because all their episodes have the same return. `min_reward_spread`: mean standard deviation of returns within groups. `min_entropy`: mean entropy at sampled tokens, in nats. `max_gradient_norm`: before clipping; it must also be 10 times that of the first step. `max_repeated_share`: share of sampled tokens that repeat the token before them. `max_same_answers`: share of the most frequent answer. `max_truncated`: share of answers that a limit on tokens ended; it must also be 1.5 times that of the first step. `max_rejected`: share of answers that the environment cannot parse. `max_ratio_kl`: policy/kl_rollout_k3, nats per token. `max_failed`: share of failed episodes."""
 
     @field_validator("thresholds", mode="after")
     @classmethod

@@ -295,7 +295,7 @@ class Guards(Saved):
     entropy, and gradient spikes mark the steps after which a run does not recover.
     """
 
-    saved = ("in_a_row", "since", "stopped")
+    saved = ("in_a_row", "since", "first", "stopped")
 
     def __init__(self, recipe: GuardRecipe) -> None:
         self.recipe = recipe
@@ -304,25 +304,33 @@ class Guards(Saved):
         self.in_a_row = {guard.key: 0 for guard in GUARDS}
         self.since = {guard.key: 0 for guard in GUARDS}
         """The step at which the count of a guard began."""
+        self.first: dict[str, float] = {}
+        """The first value of each guard, and of the return, in the run."""
 
     def check(self, metrics: dict[str, float], step: int) -> list[str]:
         """One sentence for each guard that fires at this step, usually none.
 
         A metric that is missing or NaN leaves the count unchanged. A guard fires at most once in `patience` steps.
         """
-        fired = []
+        fired, gained = [], metrics.get("rollout/return", math.nan)
+        fell = gained < self._first("rollout/return", gained)
         for guard in GUARDS:
             threshold, value = self.recipe.thresholds.get(guard.key), guard.value(metrics)
             if threshold is None or math.isnan(value):
                 continue
-            beyond = guard.beyond(metrics, threshold)
+            first = self._first(guard.key, value)
+            beyond = guard.beyond(metrics, threshold, first)
             if beyond and not self.in_a_row[guard.key]:
                 self.since[guard.key] = step
             self.in_a_row[guard.key] = self.in_a_row[guard.key] + 1 if beyond else 0
             if beyond and self.in_a_row[guard.key] % self.recipe.patience == 0:
-                fired.append(guard.sentence(value, threshold, f"since step {self.since[guard.key]}"))
+                fired.append(guard.sentence(value, threshold, f"since step {self.since[guard.key]}", first, fell))
         self.stopped = bool(fired) and self.recipe.action == "stop"
         return fired
+
+    def _first(self, name: str, value: float) -> float:
+        """The first finite value of `name`, which is `value` if there was none; NaN without one."""
+        return self.first.setdefault(name, value) if math.isfinite(value) else self.first.get(name, math.nan)
 
 
 def mismatch_limit(recipe: SampledRecipe, device: torch.device) -> float:

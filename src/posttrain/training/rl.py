@@ -112,6 +112,8 @@ class StepBatch:
     warnings: list[str]
     episodes: int = 0
     """Number of episodes that the samples are from."""
+    returns: Sequence[float] = ()
+    """Return of every sampled episode that has one."""
 
     def parts(self, settings: LearnerRecipe) -> list[list[Sample]]:
         """The samples of each update: `epochs_per_step` passes, each divided among `updates_per_step` updates."""
@@ -160,7 +162,10 @@ def run_steps(c: StepComponents, recipe: SampledRecipe, resume: bool, console: C
                 step, tokens = trainer.step + 1, learner.trained_tokens
                 batch = c.batch(step)
                 if step == 1 and "rollout/episodes" in batch.metrics:
-                    message, no_signal = first_episodes(recipe.environment, batch.metrics, trainer.baseline("random"))
+                    temperature, random = recipe.rollout.sampling.temperature, trainer.baseline("random")
+                    message, no_signal = first_episodes(
+                        recipe.environment, batch.metrics, random, temperature, batch.returns
+                    )
                     trainer.preflight(step, message)
                     batch.warnings += no_signal
                 with trainer.interrupts.critical():
@@ -264,7 +269,8 @@ class Components(StepComponents):
         trainer.show_completions(step, batch.episodes, credit.advantages)
         groups = [episode.group for episode in batch.episodes for _ in episode.streams]
         metrics = rollout_metrics(batch) | credit.metrics
-        return StepBatch(samples, [*groups], metrics, [*batch.warnings, *credit.warnings], len(batch.episodes))
+        returns = [episode.total_reward for episode in batch.sampled if episode.has_return]
+        return StepBatch(samples, [*groups], metrics, [*batch.warnings, *credit.warnings], len(batch.episodes), returns)
 
     def score(self, episodes: Sequence[Episode], samples: Sequence[Sample]) -> None:
         """Set the fields of every sample that rewards, credit and losses need: the reference model's log-probabilities

@@ -135,13 +135,19 @@ def _too_long(
 
 
 def first_episodes(
-    environment: EnvironmentRecipe, metrics: Mapping[str, float], random: Mapping[str, float | None]
+    environment: EnvironmentRecipe,
+    metrics: Mapping[str, float],
+    random: Mapping[str, float | None],
+    temperature: float,
+    returns: Sequence[float],
 ) -> tuple[str, list[str]]:
     """What the episodes of the first step, by the policy before any update, show about the environment, and warnings.
 
     Args:
         metrics: of the step's rollouts and credit.
         random: the values of the random policy, where they are known.
+        temperature: of sampling.
+        returns: of the episodes.
     """
     counts = {"failed": metrics["rollout/failed"], "rejected": metrics.get("rollout/rejected_share", 0.0)}
     line = (
@@ -157,10 +163,18 @@ def first_episodes(
             line += f"; {key} {value:{form}}" + ("" if known is None else f", of the random policy {known:{form}}")
     if silent != 1 or metrics.get("rollout/success", 0.0) >= SOLVED:
         return line, []
+    start = "this policy gets no signal here, because"
+    if temperature == 0:
+        same = "so the episodes of a task are the same; set it to 1"
+        return line, [f"{start} rollout.sampling.temperature is 0, {same}"]
     rows = environment_class(environment.type).self_contained
+    # Episodes without success often have the return 0, whatever the reward can tell apart.
+    if not rows and returns and set(returns) == {returns[0]} != {0.0}:
+        same = f"every episode has the return {returns[0]:.4g}, whatever the task and the answer"
+        return line, [f"{start} {same}; let environment.reward tell answers apart"]
     data = f"environment.type={environment.type}" if rows else "data.train=answers.jsonl"
     why = "no answer has the right form" if counts["rejected"] == 1 else "all episodes of a task end alike"
     return line, [
-        f"this policy gets no signal here, because {why}: warm up first (`posttrain sft {data} name=warm`, then "
-        "model.path=runs/warm/model), or choose easier tasks"
+        f"{start} {why}: warm up first (`posttrain sft {data} name=warm`, then model.path=runs/warm/model), or choose easier "
+        "tasks"
     ]
