@@ -15,6 +15,7 @@ from posttrain.errors import InputError
 from posttrain.evaluation.audit import BOTH, LEVEL, NEITHER, REWARD, UNDECIDED, AuditScores, least_tasks, look
 from posttrain.figures.charts import charts_of
 from posttrain.models.reward import RewardModel
+from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.data import SourceRecipe
 from posttrain.recipe.pipeline import load_pipeline
 from posttrain.recipe.study import Objective
@@ -200,13 +201,71 @@ def test_no_key_selects_by_the_audit(tiny_model, tmp_path):
     ("audit", "message"),
     [
         ({}, "one scorer"),
-        ({"environment": {"type": "bandit"}}, "same type"),
+        ({"environment": {"type": "bandit"}}, r"audit\.environment\.type"),
         ({"environment": {"reward": "exact"}, "path": "rm"}, "one scorer"),
     ],
 )
 def test_an_audit_has_one_scorer_of_the_same_tasks(tiny_model, tmp_path, audit, message):
     with pytest.raises(InputError, match=message):
         run(tiny_model, tmp_path, "wrong", audit=audit)
+
+
+@pytest.mark.parametrize(
+    ("environment", "changed", "refused"),
+    [
+        ({"type": "frozen_lake"}, {"size": 6}, "size"),
+        ({"type": "frozen_lake"}, {"slippery": False}, "slippery"),
+        ({"type": "frozen_lake"}, {"max_turns": 9}, "max_turns"),
+        ({"type": "frozen_lake"}, {"format": {"separator": ";"}}, "format.separator"),
+        ({"type": "frozen_lake"}, {"format": {"penalty": -0.5}}, None),
+        ({"type": "sokoban"}, {"box_reward": 3.0}, None),
+        ({"type": "text_task", "prompts": "rows.jsonl", "reward": "exact"}, {"system": "Be brief."}, "system"),
+        ({"type": "text_task", "prompts": "rows.jsonl", "reward": "exact"}, {"prompts": "others.jsonl"}, "prompts"),
+        (
+            {"type": "text_task", "prompts": "rows.jsonl", "reward": "exact"},
+            {"columns": {"prompt": "q"}},
+            "columns.prompt",
+        ),
+        ({"type": "text_task", "prompts": "rows.jsonl", "reward": "exact"}, {"columns": {"label": "gold"}}, None),
+        ({"type": "text_task", "prompts": "rows.jsonl", "reward": "exact"}, {"reward": "contains"}, None),
+    ],
+)
+@pytest.mark.parametrize("place", ["environment", "evaluation.environment"])
+def test_an_audit_plays_the_tasks_of_the_evaluations(place, environment, changed, refused):
+    values = {"environment": environment, "audit": {"environment": changed}, "evaluation": {"every": 1}}
+    if place != "environment":
+        values |= {"environment": {"type": "bandit"}, "evaluation": {"every": 1, "environment": environment}}
+    overrides = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+    if refused is None:
+        assert load_recipe([], overrides, "rl").audit.environment.type == environment["type"]
+        return
+    with pytest.raises(InputError) as error:
+        load_recipe([], overrides, "rl")
+    assert f"`audit.environment.{refused}` differs from `{place}.{refused}`" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (["audit.environment.foo=1"], ["audit.environment.foo"]),
+        (["audit.environment.foo=1", "export=best_by_audit"], ["audit.environment.foo"]),
+        (["guards.thresholds.max_zero_grops=1"], ["guards.thresholds.max_zero_grops", "max_zero_groups"]),
+        (
+            ["environment.prompts=[{path: a.jsonl, split: 'train[:33.3%]'}]"],
+            ["environment.prompts.split", "whole percents"],
+        ),
+        (["environment.prompts=[{path: a.jsonl, split: 'train[:0%]'}]"], ["environment.prompts.split", "0% to 0%"]),
+        (["environment.prompts=[{path: a.jsonl, weight: -2}]"], ["environment.prompts.weight is -2"]),
+    ],
+)
+def test_a_message_names_the_key_and_nothing_else(words, keys):
+    common = ["environment.type=text_task", "environment.reward=exact"]
+    common += [] if "prompts" in words[0] else ["environment.prompts=a.jsonl"]
+    with pytest.raises(InputError) as error:
+        load_recipe([], [*common, *words], "rl")
+    message = str(error.value)
+    assert all(key in message for key in keys), message
+    assert len(message.splitlines()) == 1
 
 
 def negative(prompt, answer, **row):
@@ -407,8 +466,11 @@ def test_parts_of_a_file_are_disjoint(tmp_path, split, rows):
     file.write_text("".join(f'{{"row": {number}}}\n' for number in range(11)))
     source = SourceRecipe(path=str(file), split=split)
     assert [row["row"] for _, row in read_rows(source)] == [*rows]
-    with pytest.raises(ValueError, match="split"):
-        SourceRecipe(path=str(file), split="train[5:7]")
+    for wrong in ("train[5:7]", "train[50%:20%]", "train[:101%]"):
+        with pytest.raises(ValueError, match="split"):
+            SourceRecipe(path=str(file), split=wrong)
+    with pytest.raises(InputError, match="none of its 11 rows"):
+        read_rows(SourceRecipe(path=str(file), split="train[:1%]"))
 
 
 def test_only_the_auditor_imports_the_scores():

@@ -122,7 +122,12 @@ SOLVED_BY_NONE = {"credit/zero_groups": 1.0, "reward/group_spread": 0.0, "rollou
 def test_the_first_reason_follows_from_the_metrics(tmp_path, monkeypatch, keys, begin, end, difference, reason):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "Say 1."}\n')
-    text = ["environment.type=text_task", f"environment.prompts={prompts}", "environment.reward=exact", "audit.environment.reward=contains"]
+    text = [
+        "environment.type=text_task",
+        f"environment.prompts={prompts}",
+        "environment.reward=exact",
+        "audit.environment.reward=contains",
+    ]
     recipe = load_recipe([], [f"runs={tmp_path}", *text, *keys], "rl")
     run = RunDirectory.create(recipe)
     lines = [{"step": step, "kind": "train", **(begin if step <= 4 else end)} for step in range(1, 61)]

@@ -65,7 +65,10 @@ def read_rows(source: SourceRecipe) -> Iterator[Row]:
     name, first, last = source.part
     if (first, last) != (0, 100):
         rows = [*read_rows(source.model_copy(update={"split": name}))]
-        return iter(rows[len(rows) * first // 100 : len(rows) * last // 100])
+        part = rows[len(rows) * first // 100 : len(rows) * last // 100]
+        if rows and not part:
+            raise InputError(f"{source.path}: {source.split} has none of its {len(rows)} rows; widen the part in split")
+        return iter(part)
     path = Path(source.path).expanduser()
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if _readable(file, path))

@@ -43,6 +43,8 @@ SYMBOLS = {
 class SokobanRecipe(GameRecipe):
     """Keys of `sokoban`."""
 
+    scoring = GameRecipe.scoring | {"step_reward", "box_reward", "solved_reward"}
+
     type: Literal["sokoban"] = "sokoban"
     """Sokoban."""
     max_turns: int = Field(5, ge=1)

@@ -65,6 +65,8 @@ class WeightedRewardRecipe(BaseConfig):
 class TextTaskRecipe(EnvironmentRecipe):
     """Keys of `text_task`."""
 
+    scoring = EnvironmentRecipe.scoring | {"score_weight", "columns.label", "strict"}
+
     type: Literal["text_task"] = "text_task"
     """One prompt, one answer, one score."""
     max_turns: int = Field(1, ge=1)

@@ -172,14 +172,14 @@ NO_REWARD_MODEL = "{path} is not a reward model: it has no head `score`; train o
 
 
 def require_reward_model(path: str, key: str) -> None:
-    """The InputError that loading would raise if the model at `path` is on disk and certainly has no head `score`."""
+    """InputError, which names `key`, if the model at `path` is on disk and certainly has no head `score`."""
     if not on_disk(path, key) or not (directory := Path(path).expanduser()).is_dir() or is_adapter(path):
         return
     names: set[str] = set()
     for file in directory.glob("*.safetensors"):
         names.update(tensors_of(file))
     if names and "score.weight" not in names:
-        raise InputError(NO_REWARD_MODEL.format(path=path))
+        raise InputError(f"{key}: {NO_REWARD_MODEL.format(path=path)}")
 
 
 def load_config(recipe: ModelRecipe) -> Any:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, Generic, ParamSpec, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, ParamSpec, TypeVar
 
 from pydantic import BeforeValidator, Field, SerializeAsAny
 
@@ -47,10 +47,22 @@ _GAMES = ("bandit", "frozen_lake", "sokoban")
 class EnvironmentRecipe(BaseConfig):
     """Keys that every environment has; an environment's own `Recipe` class adds to them."""
 
+    scoring: ClassVar[frozenset[str]] = frozenset(
+        {"reward", "judge", "verifier", "penalty", "format.penalty", "success_reward", "success_return"}
+    )
+    """The keys and sections that change how answers are scored, and not the tasks: an audit may differ in them."""
+
     type: Executes
     """A built-in name, `module:Class`, or `path/to/file.py` (with `:Class` if the file defines several)."""
     max_turns: int = Field(1, ge=1)
     """Maximum number of turns of an episode."""
+
+    def other_tasks(self, other: "EnvironmentRecipe") -> str | None:
+        """The first key, not of `scoring`, in which `other` differs, so that a seed may be another task there; None if
+        there is none."""
+        one, two = (_leaves(each.model_dump(mode="json")) for each in (self, other))
+        changed = [key for key in {**one, **two} if one.get(key) != two.get(key)]
+        return next((key for key in changed if not any(f"{key}.".startswith(f"{own}.") for own in self.scoring)), None)
 
     @property
     def rows_key(self) -> str | None:
@@ -61,6 +73,14 @@ class EnvironmentRecipe(BaseConfig):
     def reward_name(self) -> str:
         """What gives the rewards, for tables; empty if only a reward model does."""
         return self.type
+
+
+def _leaves(values: dict[str, Any], inside: str = "") -> dict[str, Any]:
+    """The values of a recipe by their keys."""
+    leaves: dict[str, Any] = {}
+    for key, value in values.items():
+        leaves |= _leaves(value, f"{inside}{key}.") if isinstance(value, dict) and value else {f"{inside}{key}": value}
+    return leaves
 
 
 AnyEnvironment = Annotated[

@@ -192,6 +192,12 @@ def typed_recipe(given: Layer, stage: str) -> Recipe:
             # Leave out a faulty environment, so that its errors are reported once and errors of other sections are
             # found as well.
             sentences, rest = [*sentences, *errors], _without(rest, path)
+            if path[0] == "audit":
+                # With the environment that is played, the section has its scorer.
+                played = (rest.get("evaluation") or {}).get("environment") or rest.get("environment")
+                rest = (
+                    {**rest, "audit": {**rest["audit"], "environment": played}} if played else _without(rest, path[:1])
+                )
     try:
         recipe = checked(Layer(rest, given.origins), schema)
     except InputError as error:

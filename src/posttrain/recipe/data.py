@@ -1,9 +1,10 @@
 """The data of a stage: sources, column names, and what happens to rows that do not fit."""
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from posttrain.recipe.base import BaseConfig, Reads, Text, Writes
 from posttrain.recipe.metrics import PURPLE, Metric
@@ -54,7 +55,7 @@ class SourceRecipe(BaseConfig):
 
     path: Reads
     """A `.parquet`, `.jsonl`, `.json` or `.csv` file, a directory of those, or a hub id."""
-    split: Text = Field("train", pattern=r"^[^\[\]]+(\[(\d+%)?:(\d+%)?\])?$")
+    split: Text = Field("train", min_length=1)
     """Split of a hub data set, and the part of its rows or of those of a file, in percent: `train[:50%]` and `train[50%:]` are disjoint, for a second reward model that audits the first."""
     subset: Text | None = None
     """Configuration, for a hub data set."""
@@ -66,6 +67,17 @@ class SourceRecipe(BaseConfig):
     """Maximum ratio of the content of a `.jsonl.gz` file, or of the values of a `.parquet` file or row group, to its compressed size. What exceeds it and 64 MiB is not read further, and counted as a broken file."""
     max_depth: int = Field(32, ge=1, le=DEPTH)
     """Maximum nesting depth of lists and objects in a row. Deeper rows are skipped and counted."""
+
+    @field_validator("split")
+    @classmethod
+    def _whole_percents(cls, value: str) -> str:
+        match = re.fullmatch(r"[^\[\]]+(\[(\d+%)?:(\d+%)?\])?", value)
+        if match is None:
+            raise ValueError("a part of a split is in whole percents; write it as in `train[:33%]`")
+        first, last = int((match[2] or "0%")[:-1]), int((match[3] or "100%")[:-1])
+        if not first < last <= 100:
+            raise ValueError(f"the part from {first}% to {last}% has no rows; widen it, within 0% to 100%")
+        return value
 
     @property
     def folder(self) -> Path | None:

@@ -39,7 +39,6 @@ from posttrain.recipe.rollout import (
     SeedRange,
     evaluated_environment,
     refuse_overlap,
-    same_tasks,
 )
 
 
@@ -256,10 +255,13 @@ class TrainedRecipe(StageRecipe):
         played = evaluated_environment(self)
         if audit.environment is None or played is None:
             return
-        if getattr(self, "agent", None) or not same_tasks(played, audit.environment):
+        if getattr(self, "agent", None):
+            raise ValueError("`audit.environment` cannot play the agents' tasks again; set `audit.path` instead")
+        if (key := played.other_tasks(audit.environment)) is not None:
+            where = "environment" if getattr(self.evaluation, "environment", None) is None else "evaluation.environment"
             raise ValueError(
-                f"`audit.environment` scores the answers to the tasks of `environment.type: {played.type}` again; give it the "
-                "same type and rows, and no `agent`, or set `audit.path`"
+                f"`audit.environment.{key}` differs from `{where}.{key}`, so the audit could score other tasks; remove it, or "
+                "add the key to `scoring` of the environment's recipe class if it only changes scores"
             )
 
     def _check(self) -> None:

@@ -80,6 +80,10 @@ def _sentence(
         path = (*path, str(next(iter(inside))))
     place, dotted, value = given.origin(path), ".".join(path), _value(given.values, path)
     start = f"{place}: " if place else ""
+    if problem["loc"][-1:] == ("[key]",):  # of a section whose keys are given, such as thresholds
+        choices = re.findall("'([^']*)'", problem["ctx"]["expected"])
+        section = ".".join(path[:-1])
+        return f"{start}there is no key {dotted}{nearest_type(path[-1], choices)}; the keys of {section} are {either(choices)}"
     if problem["type"] == "extra_forbidden":
         return f"{start}there is no key {dotted}; {_remedy(path, part, given, stage, prefix)}"
     if problem["type"] in ("value_error", "assertion_error"):
@@ -228,7 +232,9 @@ def _key_path(problem: ErrorDetails, values: Any) -> KeyPath:
     """pydantic's location without the tags of unions and without list indices."""
     path: list[str] = []
     for at, step in enumerate(problem["loc"]):
-        if isinstance(values, dict) and step in values:
+        if isinstance(values, list) and isinstance(step, int) and step < len(values):
+            values = values[step]
+        elif isinstance(values, dict) and step in values:
             path.append(str(step))
             values = values[step]
         elif problem["type"] == "missing" and isinstance(values, dict) and at == len(problem["loc"]) - 1:
@@ -240,6 +246,8 @@ def _key_path(problem: ErrorDetails, values: Any) -> KeyPath:
 
 def _value(values: Any, path: KeyPath) -> Any:
     for key in path:
+        if isinstance(values, list):  # several sections: the first with the key
+            values = next((one for one in values if isinstance(one, dict) and key in one), None)
         values = values.get(key) if isinstance(values, dict) else None
     return values
 

@@ -103,7 +103,7 @@ class _Checks:
         if self.is_later(path):
             return False
         there = self.run(lambda: on_disk(path, key))
-        if there and key == "reward.path":
+        if there and key in ("reward.path", "audit.path"):
             self.run(lambda: require_reward_model(path, key))
         if there is False:
             self.lines.append(f"not checked: the tokenizer of {path}, which is not on this machine yet")
@@ -155,7 +155,8 @@ class _Checks:
         if tasks is None:
             return
         self.lines.append(str(tasks))
-        checked = partial(check_tasks, environment, tasks, recipe.rollout, recipe.is_scored, evaluated)
+        audit = getattr(recipe, "audit", None)
+        checked = partial(check_tasks, environment, tasks, recipe.rollout, recipe.is_scored, evaluated, None, audit)
         self.lines += self.run(checked) or []
         if renderer is not None:
             for one, _, training, held_out in parts_of(environment, tasks, evaluated):

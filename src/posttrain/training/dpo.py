@@ -20,6 +20,7 @@ from posttrain.episode import Stream
 from posttrain.errors import RunError
 from posttrain.losses.preference import RewardShift, kto_kl
 from posttrain.models.forward import TokenScores, transformer
+from posttrain.models.load import require_reward_model
 from posttrain.models.policy import Policy
 from posttrain.recipe.loss import BcoLoss, KtoLoss
 from posttrain.recipe.stages import DpoRecipe
@@ -160,6 +161,7 @@ def train(
     if recipe.audit is not None and recipe.audit.path is not None:
         looks, rows, longest = math.ceil(total / recipe.evaluation.every), data.validation, recipe.data.max_tokens
         path, action = recipe.audit.path, recipe.guards.action
+        require_reward_model(path, "audit.path")
         auditor = AnswerAuditor(path, policy, run, looks, rows, lambda: evaluator.margins, longest, action)
     trainer = Trainer(
         LoopSettings.of(recipe, total),

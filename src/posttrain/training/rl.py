@@ -22,6 +22,7 @@ from posttrain.environments.protocol import task_split
 from posttrain.episode import Advantages, Episode, RewardStreams
 from posttrain.errors import InputError
 from posttrain.models.forward import TokenScores
+from posttrain.models.load import require_reward_model
 from posttrain.models.policy import Policy
 from posttrain.recipe.credit import CreditRecipe
 from posttrain.recipe.data import FixedRowsRecipe
@@ -343,9 +344,12 @@ def rollouts_may_differ(recipe: RlRecipe, policy: Policy) -> bool:
 
 def make_tasks(recipe: SampledRecipe) -> tuple[TaskSplit, list[str]]:
     """The tasks of the run, and all warnings about the recipe. InputError for tasks that cannot be played."""
+    models = recipe.models()
+    for key in models.keys() & {"reward", "audit"}:
+        require_reward_model(models[key].path, f"{key}.path")
     tasks = task_split(recipe.environment, recipe.evaluation, recipe.seeds)
     evaluated, agent = recipe.evaluation.environment, getattr(recipe, "agent", None)
-    checked = check_tasks(recipe.environment, tasks, recipe.rollout, recipe.is_scored, evaluated, agent)
+    checked = check_tasks(recipe.environment, tasks, recipe.rollout, recipe.is_scored, evaluated, agent, recipe.audit)  # type: ignore[attr-defined]
     return tasks, [*recipe_warnings(recipe), *checked]
 
 

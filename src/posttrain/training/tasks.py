@@ -1,5 +1,6 @@
 """Checks of a run's tasks before it starts. Importing this module does not import torch."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ from posttrain.environments.protocol import CallTimeout, completed, return_range
 from posttrain.environments.rewards import load_reward
 from posttrain.errors import InputError
 from posttrain.recipe.agent import AgentRecipe
+from posttrain.recipe.audit import AuditRecipe
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.guards import SOLVED
 from posttrain.recipe.rollout import RolloutRecipe
@@ -23,10 +25,13 @@ def check_tasks(
     reward_model: bool,
     evaluated: EnvironmentRecipe | None = None,
     agent: AgentRecipe | None = None,
+    audit: AuditRecipe | None = None,
 ) -> list[str]:
     """Check the tasks of a run before a model is loaded. Returns the warnings of the environments.
 
     `evaluated`: the environment of the held-out tasks, if it differs. `agent`: the agent that plays the tasks, if any.
+    `audit`: the second scorer of the learning curve, if any. Environments name their keys `environment...`; messages name
+    those of the recipe.
 
     Raises:
         InputError: a task cannot be played, or nothing rewards the answers.
@@ -35,23 +40,52 @@ def check_tasks(
     if agent is not None and agent.function is not None:
         load_reward(agent.function, "agent.reward")
     scored = reward_model or (agent is not None and agent.reward != "environment")
-    for one, key, training, held_out in parts_of(environment, tasks, evaluated):
-        kind = environment_class(one.type)
-        if not scored and not kind.has_reward(one):
-            raise InputError(
-                f"nothing scores the answers; name a function in {key}.reward, a judge in {key}.judge, or a reward model in "
-                "reward.path"
-            )
-        return_range(one)  # before the run, not at its first evaluation
-        warnings += kind.check_tasks(one, training, held_out)
-        if seeds := next((seeds for seeds in (training, *held_out) if len(seeds)), ()):
-            place = f"{key}.type: the constructor of {one.type}"
-            try:
-                game = completed(partial(kind, one), place, rollout.environment_timeout)
-                place = f"{key}: scoring an answer to {kind.task_name(one, seeds[0])}"
-                warnings += completed(partial(game.try_reward, seeds[0]), place, rollout.environment_timeout)
-            except CallTimeout as error:
-                warnings.append(f"{place} {error}; an episode for which it does fails")
+    parts = parts_of(environment, tasks, evaluated)
+    if audit is not None and audit.environment is not None:
+        parts.append((audit.environment, "audit.environment", (), [tasks.validation]))
+    for one, key, training, held_out in parts:
+        try:
+            found = _check_part(one, key, training, held_out, rollout.environment_timeout, scored)
+        except InputError as error:
+            raise InputError(_named(str(error), key)) from error
+        warnings += [_named(text, key) for text in found if text not in warnings]
+    return warnings
+
+
+def _named(message: str, key: str) -> str:
+    """`message` with `key` in place of `environment`, where that begins a recipe key."""
+    return re.sub(r"(?<![\w.])environment(?=\.[a-z])", key, message)
+
+
+def _check_part(
+    one: EnvironmentRecipe,
+    key: str,
+    training: Sequence[int],
+    held_out: Sequence[Sequence[int]],
+    timeout: float | None,
+    scored: bool,
+) -> list[str]:
+    """`check_tasks` of the environment with the recipe key `key`. `scored`: whether another part scores the answers."""
+    kind, audits = environment_class(one.type), key.startswith("audit")
+    if (audits or not scored) and not kind.has_reward(one):
+        raise InputError(
+            f"nothing scores the answers; name a function in {key}.reward, a judge in {key}.judge, or a reward model in "
+            f"{'audit' if audits else 'reward'}.path"
+        )
+    return_range(one)  # before the run, not at its first evaluation
+    warnings = [*kind.check_tasks(one, training, held_out)]
+    if seeds := next((seeds for seeds in (training, *held_out) if len(seeds)), ()):
+        place = f"{key}.type: the constructor of {one.type}"
+        try:
+            game = completed(partial(kind, one), place, timeout)
+            if audits and completed(partial(game.reset, seeds[0]), f"`reset` of {one.type}", timeout).tools:
+                raise InputError(
+                    f"{key} has tools, and an audit replays texts; audit with a reward model in audit.path"
+                )
+            place = f"{key}: scoring an answer to {kind.task_name(one, seeds[0])}"
+            warnings += completed(partial(game.try_reward, seeds[0]), place, timeout)
+        except CallTimeout as error:
+            warnings.append(f"{place} {error}; an episode for which it does fails")
     return warnings
 
 

@@ -177,6 +177,8 @@ tasks.
 class JsonAnswerRecipe(EnvironmentRecipe):
     """Keys of `json_answer`."""
 
+    scoring = EnvironmentRecipe.scoring | {"facts_weight"}
+
     type: Literal["json_answer"] = "json_answer"
     """Answers in JSON with given keys and types."""
     max_turns: Literal[1] = 1

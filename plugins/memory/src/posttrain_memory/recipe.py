@@ -43,6 +43,8 @@ class AgentRecipe(BaseConfig):
 class MemoryRecipe(AgentRecipe, EnvironmentRecipe):
     """Recipe keys of the environment `memory`."""
 
+    scoring = EnvironmentRecipe.scoring | {"weights", "judge_decides", "rejected", "workers"}
+
     type: Literal["memory"] = "memory"
     """A vault of Markdown notes that the policy reads and changes by writing Python."""
     worlds: WorldRecipe = WorldRecipe()
