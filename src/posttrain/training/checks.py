@@ -157,7 +157,9 @@ class _Checks:
         self.lines.append(str(tasks))
         audit = getattr(recipe, "audit", None)
         checked = partial(check_tasks, environment, tasks, recipe.rollout, recipe.is_scored, evaluated, None, audit)
-        self.lines += self.run(checked) or []
+        if (found := self.run(checked)) is None:
+            return  # as in the run; below, environments that cannot be created would say the same
+        self.lines += found
         if renderer is not None:
             for one, _, training, held_out in parts_of(environment, tasks, evaluated):
                 first = next(seed for seeds in (training, *held_out) for seed in seeds)
