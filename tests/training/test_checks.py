@@ -71,7 +71,10 @@ def test_a_dry_run_fails_with_the_same_sentence_as_the_run(tiny_model, tmp_path,
         ],
         f"audit.path: {tiny_model} is not a reward model": [exact, f"audit.path={tiny_model}"],
         "audit.environment.reward: ": [exact, f"audit.environment.reward={tmp_path}/own.py:missing"],
-        f"audit.environment.reward: {tmp_path}/own.py:nothing returned": [exact, f"audit.environment.reward={tmp_path}/own.py:nothing"],
+        f"audit.environment.reward: {tmp_path}/own.py:nothing returned": [
+            exact,
+            f"audit.environment.reward={tmp_path}/own.py:nothing",
+        ],
         "audit.environment.judge.url: no server": [
             exact,
             *(word.replace("environment.judge", "audit.environment.judge") for word in judge),
