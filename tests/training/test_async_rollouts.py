@@ -119,7 +119,7 @@ def test_exceptions_of_the_environment_are_raised_unchanged(tiny_model, tmp_path
 
 
 def test_a_guard_stops_both_sides(tiny_model, tmp_path):
-    guards = {"action": "stop", "patience": 2, "thresholds": {"min_entropy": 50.0}}
+    guards = {"action": "stop", "patience": 2, "thresholds": {"max_ratio_kl": 0.0}}
     run = async_runs.train(async_runs.values(tiny_model, tmp_path, "guarded", {"async_rollouts": 2}, guards=guards))
     assert [line["step"] for line in train_lines(run)] == [1, 2]
     assert (run.path / "model" / "model.safetensors").is_file()

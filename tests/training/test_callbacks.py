@@ -31,7 +31,7 @@ def recipe(kind, tiny, teacher, runs):
     rollout = {} if kind in ("rl", "rl_guarded") else {"async_rollouts": 2}
     values = async_runs.values(tiny, runs, "small", rollout) | common | {"steps": 3}
     if kind == "rl_guarded":
-        values["guards"] = {"action": "stop", "patience": 2, "thresholds": {"min_entropy": 50.0}}
+        values["guards"] = {"action": "stop", "patience": 2, "thresholds": {"max_ratio_kl": 0.0}}
     return values
 
 

@@ -208,7 +208,7 @@ def test_failed_episodes_can_be_scored(tiny_model, tmp_path, monkeypatch, module
 
 
 def test_a_guard_stops_the_run_and_keeps_the_best_checkpoint(tiny_model, tmp_path):
-    run, _ = train(tiny_model, tmp_path, guards={"action": "stop", "patience": 2, "thresholds": {"min_entropy": 50.0}})
+    run, _ = train(tiny_model, tmp_path, guards={"action": "stop", "patience": 2, "thresholds": {"max_ratio_kl": 0.0}})
     assert [line["step"] for line in lines(run, "train")] == [1, 2]
     assert any("stopped by a guard" in line["message"] for line in lines(run, "warning"))
     assert (run.path / "model" / "model.safetensors").is_file()
