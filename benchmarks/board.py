@@ -329,7 +329,7 @@ def spreads(lines: Sequence[Line]) -> list[Spread]:
                     environment=keys_of_environment(load_pipeline(recipe_of(name), []).stages[-1].recipe),
                     kind="mean" if ENTRIES[name].score else "rate",
                     minutes=float(np.median([line["wall_minutes"] for line in runs])),
-                    minutes_per_episode=0.0,
+                    minutes_per_episode=None,  # the minutes are those of whole runs
                     machine=", ".join(sorted({line["processor"] for line in runs})),
                 )
             )

@@ -30,6 +30,7 @@ from posttrain.runs.directory import write_atomically
 from posttrain.runs.evaluated import evaluated_checkpoints, evaluated_run
 from posttrain.runs.reader import is_file, read_json
 from posttrain.runs.report import Report
+from posttrain.runs.storage import STARTED
 from posttrain.runs.tables import (
     IMPROVED,
     START,
@@ -43,6 +44,7 @@ from posttrain.runs.tables import (
 )
 from posttrain.stages import run_stage
 from posttrain.terminal import new_console
+from posttrain.training.checks import require_verdict
 
 Lineage = dict[str, Any]
 """`{"recipe": digest, "inputs": {name: digest}, "outputs": {file: [bytes, digest]}}`; `outputs` once finished."""
@@ -67,7 +69,8 @@ def run_pipeline(
             the current recipe would produce a different model.
         start_from: like `only`, for this stage and those after it.
         overwrite: run the selected stages even if nothing has changed.
-        check_trained: called with the run of each selected stage that trains a model, when it has finished.
+        check_trained: called with the run of each selected stage that trains a model, when it has finished. Their recipes
+            are checked first: a stage that cannot show that it learned anything is an InputError.
 
     Raises:
         InputError: an unknown stage, or a stage whose upstream stage has not finished. Also raises the errors of
@@ -77,6 +80,9 @@ def run_pipeline(
     selected = chosen_stages(pipeline, only, start_from)
     for line in out_of_date(pipeline, selected):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+    strict = [stage for stage in selected if check_trained is not None and isinstance(stage.recipe, TrainedRecipe)]
+    for stage in strict:
+        _require_verdict(stage)
     for stage in selected:
         if missing := unfinished_upstream(pipeline, stage):
             raise InputError(
@@ -84,12 +90,14 @@ def run_pipeline(
                 f"run `posttrain pipeline` without --only or --from, or with `--from {missing}`"
             )
         lineage = lineage_of(pipeline, stage)
-        directory, started = pipeline.directory / stage.name, pipeline.directory / "started.json"
+        directory, started = pipeline.directory / stage.name, pipeline.directory / STARTED
         reason, resume = ("--overwrite", False) if overwrite else reason_to_run(pipeline, stage, lineage)
         if reason is None:
             console.print(f"stage {stage.name}: finished, nothing has changed", highlight=False)
             _conclude(stage, directory, check_trained, console)
             continue
+        if stage in strict:  # an earlier stage may have written its rows since
+            _require_verdict(stage)
         console.print(f"stage {stage.name}: {'resumes' if resume else 'runs'} ({reason})", highlight=False)
         pipeline.directory.mkdir(parents=True, exist_ok=True)
         write_atomically(started, json.dumps(_read(started) | {stage.name: lineage}, indent=2) + "\n")
@@ -102,6 +110,13 @@ def run_pipeline(
         _conclude(stage, directory, check_trained, console)
     report_pipeline(pipeline, console)
     return [pipeline.directory / stage.name for stage in selected if not stage.files]
+
+
+def _require_verdict(stage: PipelineStage) -> None:
+    try:
+        require_verdict(stage.recipe)  # type: ignore[arg-type]
+    except InputError as error:
+        raise InputError(f"stage {stage.name}: {error}") from error
 
 
 def _conclude(
@@ -263,7 +278,7 @@ def reason_to_run(pipeline: PipelineRecipe, stage: PipelineStage, lineage: Linea
         return "not run yet", False
     finished = _read(directory / "lineage.json")
     if not finished:
-        started = _read(pipeline.directory / "started.json").get(stage.name, {})
+        started = _read(pipeline.directory / STARTED).get(stage.name, {})
         change = _change(started, lineage) if started else "it was not started by this pipeline"
         return (f"{change} after it was interrupted", False) if change else ("it was interrupted", not stage.files)
     if change := _change(finished, lineage):

@@ -43,8 +43,8 @@ class Result:
     best_step: int | None
     """The step whose weights were exported; None if no checkpoint was chosen."""
     verdict: Verdict | None
-    """Whether training changed the held-out measure beyond chance: its `outcome` is `improved`, `nothing was learned` or
-    `got worse`. None if the model was not measured before training, or is not trained."""
+    """Whether training changed the held-out measure beyond chance: its `outcome` is `improved`, `nothing was learned`,
+    `got worse`, or `not shown` on too few tasks. None if the model was not measured before training, or is not trained."""
     warnings: list[str]
     """The warnings of the run."""
 

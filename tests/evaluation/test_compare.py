@@ -307,10 +307,22 @@ def test_items_that_one_side_alone_has_right_are_listed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("seeds", "paired"),
-    [(((0, 1, 2), (2, 0, 1)), True), (((0, 1, 2), (3, 4, 5)), False), (((0, 0, 1), (0, 0, 1)), False)],
+    ("seeds", "tested", "paired", "told"),
+    [
+        (((0, 1, 2), (2, 0, 1)), (3, 3), True, ""),
+        (((0, 1, 2), (3, 4, 5)), (3, 3), False, ""),
+        (((0, 0, 1), (0, 0, 1)), (3, 3), False, "not paired by training seed, although both sides have 0, 1: "),
+        (
+            ((0, 1, 2, 3), (1, 2, 3, 4)),
+            (3, 3),
+            True,
+            "seeds of both sides, 1, 2, 3; left out of the difference: a-0, b-4",
+        ),
+        (((0, 1, 2), (1, 2, 3)), (3, 3), False, "although both sides have 1, 2: pairs need 3 seeds"),
+        (((0, 1, 2, 3), (0,)), (4, 1), False, ""),
+    ],
 )
-def test_seeds_that_both_sides_have_are_paired(seeds, paired):
+def test_seeds_that_both_sides_have_are_paired(seeds, tested, paired, told):
     """Training seeds differ by much more than the recipes do, and each seed is better with the second one."""
 
     def side(name, numbers, gain):
@@ -325,5 +337,18 @@ def test_seeds_that_both_sides_have_are_paired(seeds, paired):
     found = compare([side("a", seeds[0], 0.0), side("b", seeds[1], 0.05)])
     [(_, test)] = found.tests
     assert ("paired by training seed" in test.test) == paired
+    assert test.runs == tested
     assert (test.better_side == "B") == paired
+    assert test.difference.value == pytest.approx(0.05) or not paired
     assert ("only differences of" in found.sentence()) != paired
+    about = [line for line in found.warnings if "training seed" in line and "score" in line]
+    assert [told in line for line in about] == [True] * bool(told)
+
+
+def test_equal_runs_differ_by_a_number():
+    values = [(str(item), (item % 2 / 2, 1.0)) for item in range(40)]  # two episodes of each task
+    metrics = {"success": MetricResult("success", item_sums("rate", values))}
+    sides = [Side(name, [Run(name, metrics, seed=0)]) for name in "ab"]
+    sentence = compare(sides).sentence()
+    assert "(+0.0 pp on each of 40 items)" in sentence
+    assert "–" not in sentence

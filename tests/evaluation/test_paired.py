@@ -220,12 +220,38 @@ def test_what_could_have_been_seen_is_seen_in_four_of_five_comparisons():
     draws, sizes, seen = np.random.default_rng(4), [], []
     for _ in range(200):
         noise = draws.normal(0, 1, 60)
-        size = paired_test("s", "higher", [scores([0.0] * 60)], [scores(noise)], names(60), draws=60).visible
-        sizes.append(size)
+        test = paired_test("s", "higher", [scores([0.0] * 60)], [scores(noise)], names(60), draws=60)
+        sizes.append(test.visible())
         planted = scores(draws.normal(np.mean(sizes), 1, 60))
         seen.append(paired_test("s", "higher", [scores([0.0] * 60)], [planted], names(60), draws=60).p < 0.05)
+        assert test.visible(0.01) > test.visible()
     assert np.mean(sizes) == pytest.approx(2.8016 / 60**0.5, rel=0.06)
     assert 0.7 < np.mean(seen) < 0.9
+
+
+@pytest.mark.parametrize("differing", [0, 10, 30])
+def test_what_mcnemars_test_could_have_seen_is_seen_in_four_of_five_comparisons(differing):
+    """Half of the `differing` of 60 items were lost and half gained. With as many that differ, or more where the gain is larger,
+    the gain is found."""
+    before = answers((15, differing // 2, differing // 2, 45 - differing))
+    test = paired_test("success", "higher", *([scores(side, "rate")] for side in before), names(60))
+    gain, draws = test.visible(), np.random.default_rng(differing)
+    assert 0 < gain < 1
+    share = max(differing / 60, gain)
+    drawn = draws.multinomial(60, [(share - gain) / 2, (share + gain) / 2, 1 - share], 3000)
+    found = np.mean([mcnemar(lost, gained) < 0.05 and gained > lost for lost, gained, _ in drawn])
+    assert found == pytest.approx(0.8, abs=0.03)
+
+
+def test_a_comparison_that_can_show_nothing_says_so():
+    """Two runs against one leave one degree of freedom, and five items no test at 5%."""
+    one, two, three = (scores([float(n % 10 < hits) for n in range(40)], "rate") for hits in (3, 5, 8))
+    assert paired_test("s", "higher", [one], [two, three], names(40), draws=200).visible() == math.inf
+    few = [scores([float(n < hits) for n in range(5)], "rate") for hits in (1, 4)]
+    assert paired_test("s", "higher", few[:1], few[1:], names(5)).visible() == math.inf
+    six = scores([0.0] * 6, "rate")
+    same = paired_test("s", "higher", [six], [six], names(6)).visible()
+    assert same**6 == pytest.approx(0.8, abs=1e-3)  # all six have to change
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])

@@ -1,17 +1,24 @@
 """Plans of tasks and training seeds: their power by simulation and on the board's runs, pilot runs, and the command."""
 
 import json
+import math
+import shutil
 from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from posttrain.cli.main import main
+from posttrain.errors import InputError
 from posttrain.evaluation.paired import paired_test
-from posttrain.evaluation.power import FEWEST_TASKS, FILE, POWER, Spread
+from posttrain.evaluation.power import FEWEST_TASKS, FILE, Spread, _differing, pilot_spread
 from posttrain.evaluation.statistics import item_means
+from posttrain.recipe.compose import load_recipe
+from posttrain.recipe.detectable import FEWEST, POWER
 from posttrain.rollout.store import episodes_file, read_episodes, write_episodes
+from posttrain.runs.directory import RunDirectory
 
 BOARD = Path(__file__).parents[2] / "docs" / "results" / "board.jsonl"
 
@@ -21,7 +28,7 @@ def spread_of(results, kind="rate"):
         "source": "runs",
         "environment": {},
         "minutes": 1.0,
-        "minutes_per_episode": 0.0,
+        "minutes_per_episode": None,
         "machine": "",
         "kind": kind,
     }
@@ -107,6 +114,10 @@ def test_the_command_plans_from_stored_and_from_pilot_runs(tiny_model, tmp_path,
     printed = capsys.readouterr().out
     assert "5 runs of board/firm_lake" in printed
     assert "difference of 5.0 points is shown in 80%" in printed
+    # Nobody timed an episode of the board, and its runs were made elsewhere.
+    assert "the time of an episode was not measured" in printed
+    assert " minutes\n" not in printed
+    assert ", not on this machine" in printed
     keys = [f"model.path={tiny_model}", "model.threads=1", f"runs={tmp_path}", "environment.type=word_sort", "steps=1"]
     keys += [
         "rollout.groups_per_step=2",
@@ -136,7 +147,23 @@ def test_the_command_plans_from_stored_and_from_pilot_runs(tiny_model, tmp_path,
     assert main(["plan", *keys, "--pilots", pilots]) == 0
     printed = capsys.readouterr().out
     assert "2 pilot runs on 30 shared tasks" in printed
-    assert "on this machine" in printed
+    assert "as measured on this machine" in printed
+    spread = pilot_spread([Path(pilot) for pilot in pilots.split(",")])
+    hours = [spread.hours(2, tasks, 1) for tasks in (0, 100, 200)]
+    assert hours[2] - hours[1] == pytest.approx(hours[1] - hours[0])
+    assert hours[2] > hours[1] > hours[0] > 0
+    file = tmp_path / "pilot-0" / "environment.json"
+    about = json.loads(file.read_text())
+    file.write_text(json.dumps(about | {"cpus_allowed": about["cpus_allowed"] + 1}))
+    assert main(["plan", *keys, "--pilots", pilots]) == 0
+    assert ", not on this machine" in capsys.readouterr().out
+    # The same recipe with another rate is another recipe.
+    shutil.copytree(tmp_path / "pilot-1", tmp_path / "pilot-2")
+    file = tmp_path / "pilot-2" / "recipe.yaml"
+    values = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump(values | {"seed": 2, "optimizer": {"learning_rate": 1e-3}}))
+    assert main(["plan", *keys, "--pilots", f"{pilots},{tmp_path}/pilot-2"]) == 2
+    assert "differ in optimizer.learning_rate;" in capsys.readouterr().err
     assert main(["plan", *keys, "--pilots", f"{tmp_path}/pilot-0,{tmp_path}/pilot-0"]) == 2
     assert "each with another seed" in capsys.readouterr().err
 
@@ -146,6 +173,7 @@ def test_the_command_plans_from_stored_and_from_pilot_runs(tiny_model, tmp_path,
     [
         (["board/firm_lake", "--detect", "0"], "--detect"),
         (["board/firm_lake", "--detect", "nan"], "--detect"),
+        (["board/firm_lake", "--detect", "500"], "at most 100, points of a share"),
         (["board/firm_lake", "--pilots", "runs/none"], "two or more runs"),
         (["environment.type=text_task", "environment.prompts=none.jsonl"], "--pilots"),
         (["environment.type=bandit", "--detekt=5"], "--detect"),
@@ -161,3 +189,34 @@ def test_a_tiny_gain_needs_more_than_there_are():
     spread = spread_of([run[:, None] for run in np.random.default_rng(0).binomial(1, 0.5, (5, 100)).astype(float)])
     assert spread.tasks_for(1e-4, 2) is None
     assert spread.tasks_for(0.5, 10) == FEWEST_TASKS
+
+
+def test_a_gain_is_in_the_unit_of_the_measure():
+    results = [run[:, None] for run in np.random.default_rng(0).normal(0.5, 0.2, (5, 400))]
+    returns, recipe = spread_of(results, "mean"), load_recipe([], ["environment.type=word_sort"], "rl")
+    assert returns.gain_of(None, recipe) == pytest.approx(0.02, rel=0.1)
+    assert returns.gain_of(0.3, recipe) == 0.3
+    with pytest.raises(InputError, match=r"at most 1\.1, the range of the returns"):
+        returns.gain_of(5.0, recipe)
+    assert returns.gain_of(5.0, load_recipe([], ["environment.type=bandit"], "rl")) == 5.0  # whose range is unknown
+    rates = spread_of([run[:, None] for run in np.random.default_rng(0).binomial(1, 0.5, (5, 100)).astype(float)])
+    assert (rates.gain_of(None, recipe), rates.gain_of(3.0, recipe)) == (0.05, 0.03)
+
+
+def test_too_few_tasks_show_no_gain():
+    rates = spread_of([run[:, None] for run in np.random.default_rng(0).binomial(1, 0.5, (5, 100)).astype(float)])
+    assert rates.power(1.0, 1, FEWEST - 1) == 0
+    assert rates.gain_seen(1, FEWEST - 1) == rates.gain_seen(5, FEWEST - 1) == math.inf
+    assert 0 < rates.gain_seen(5, 40) < rates.gain_seen(1, 40) < 1
+
+
+def test_pilots_may_start_from_runs_that_differ_in_seed_and_name(tmp_path):
+    def trained(name, *keys):
+        recipe = load_recipe([], [f"runs={tmp_path}", f"name={name}", "environment.type=bandit", *keys], "sft")
+        return f"{RunDirectory.create(recipe).path}/model"
+
+    starts = trained("a", "seed=1"), trained("b", "seed=2"), trained("c", "seed=3", "epochs=7")
+    one, two, other = ({"model": {"path": path}, "seed": number} for number, path in enumerate(starts))
+    assert _differing(one, two) == []
+    assert _differing(one, other) == ["model.path"]
+    assert _differing(one, {"model": {"path": "elsewhere"}, "steps": 3}) == ["model.path", "steps"]

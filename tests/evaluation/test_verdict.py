@@ -1,19 +1,23 @@
 """Verdicts: a run that learns, one that does not, and what sees them."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 import posttrain
 from posttrain.cli.main import main
+from posttrain.errors import NothingLearned
 from posttrain.evaluation import verdict
+from posttrain.evaluation.paired import paired_test
 from posttrain.evaluation.results import MetricResult
 from posttrain.evaluation.statistics import item_means
-from posttrain.evaluation.verdict import run_verdict
+from posttrain.evaluation.verdict import _of_run, run_verdict
 from posttrain.recipe.compose import load_recipe
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.tables import IMPROVED, NOTHING, read_verdict
+from posttrain.runs.log import read_log
+from posttrain.runs.tables import IMPROVED, NOTHING, UNSHOWN, read_verdict
 
 LETTERS = Path(__file__).parents[1] / "training" / "letters.py"
 
@@ -29,16 +33,16 @@ def rows(tmp_path):
     return file
 
 
-def words(stage, tiny_model, tmp_path, *more):
-    common = [f"model.path={tiny_model}", "model.threads=1", f"runs={tmp_path}", "plots=false", "--strict"]
+def words(stage, tiny_model, tmp_path, *more, strict=True):
+    common = [f"model.path={tiny_model}", "model.threads=1", f"runs={tmp_path}", "plots=false", *["--strict"] * strict]
     return [stage, *common, *more]
 
 
-def rl(tiny_model, tmp_path, rate, *more):
+def rl(tiny_model, tmp_path, rate, *more, strict=True):
     keys = [f"environment.type={LETTERS}", "environment.max_turns=1", "name=still", "steps=2", "evaluation.every=1"]
     keys += ["rollout.groups_per_step=2", "rollout.episodes_per_group=2", "rollout.tokens_per_turn=6"]
     keys += ["evaluation.seeds.count=2", "evaluation.final_seeds.count=6", "export=last"]
-    return words("rl", tiny_model, tmp_path, *keys, f"optimizer.learning_rate={rate}", *more)
+    return words("rl", tiny_model, tmp_path, *keys, f"optimizer.learning_rate={rate}", *more, strict=strict)
 
 
 def test_a_run_that_does_not_move_ends_with_code_4_and_reasons(tiny_model, tmp_path, capsys):
@@ -56,10 +60,51 @@ def test_a_run_that_does_not_move_ends_with_code_4_and_reasons(tiny_model, tmp_p
     assert main(["rl", "--resume", str(run), "--strict"]) == 4
 
 
-def test_without_a_start_there_is_no_verdict_and_strict_is_refused(tiny_model, tmp_path, capsys):
-    assert main(rl(tiny_model, tmp_path, 1e-3, "evaluation.start=false")) == 2
-    assert "evaluation.start" in capsys.readouterr().err
-    assert read_verdict(tmp_path / "still") is None
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ("evaluation.start=false", "evaluation.start"),
+        ("evaluation.every=0", "evaluation.every"),
+        ("evaluation.final_seeds.count=5", "evaluation.final_seeds.count"),
+    ],
+)
+def test_a_recipe_without_a_verdict_is_refused_before_training(change, key, more, tiny_model, tmp_path, capsys):
+    assert main(rl(tiny_model, tmp_path, 1e-3, change, *more)) == 2
+    assert key in capsys.readouterr().err
+    assert not (tmp_path / "still").exists()
+
+
+def test_five_tasks_show_nothing_and_the_run_says_so_before_and_after(tiny_model, tmp_path, capsys):
+    few = rl(tiny_model, tmp_path, 1e-12, "evaluation.final_seeds.count=5", strict=False)
+    assert main([*few, "--dry-run"]) == 0
+    planned = " ".join(capsys.readouterr().out.split())
+    assert "5 tasks cannot show any change; 6 or more can" in planned
+    assert main(few) == 0
+    result = posttrain.Result.open(tmp_path / "still")
+    [warning] = [line for line in result.warnings if "evaluation.final_seeds.count" in line]
+    assert f"warning: {warning}" in planned
+    assert (result.verdict.outcome, result.verdict.reasons) == (UNSHOWN, [])
+    assert "5 held-out tasks" in result.verdict.sentence
+    with pytest.raises(NothingLearned):
+        result.require_learning()
+
+
+def test_the_plan_and_the_verdict_say_the_same_of_what_can_be_shown(tiny_model, tmp_path, capsys):
+    """Also with several episodes of a task."""
+    for more in ([], ["evaluation.episodes_per_seed=3", "evaluation.sampling.temperature=1"]):
+        assert main([*rl(tiny_model, tmp_path, 1e-12, *more, strict=False), "--dry-run"]) == 0
+        planned = set(re.findall(r"[0-9.]+ (?:points|standard)", " ".join(capsys.readouterr().out.split())))
+        recipe = load_recipe([], rl(tiny_model, tmp_path, 1e-12, *more, strict=False)[1:], "rl")
+        run = RunDirectory.create(recipe.model_copy(update={"name": f"run-{len(more)}"}))
+        run.metrics.write_text(json.dumps({"step": 2, "kind": "train", "time/run": 1.0}))
+        for kind in ("rate", "mean"):
+            scores = [item_means(kind, ((str(item), item % 2) for item in range(6)))] * 2
+            test = paired_test("success", "higher", scores[:1], scores[1:], [str(item) for item in range(6)])
+            reasons = [text for _, text in _of_run(read_log(run.metrics), recipe, test)]
+            said = {number for text in reasons for number in re.findall(r"[0-9.]+ (?:points|standard)", text)}
+            assert len(said) == 1
+            assert said < planned
 
 
 def test_a_run_that_learns_its_rows_has_improved(tiny_model, tmp_path, rows):
@@ -83,6 +128,24 @@ def test_a_strict_pipeline_stops_at_the_stage_that_learned_nothing(tiny_model, t
     assert main(["pipeline", str(file), "--strict"]) == 4
     assert not (tmp_path / "chain" / "after").exists()
     assert "stage still: Nothing was learned" in " ".join(capsys.readouterr().out.split())
+
+
+def test_rows_and_stages_that_cannot_show_anything_are_refused(tiny_model, tmp_path, rows, capsys):
+    """Half of four held-out rows are for the final table. No stage of the pipeline begins."""
+    section = {"stage": "sft", "data": {"train": str(rows), "held_out": 30}, "epochs": 1, "rows_per_update": 30}
+    few = {**section, "data": {"train": str(rows), "held_out": 4}}
+    assert main(words("sft", tiny_model, tmp_path, f"data.train={rows}", "data.held_out=4", "name=few")) == 2
+    assert "data.held_out leaves 2 held-out rows" in capsys.readouterr().err
+    file = tmp_path / "pipeline.yaml"
+    common = {"model": {"path": str(tiny_model), "threads": 1}, "plots": False}
+    stages = [{"name": "first", **section}, {"name": "few", **few}]
+    file.write_text(json.dumps({"name": "chain", "runs": str(tmp_path), "common": common, "stages": stages}))
+    for more in ([], ["--dry-run"]):
+        assert main(["pipeline", str(file), "--strict", *more]) == 2
+        assert "stage few: --strict needs a verdict: data.held_out" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "chain").exists()
+    assert main(["pipeline", str(file), "--dry-run"]) == 0
+    assert "warning: data.held_out leaves 2 held-out rows" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(("alarm", "outcome"), [(None, IMPROVED), (1, IMPROVED), (2, NOTHING)])

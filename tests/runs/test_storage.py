@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from pydantic import TypeAdapter
@@ -14,11 +15,14 @@ from posttrain.cli.main import main
 from posttrain.distributed.tensors import read_all
 from posttrain.errors import InputError
 from posttrain.models.policy import Policy
+from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.run import CheckpointRecipe
 from posttrain.recipe.stages import Recipe
 from posttrain.runs import storage
+from posttrain.runs.directory import RunDirectory
 from posttrain.runs.storage import has_state, share_equal_files, size_text, usage_of
+from posttrain.runs.tables import IMPROVED, NOTHING, UNSHOWN, WORSE
 from posttrain.stages import run_stage
 from posttrain.training.checkpoint import Checkpoints
 from tests.training import small
@@ -174,6 +178,33 @@ def test_a_folder_of_the_user_is_not_linked_to(tiny_model, tmp_path):
     run = finished(tmp_path / "own", tmp_path, optimizer={"learning_rate": 1e-30})
     share_equal_files(run, tmp_path / "own")
     assert (tmp_path / "own" / "model.safetensors").stat().st_nlink == 1
+
+
+def test_only_runs_that_nothing_needs_are_offered_for_deletion(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(tmp_path)
+
+    def ended(name, outcome, *keys, runs="runs"):
+        run = RunDirectory.create(
+            load_recipe([], [f"name={name}", f"runs={runs}", "environment.type=bandit", *keys], "rl")
+        )
+        run.metrics.write_text(json.dumps({"step": 1, "kind": "final", "policy": "trained"}) + "\n")
+        run.report.write_text("")
+        (run.path / "results.json").write_text(json.dumps({"verdict": {"outcome": outcome, "sentence": "."}}))
+        return run.path
+
+    gone = [ended("still", NOTHING), ended("worse", WORSE)]
+    ended("improved", IMPROVED)
+    ended("few", UNSHOWN)
+    for name, key in (("policy", "model.path"), ("scorer", "reward.path")):
+        start = ended(name, NOTHING)
+        ended(f"after-{name}", IMPROVED, f"{key}={start}/model")
+    ended("rm", NOTHING, runs="runs/chain")  # whose next stage has no run yet
+    Path("runs/chain/started.json").write_text("{}")
+    for folders in ([], ["runs"], [str(tmp_path / "runs")], ["runs/still", "runs/worse", "runs/policy", "runs/chain"]):
+        assert main(["runs", "list", *folders]) == 0
+        [command] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rm ")]
+        assert {Path(path).name for path in command.split()[2:]} == {path.name for path in gone}
 
 
 def test_runs_are_listed_and_cleaned_after_a_question(tiny_model, tmp_path, capsys, monkeypatch):

@@ -70,6 +70,7 @@ def run(
 ) -> None:
     """Run one stage of the recipe in `words`, show its plan, or continue the run `resume`."""
     from posttrain.recipe.sources import read_overrides
+    from posttrain.training.checks import require_verdict
     from posttrain.verbs import read_recipe
     from posttrain.verbs import run as run_stage
 
@@ -96,8 +97,12 @@ def run(
         show_checks(recipe, console)
         if not full:
             console.print("\nadd --full for the whole recipe and the parts of the estimate", highlight=False)
+        if strict:
+            require_verdict(recipe)
         check_machine(recipe, sizes, device)
         return
+    if strict:
+        require_verdict(read_recipe(stage, *sources, *read_overrides(overrides), resume=resume))
     result = run_stage(stage, *sources, *read_overrides(overrides), resume=resume, overwrite=overwrite, **more)
     if strict:
         result.require_learning()
@@ -382,7 +387,7 @@ def pipeline(
     if others:
         raise InputError(f"posttrain pipeline takes one file; remove {', '.join(others)}")
     if dry_run:
-        _plan_pipeline(load_pipeline(file, overrides), only, start_from, overwrite, device, full)
+        _plan_pipeline(load_pipeline(file, overrides), only, start_from, overwrite, device, full, strict)
         return
     from posttrain.recipe.sources import read_overrides
     from posttrain.verbs import pipeline as run_pipeline
@@ -409,6 +414,7 @@ def _plan_pipeline(
     overwrite: bool,
     device: "Device | None",
     full: bool,
+    strict: bool,
 ) -> None:
     """Show the stages that would run and their plans, and check what they would load.
 
@@ -422,8 +428,10 @@ def _plan_pipeline(
     from posttrain.planning.dry_run import show_plan
     from posttrain.planning.model_sizes import model_sizes
     from posttrain.recipe.pipeline import ConvertRecipe
+    from posttrain.recipe.run import TrainedRecipe
     from posttrain.recipe.stages import Recipe as AnyRecipe
     from posttrain.terminal import new_console
+    from posttrain.training.checks import require_verdict
 
     console, chosen = new_console(), chosen_stages(loaded, only, start_from)
     for line in planned(loaded, only, start_from, overwrite):
@@ -462,6 +470,8 @@ def _plan_pipeline(
                         text = text.replace(there, here)
                     checked = TypeAdapter(AnyRecipe).validate_json(text)
                 try:
+                    if strict and isinstance(checked, TrainedRecipe):
+                        require_verdict(checked)
                     show_checks(checked, console, made)
                     check_machine(planned_recipe, start[stage.name], device)
                 except InputError as error:
@@ -478,9 +488,13 @@ def _plan_pipeline(
 def plan(
     words: Words = None,
     detect: Annotated[
-        float,
-        typer.Option(metavar="POINTS", help="The gain to show: points of success, or a difference of the mean score."),
-    ] = 5.0,
+        float | None,
+        typer.Option(
+            metavar="GAIN",
+            help="The gain to show: points of success, or a difference of the mean return in its own unit. Default: 5 points, or a "
+            "tenth of the return's standard deviation.",
+        ),
+    ] = None,
     pilots: Annotated[
         str | None,
         typer.Option(metavar="RUNS", help="Finished runs of the recipe with different seeds, separated by commas."),
@@ -497,7 +511,6 @@ def plan(
 
     posttrain plan rl.yaml --detect 3 --pilots runs/a,runs/b --price 2.5
     """
-    from posttrain.errors import InputError
     from posttrain.evaluation.power import pilot_spread, plan_lines, stored_spread
     from posttrain.planning.dry_run import tasks_of
     from posttrain.recipe.pipeline import load_pipeline
@@ -513,10 +526,8 @@ def plan(
         recipe: Any = load_pipeline(sources[0], overrides).stages[-1].recipe
     else:
         recipe = read_recipe(stage, *sources, *read_overrides(overrides))
-    if not 0 < detect < float("inf"):
-        raise InputError(f"--detect {detect:g} is not a difference; give points above 0, such as 5")
     spread = stored_spread(recipe) if pilots is None else pilot_spread([Path(one) for one in pilots.split(",") if one])
-    gain = detect / 100 if spread.kind == "rate" else detect
+    gain = spread.gain_of(detect, recipe)
     tasks = None if evaluated_environment(recipe) is None else tasks_of(recipe)
     lines, table = plan_lines(recipe, spread, gain, tasks, price)
     console = new_console(highlight=False)

@@ -30,7 +30,7 @@ def list_runs(folders: _Runs = None) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from posttrain.runs.storage import size_text
+    from posttrain.runs.storage import needed_runs, size_text
     from posttrain.runs.tables import NOTHING, WORSE
     from posttrain.terminal import new_console
 
@@ -60,7 +60,9 @@ def list_runs(folders: _Runs = None) -> None:
         typer.echo(
             f"models up to {size_text(shared)} are shared with the run or cache that they come from, and not counted"
         )
-    if gone := [usage for usage in used if usage.ended and usage.verdict in (NOTHING, WORSE)]:
+    gone = [usage for usage in used if usage.ended and usage.verdict in (NOTHING, WORSE)]
+    needed = needed_runs([usage.run for usage in gone])
+    if gone := [usage for usage in gone if usage.run.path not in needed]:
         size = size_text(sum(usage.total - usage.shared for usage in gone))
         typer.echo(f"{_runs(len(gone))} of {size} did not improve; delete what you do not need:")
         typer.echo(f"rm -r {' '.join(shlex.quote(str(usage.run.path)) for usage in gone)}")

@@ -17,6 +17,7 @@ from posttrain.evaluation.paired import PairedTest, paired_test
 from posttrain.evaluation.results import Better, estimate_cells
 from posttrain.evaluation.sides import Run, Side
 from posttrain.evaluation.statistics import DRAWS, Kind, combine, estimate, holm
+from posttrain.recipe.detectable import LEVEL
 from posttrain.runs.directory import storage_errors, write_atomically
 from posttrain.runs.intervals import Estimate, seed_mean
 from posttrain.runs.tables import Table
@@ -26,6 +27,7 @@ FORMATS = (".json", ".md", ".csv")
 _ARROWS: dict[Better, str] = {"higher": " ↑", "lower": " ↓", "neither": ""}
 _FEW_ITEMS = 20
 _FEW_RUNS = 5
+_FEWEST_PAIRS = 3
 _LISTED = 8
 """Items of one side that are named."""
 _SETTINGS = (
@@ -141,7 +143,7 @@ class Comparison:
                 )
         others = {
             name: [
-                f"{test.metric} ({_interval(test)}{_visible(test)})"
+                f"{test.metric} ({_interval(test)}{_visible(test, LEVEL / len(self.tests))})"
                 for side, test in self.tests
                 if side == name and not test.better_side
             ]
@@ -272,9 +274,7 @@ def _test(
     metric: str, better: Better, base: Side, side: Side, warnings: list[str], seed: int, draws: int
 ) -> PairedTest | None:
     """The test of `side` against `base`; None if they share fewer than two items."""
-    sides = [sorted(part.having(metric), key=lambda run: -1 if run.seed is None else run.seed) for part in (base, side)]
-    seeds = [[run.seed for run in runs] for runs in sides]
-    paired = seeds[0] == seeds[1] and None not in seeds[0] and len(set(seeds[0])) == len(seeds[0]) > 1
+    sides, paired = _paired(metric, base, side, warnings)
     a, b = ([run.metrics[metric].scores for run in runs] for runs in sides)
     items = [frozenset(scores.items) for scores in (*a, *b)]
     shared = sorted(frozenset.intersection(*items))
@@ -292,6 +292,35 @@ def _test(
         rough = "" if test.test.startswith("McNemar") else ", and the interval is rough"
         warnings.append(f"{metric}: with only {len(shared)} items, only large differences are detectable{rough}")
     return test
+
+
+def _paired(metric: str, base: Side, side: Side, warnings: list[str]) -> tuple[list[list[Run]], bool]:
+    """The runs of both sides that are tested, and whether they are paired by training seed.
+
+    Seeds that only one side has are left out if at least three are shared, and half of those of either side. Fewer pairs would
+    leave so few degrees of freedom that all runs, unpaired, show more.
+    """
+    sides = [sorted(part.having(metric), key=lambda run: -1 if run.seed is None else run.seed) for part in (base, side)]
+    seeds = [[run.seed for run in runs] for runs in sides]
+    shared = set(seeds[0]) & set(seeds[1]) - {None}
+    most = max(map(len, sides))
+    if not shared or most == 1 or 1 in map(len, sides):
+        return sides, False
+    listed = ", ".join(map(str, sorted(one for one in shared if one is not None)))
+    if any(None in one or len(set(one)) < len(one) for one in seeds):
+        why = "a side has a seed twice, or a run without one"
+    elif seeds[0] == seeds[1]:
+        return sides, True
+    elif len(shared) >= _FEWEST_PAIRS and 2 * len(shared) >= most:
+        others = [run.path for runs in sides for run in runs if run.seed not in shared]
+        warnings.append(
+            f"{metric}: paired on the training seeds of both sides, {listed}; left out of the difference: {', '.join(others)}"
+        )
+        return [[run for run in runs if run.seed in shared] for runs in sides], True
+    else:
+        why = f"pairs need {_FEWEST_PAIRS} seeds that both sides have, and half of each side's"
+    warnings.append(f"{metric}: not paired by training seed, although both sides have {listed}: {why}")
+    return sides, False
 
 
 def _one_sided(metric: str, base: Side, side: Side) -> list[str]:
@@ -392,13 +421,20 @@ def _few_runs(sides: Sequence[Side]) -> list[str]:
 
 
 def _interval(test: PairedTest) -> str:
+    if math.isnan(test.difference.low):
+        return f"{test.text(test.difference.value, signed=True)} on each of {test.n} items"
     return f"95% interval of B - A: {test.limits}{' pp' if test.kind == 'rate' else ''}"
 
 
-def _visible(test: PairedTest) -> str:
-    """The difference that could have been seen, of a test without a significant one."""
-    size = "" if math.isnan(test.visible) else test.text(test.visible, signed=True).removeprefix("+")
-    return size and f"; only differences of {size} or more are shown by 80% of such comparisons"
+def _visible(test: PairedTest, level: float) -> str:
+    """The difference that could have been seen at the `level` of a test without a significant one."""
+    size = test.visible(level)
+    if math.isnan(size):
+        return ""
+    if size == math.inf:
+        return "; a comparison of so few runs or items cannot show any difference"
+    text = test.text(size, signed=True).removeprefix("+")
+    return f"; only differences of {text} or more are shown by 80% of such comparisons"
 
 
 def _listed(parts: Sequence[str]) -> str:

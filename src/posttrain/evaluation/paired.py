@@ -20,6 +20,7 @@ from posttrain.evaluation.statistics import (
     resampled_sums,
     standardized_difference,
 )
+from posttrain.recipe.detectable import LEVEL, mcnemar_power, smallest, t_shown
 from posttrain.runs.intervals import Estimate, t_limits
 
 _ROUNDING = 1e-12
@@ -73,11 +74,22 @@ class PairedTest:
         limits = (self.difference.low, self.difference.high)
         return f"[{', '.join(self.text(limit, True).removesuffix(' pp') for limit in limits)}]"
 
-    @property
-    def visible(self) -> float:
-        """The smallest difference that such a comparison shows in 80% of cases: (z_0.975 + z_0.8) standard errors; NaN if it
-        is unknown."""
-        return (self.difference.high - self.difference.low) / 2 * 2.8016 / 1.96
+    def visible(self, level: float = LEVEL) -> float:
+        """The smallest difference that a comparison like this one shows in 80% of cases: of McNemar's test, with the share of
+        items that differed here; of Student's, with its standard error. Infinite if there is none, NaN if it is unknown.
+        """
+        if 2.0 ** (1 - self.n) >= level:
+            return math.inf
+        if self.test.startswith("McNemar"):
+            differing = 0 if self.effect is None else self.effect.n
+
+            def power(difference: float) -> float:
+                share = max(differing / self.n, difference)
+                return mcnemar_power((share + difference) / 2, (share - difference) / 2, self.n, level)
+
+            return smallest(power, 1.0)
+        size = self.difference.error * t_shown(self.difference.freedom, level)
+        return math.inf if self.kind == "rate" and size > 1 else size
 
     @property
     def effect_text(self) -> str:
@@ -180,4 +192,4 @@ def t_test(
     freedom = min(freedom, most) if 1 in (len(a), len(b)) else freedom
     error = math.sqrt(variance)
     p = 1.0 if abs(value) <= _ROUNDING * scale else 2 * float(stdtr(freedom, -abs(value) / error))
-    return Difference(value, *t_limits(value, error, freedom)), min(1.0, max(p, 2.0 ** (1 - n)))
+    return Difference(value, *t_limits(value, error, freedom), error, freedom), min(1.0, max(p, 2.0 ** (1 - n)))

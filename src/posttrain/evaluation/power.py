@@ -19,12 +19,15 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.environments.protocol import return_range
 from posttrain.episode import reports_success
 from posttrain.errors import InputError
 from posttrain.evaluation.statistics import Kind
+from posttrain.recipe.detectable import FEWEST, POWER, smallest
 from posttrain.recipe.plan import TaskSplit, counted
 from posttrain.recipe.rollout import evaluated_environment
-from posttrain.recipe.run import StageRecipe
+from posttrain.recipe.run import LOGGED_IN, StageRecipe
+from posttrain.recipe.warnings import origin_of
 from posttrain.rollout.store import read_episodes, stored_steps
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.log import read_log
@@ -32,7 +35,6 @@ from posttrain.runs.machine import describe_machine
 from posttrain.runs.tables import Table
 from posttrain.seeds import random_stream
 
-POWER = 0.8
 SEEDS = (1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30)
 """Training seeds per recipe that are planned."""
 FEWEST_TASKS, MOST_TASKS = 20, 100_000
@@ -59,10 +61,13 @@ class Spread:
     """The part of `tasks` that is divided by the number of episodes per task; None if every task was played once."""
     runs: int
     minutes: float
-    """Wall minutes of a run without its final tasks, in the median."""
-    minutes_per_episode: float
-    """Wall minutes of a final episode; 0 if unknown, and then part of `minutes`."""
+    """Wall minutes of a run, in the median; without its final tasks if `minutes_per_episode` is known."""
+    minutes_per_episode: float | None
+    """Wall minutes of a final episode; None if it was not measured."""
     machine: str
+    """The processor."""
+    here: bool = False
+    """Whether this machine made the runs."""
 
     @classmethod
     def of(cls, results: Sequence[np.ndarray], **about: Any) -> "Spread":
@@ -88,6 +93,8 @@ class Spread:
         """
         from scipy.special import stdtr
 
+        if tasks < FEWEST:
+            return 0.0
         within = (self.tasks - (self.noise or 0.0) * (1 - 1 / episodes)) / tasks
         if self.kind == "rate" and 0 < self.mean < 1:
             # Of both recipes on average: the variance of a rate is largest at 1/2, and the other one may be on either side.
@@ -119,25 +126,46 @@ class Spread:
         return high
 
     def gain_seen(self, seeds: int, tasks: int, episodes: int = 1) -> float:
-        """The smallest gain that is shown with a power of `POWER`."""
-        low, high = 0.0, 1.0
-        while self.power(high, seeds, tasks, episodes) < POWER:
-            low, high = high, 2 * high
-        for _ in range(40):
-            middle = (low + high) / 2
-            low, high = (low, middle) if self.power(middle, seeds, tasks, episodes) >= POWER else (middle, high)
-        return high
+        """The smallest gain that is shown with a power of `POWER`; infinite if there is none, as of a rate above 1."""
+        most = 1.0
+        while self.kind != "rate" and tasks >= FEWEST and self.power(most, seeds, tasks, episodes) < POWER:
+            most *= 2
+        return smallest(lambda gain: self.power(gain, seeds, tasks, episodes), most)
 
-    def hours(self, seeds: int, tasks: int, episodes: int) -> float:
-        """Wall hours of both recipes; the model before training plays the tasks as well."""
+    def hours(self, seeds: int, tasks: int, episodes: int) -> float | None:
+        """Wall hours of both recipes; the model before training plays the tasks as well. None if an episode was not timed."""
+        if self.minutes_per_episode is None:
+            return None
         return 2 * seeds * (self.minutes + 2 * tasks * episodes * self.minutes_per_episode) / 60
+
+    def show(self, value: float) -> str:
+        """A difference in the unit of the measure, as text."""
+        return f"{100 * value:.1f} points" if self.kind == "rate" else f"{value:.3g}"
+
+    def gain_of(self, detect: float | None, recipe: StageRecipe) -> float:
+        """The gain to plan for: `detect` points of a rate, or a difference of another measure in its own unit. By default a
+        tenth of the standard deviation of a task in a run, which is 5 points for a rate of 50%. InputError for more than there
+        can be.
+        """
+        if detect is None:
+            return 0.05 if self.kind == "rate" else 0.1 * math.sqrt(self.seeds + self.tasks)
+        environment = evaluated_environment(recipe)
+        most, what = 100.0, "points of a share"
+        if self.kind != "rate":
+            added = getattr(recipe, "reward", None) is not None or environment is None
+            bounds = None if added or environment is None else return_range(environment)
+            most, what = math.inf if bounds is None else bounds[1] - bounds[0], "the range of the returns"
+        if not 0 < detect < math.inf or detect > most:
+            limit = "" if most == math.inf else f" and at most {most:g}, {what}"
+            raise InputError(f"--detect {detect:g} is not a difference; give a number above 0{limit}")
+        return detect / 100 if self.kind == "rate" else detect
 
 
 def pilot_spread(runs: Sequence[Path]) -> Spread:
     """The spread of finished runs of one recipe with different seeds. InputError for runs that do not have one."""
     if len(runs) < 2:
         raise InputError("--pilots needs two or more runs, separated by commas, such as runs/a,runs/b")
-    results, minutes, per_episode, machines = [], [], [], set()
+    results, minutes, per_episode, machines = [], [], [], []
     recipes: list[Any] = []
     for path in runs:
         run = RunDirectory.open(path)
@@ -147,7 +175,7 @@ def pilot_spread(runs: Sequence[Path]) -> Spread:
         if not finals or not ends:
             raise InputError(f"{path} has no final episodes; give finished runs of an environment")
         recipes.append(run.load_recipe())
-        machines.add(str(run.load_environment().get("processor")))
+        machines.append(run.load_environment())
         episodes = read_episodes(max(finals, key=lambda one: one.step).path).episodes
         rate = reports_success(episodes) and getattr(recipes[-1].evaluation, "metric", None) != "return"
         by_task: dict[int, list[float]] = {}
@@ -158,9 +186,13 @@ def pilot_spread(runs: Sequence[Path]) -> Spread:
         trained = float(np.nanmax(log.columns.get("time/run", np.zeros(1)), initial=0.0))
         per_episode.append((ends[-1] - trained) / 60 / len(episodes))
         minutes.append(ends[-1] / 60 - per_episode[-1] * len(episodes))
-    environments = [evaluated_environment(recipe) for recipe in recipes]
-    if any(one != environments[0] for one in environments) or len({recipe.seed for recipe in recipes}) < len(runs):
-        raise InputError("--pilots: give runs of one recipe, in one environment, each with another seed")
+    for path, recipe in zip(runs[1:], recipes[1:], strict=True):
+        if differing := _differing(recipes[0].model_dump(mode="json"), recipe.model_dump(mode="json")):
+            raise InputError(
+                f"--pilots: {runs[0]} and {path} differ in {', '.join(differing)}; give runs of one recipe, each with another seed"
+            )
+    if len({recipe.seed for recipe in recipes}) < len(runs):
+        raise InputError("--pilots: runs have the same seed; give runs of one recipe, each with another seed")
     shared = sorted(set.intersection(*(set(one) for one in results)))
     least = min((len(one[task]) for one in results for task in shared), default=0)
     if len(shared) < 2:
@@ -176,9 +208,36 @@ def pilot_spread(runs: Sequence[Path]) -> Spread:
         environment=keys_of_environment(recipes[0]),
         kind="rate" if rate else "mean",
         minutes=float(np.median(minutes)),
-        minutes_per_episode=max(0.0, float(np.median(per_episode))),
-        machine=" and ".join(sorted(machines)),
+        minutes_per_episode=measured if (measured := float(np.median(per_episode))) > 0 else None,
+        machine=" and ".join(sorted({str(one.get("processor")) for one in machines})),
+        here=all(
+            one.get(key) == value for one in machines for key, value in describe_machine().items() if key in _HARDWARE
+        ),
     )
+
+
+_HARDWARE = ("platform", "processor", "cpu_count", "cpus_allowed")
+"""Parts of `describe_machine` that the time of a run depends on."""
+
+
+def _differing(one: Any, other: Any, key: str = "") -> list[str]:
+    """The keys in which two recipes differ, except for the seed and what controls only the storage. Models that runs have
+    exported are equal if the recipes of these runs are."""
+    if one == other:
+        return []
+    if isinstance(one, dict) and isinstance(other, dict):
+        left_out = () if key else ("seed", "name", *LOGGED_IN)
+        return [
+            found
+            for name in dict.fromkeys([*one, *other])
+            if name not in left_out
+            for found in _differing(one.get(name), other.get(name), f"{key}.{name}".lstrip("."))
+        ]
+    if key.endswith("path") and all(isinstance(text, str) for text in (one, other)):
+        origins = [origin_of(text)[0] for text in (one, other)]
+        if all(origins) and Path(one).name == Path(other).name and not _differing(origins[0], origins[1]):
+            return []
+    return [key]
 
 
 def keys_of_environment(recipe: StageRecipe) -> dict[str, Any]:
@@ -214,10 +273,7 @@ def plan_lines(
         tasks: the tasks of the recipe; None if they are unknown.
         price: of an hour of a machine that makes one run at a time.
     """
-
-    def show(value: float) -> str:
-        return f"{100 * value:.1f} points" if spread.kind == "rate" else f"{value:.3g}"
-
+    show = spread.show
     source = None if tasks is None else tasks.held_out_source
     held = 0 if tasks is None else len(tasks.test)
     most = held if source is not None else MOST_TASKS
@@ -230,9 +286,12 @@ def plan_lines(
         if needed is None or needed > most:
             continue
         hours = spread.hours(seeds, needed, episodes)
-        money = "–" if price is None else f"{price * hours:,.2f}"
-        rows.append((f"{seeds}{' *' if seeds == 1 else ''}", f"{needed:,}", str(episodes), f"{60 * hours:,.0f}", money))
-        plans += [(hours, seeds, needed, episodes)] if seeds > 1 else []
+        money = "–" if price is None or hours is None else f"{price * hours:,.2f}"
+        took = "–" if hours is None else f"{60 * hours:,.0f}"
+        rows.append((f"{seeds}{' *' if seeds == 1 else ''}", f"{needed:,}", str(episodes), took, money))
+        # Without times, the fewest final episodes.
+        cost = 2 * seeds * needed * episodes if hours is None else hours
+        plans += [(cost, seeds, needed, episodes)] if seeds > 1 else []
         if needed == FEWEST_TASKS and seeds > 1:
             break
     mean = f"{100 * spread.mean:.1f}%" if spread.kind == "rate" else f"{spread.mean:.3g}"
@@ -246,26 +305,28 @@ def plan_lines(
             f"these runs have another environment.{', environment.'.join(differing)}; --pilots takes other runs"
         )
     if plans:
-        hours, seeds, needed, episodes = min(plans)
+        _, seeds, needed, episodes = min(plans)
+        hours = spread.hours(seeds, needed, episodes)
         each = f", {episodes} episodes each" if episodes > 1 else ""
         lines.append(
             f"a difference of {show(gain)} is shown in 80% of comparisons by {seeds} training seeds of each recipe and {needed:,} final "
-            f"tasks{each}: {60 * hours:,.0f} minutes"
+            f"tasks{each}" + ("" if hours is None else f": {60 * hours:,.0f} minutes")
         )
     else:
         where = "" if source is None else f" on the {held:,} final tasks of {source}"
         lines.append(f"no number of training seeds up to {SEEDS[-1]} shows a difference of {show(gain)}{where}")
-    if held > 1:
-        lines.append(
-            f"the recipe's {counted(held, 'final task')} show differences from {show(spread.gain_seen(1, held))} between two models, and "
-            f"from {show(spread.gain_seen(5, held))} between two recipes with 5 training seeds each"
+    for seeds, between in ((1, "models"), (5, "recipes with 5 training seeds each")) if held else ():
+        seen = spread.gain_seen(seeds, held)
+        can = "cannot show a difference" if seen == math.inf else f"show differences from {show(seen)}"
+        lines.append(f"the recipe's {counted(held, 'final task')} {can} between two {between}")
+    where = "on this machine" if spread.here else f"on {spread.machine}, not on this machine"
+    took = f"Minutes of all runs, one after the other, as measured {where}."
+    if spread.minutes_per_episode is None:
+        took = (
+            f"A stored run took {spread.minutes:.0f} minutes with its own final tasks, {where}; minutes and money of this plan are "
+            "unknown, because the time of an episode was not measured. --pilots measures it."
         )
-    here = describe_machine()["processor"]
-    where = "on this machine" if spread.machine == here else f"on {spread.machine}, and this machine has {here}"
-    note = (
-        f"Both recipes share training seeds and tasks. Minutes of all runs, one after the other, as measured {where}. * one run "
-        "each compares two models, not their recipes."
-    )
+    note = f"Both recipes share training seeds and tasks. {took} * one run each compares two models, not their recipes."
     return lines, Table("", ("seeds per recipe", "final tasks", "episodes each", "minutes", "money"), rows, note)
 
 

@@ -24,6 +24,10 @@ class Difference:
     value: float
     low: float
     high: float
+    error: float = math.nan
+    """The standard error; NaN if the limits do not come from one."""
+    freedom: float = math.nan
+    """Its degrees of freedom."""
 
 
 def ratio(sums: Sequence[float], counts: Sequence[float]) -> Estimate:

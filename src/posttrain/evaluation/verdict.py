@@ -13,12 +13,13 @@ import numpy as np
 from posttrain.evaluation.paired import PairedTest, paired_test
 from posttrain.evaluation.results import MetricResult, read_results
 from posttrain.evaluation.sides import episode_metrics
+from posttrain.recipe.detectable import FEWEST, shown
 from posttrain.recipe.guards import GUARDS, GuardRecipe
-from posttrain.recipe.plan import counted, detectable
+from posttrain.recipe.plan import counted
 from posttrain.rollout.store import read_episodes, stored_steps
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.log import Log, read_log
-from posttrain.runs.tables import IMPROVED, NOTHING, START, TRAINED, UNIMPROVED, WORSE, Verdict
+from posttrain.runs.tables import IMPROVED, NOTHING, START, TRAINED, UNIMPROVED, UNSHOWN, WORSE, Verdict
 
 REASONS = 3
 """Number of probable reasons."""
@@ -38,21 +39,23 @@ def run_verdict(run: RunDirectory) -> Verdict | None:
 
     The final data is tested at 5%, two-sided; no checkpoint was selected on it. A run whose best checkpoint is the starting
     model has learned nothing, whatever the test, and so has one of which only the reward rose, by the audit of the
-    exported checkpoint.
+    exported checkpoint. Of others, tests of fewer than `FEWEST` items show nothing.
     """
     log = read_log(run.metrics)
     recipe: Any = run.load_recipe(to_run=True)
-    test, text = None, ""
+    test, text, count = None, "", FEWEST
     if (pair := _measured(run, getattr(recipe.evaluation, "metric", None))) is not None:
         before, after = pair
         items = sorted(before.scores.items.keys() & after.scores.items.keys())
-        if len(items) > 1:
+        if (count := len(items)) > 1:
             test = paired_test(before.name, before.better, [before.scores], [after.scores], items)
             test = test.with_correction(test.p)
             text = f"{_change(test)} on {counted(test.n, 'held-out task')}{_lost(log, test)}"
     if any(line.get("chosen") == UNIMPROVED for line in log):
         by = " by the audit" if getattr(recipe, "export", None) == BY_AUDIT else ""
         return Verdict(NOTHING, f"Nothing was learned{by}: {UNIMPROVED}.", _reasons(log, recipe, test))
+    if count < FEWEST:
+        return Verdict(UNSHOWN, f"Not shown: {'; '.join([*filter(None, [text]), *recipe.too_few(count)])}.")
     if test is None:
         return None
     exported = next((line.get("best_step") for line in log if line["kind"] == "final"), None)
@@ -180,12 +183,8 @@ def _of_run(log: Log, recipe: Any, test: PairedTest | None) -> Iterator[tuple[fl
     if updates < 50 and not broken:
         yield 0.6, f"the model made only {counted(updates, 'update')}; raise steps"
     if test is not None:
-        least = (
-            f"{100 * detectable(test.n):.0f} points"
-            if test.kind == "rate"
-            else f"{2.8 / math.sqrt(test.n):.2f} standard deviations"
-        )
-        yield 0.5, f"{counted(test.n, 'held-out task')} show changes of {least} or more; hold out more"
+        episodes = getattr(recipe.evaluation, "episodes_per_seed", 1)
+        yield 0.5, f"{shown(test.n, episodes, test.kind, 'held-out task')}; raise {recipe.tested_key}"
     if not broken:
         yield 0.1, f"{counted(log.last_step, 'step')} at optimizer.learning_rate {rate:g} may be too few; raise steps"
 

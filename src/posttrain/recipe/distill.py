@@ -99,6 +99,12 @@ class DistillRecipe(SampledRecipe):
         # A divergence over the vocabulary also keeps the log-probabilities, their exponentials and the gradients of both.
         return 24 if self.loss.type == "jsd" else 12
 
+    def untested(self) -> str | None:
+        played = evaluated_environment(self)
+        if played is not None and not environment_class(played.type).has_reward(played):
+            return "the environment gives no reward to measure; set environment.reward or environment.judge"
+        return super().untested()
+
     def models(self) -> dict[str, Any]:
         return super().models() | ({} if self.teacher.path is None else {"teacher": self.teacher})
 

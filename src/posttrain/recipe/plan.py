@@ -4,7 +4,6 @@ tasks of a run.
 `planning` creates a `Plan` and adds up what the sections of a recipe return for it.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -248,15 +247,6 @@ def named_tasks(tasks: TaskSplit | None, part: int) -> str:
     if source is None:
         return f"{'the ' * bool(kind)}{kind}seeds {shown_seeds(seeds)}"
     return f"{len(seeds):,} {kind}{plural('task', len(seeds))} of {source}"
-
-
-def detectable(tasks: int) -> float:
-    """The change of a success rate near 1/2 that a two-sided test at 5% on so many tasks finds in 80% of cases.
-
-    (z_0.975 + z_0.8) sqrt(1 / 4 n), for one model against a known rate. Two models on the same tasks need about as many if
-    half of the variance of a task is common to both; training seeds vary beside that.
-    """
-    return 2.8016 * 0.5 / math.sqrt(tasks)
 
 
 def shown_seeds(seeds: Sequence[int]) -> str:

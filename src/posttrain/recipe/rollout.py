@@ -8,9 +8,10 @@ from pydantic import AfterValidator, Field
 
 from posttrain.recipe.base import BaseConfig, Text
 from posttrain.recipe.components import AnyEnvironment, EnvironmentRecipe
+from posttrain.recipe.detectable import shown
 from posttrain.recipe.metrics import HELD_OUT, Metric, Panel
 from posttrain.recipe.needs import TRAINED, Needs, needs, unless
-from posttrain.recipe.plan import TaskSplit, counted, detectable, named_tasks, plural, shown_seeds
+from posttrain.recipe.plan import TaskSplit, counted, named_tasks, plural, shown_seeds
 
 SCORES = "score/"
 """Prefix of environment scores in the evaluation lines of the metrics log."""
@@ -283,7 +284,8 @@ class EvaluationRecipe(BaseConfig):
         """Episodes of the learning curve and of the final table in a run of `steps` steps."""
         final = f"final table, {self.played()}: {self.episodes(tasks, 2)}, "
         count = len(tasks.held_out[1]) if tasks is not None else 0
-        sees = f"; {count} tasks show a change of success of {100 * detectable(count):.0f} points" if count else ""
+        kind = {"success": "rate", "return": "mean"}.get(str(self.metric))
+        sees = f"; {shown(count, self.episodes_per_seed, kind)}" if count else ""
         if self.every == 0:
             return [f"{final}after training{sees}"]
         during = (steps - 1) // self.every

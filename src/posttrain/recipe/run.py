@@ -14,6 +14,7 @@ from pydantic import Field
 
 from posttrain.recipe.base import CONNECTS, BaseConfig, Connects, Text, Writes
 from posttrain.recipe.components import AnyEnvironment, environment_recipe
+from posttrain.recipe.detectable import FEWEST
 from posttrain.recipe.engines import LocalEngineRecipe, PolicyEngineRecipe
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.metrics import TRAINING, Metric, Panel
@@ -302,6 +303,37 @@ class TrainedRecipe(StageRecipe):
     def separable(self) -> list[str]:
         """The keys of `hardware.dedicated` for which the run has a model."""
         return []
+
+    @property
+    def tested_key(self) -> str:
+        """The key of the held-out tasks or rows on which the run's verdict is tested."""
+        played, data = evaluated_environment(self), getattr(self, "data", None)
+        if played is not None and self.evaluation.metric != "loss":
+            return "evaluation.held_out" if played.rows_key else "evaluation.final_seeds.count"
+        if data is None:
+            return "experts.held_out"
+        return next((f"data.{part}" for part in ("test", "validation") if getattr(data, part)), "data.held_out")
+
+    def untested(self) -> str | None:
+        """Why a run of this recipe has no verdict, by its keys, with the remedy; None if nothing is known against one."""
+        key, data = self.tested_key, getattr(self, "data", None)
+        if self.evaluation.every == 0:
+            return "evaluation.every is 0, so the model is not measured before training; set it above 0"
+        if not getattr(self.evaluation, "start", True):
+            return "evaluation.start is false, so the model is not measured before training; set it to true"
+        if key == "data.held_out" and data is not None and not data.held_out:
+            return "no rows are held out; set data.held_out"
+        return None
+
+    def too_few(self, count: int) -> list[str]:
+        """A sentence if the verdict is tested on so few held-out tasks or rows, `count`, that it cannot show any change."""
+        if count >= FEWEST or self.untested():
+            return []
+        what = "row" if self.tested_key.startswith("data.") else "task"
+        return [
+            f"{self.tested_key} leaves {counted(count, f'held-out {what}')} for the verdict, and fewer than {FEWEST} cannot show "
+            "that anything was learned; hold out more"
+        ]
 
     def process_lines(self) -> list[str]:
         """How several processes divide the work; empty for one process."""

@@ -26,9 +26,9 @@ def _thinking(recipe: StageRecipe) -> list[str]:
     if recipe.remote is not None:
         return []
     reward, environment = getattr(recipe, "reward", None), getattr(recipe, "environment", None)
-    warnings = thinking_differs(recipe, recipe.model.path, *_origin(recipe.model.path))
+    warnings = thinking_differs(recipe, recipe.model.path, *origin_of(recipe.model.path))
     if isinstance(reward, RewardSource):
-        warnings += thinking_differs(recipe, reward.path, *_origin(reward.path))
+        warnings += thinking_differs(recipe, reward.path, *origin_of(reward.path))
     used = stored_thinking(recipe.model.path) if recipe.model.thinking == "template" else recipe.model.thinking
     if environment is None or used is None or (key := _thinking_key(environment)) is None:
         return warnings
@@ -40,7 +40,7 @@ def _thinking(recipe: StageRecipe) -> list[str]:
     return warnings
 
 
-def _origin(path: str) -> tuple[Mapping[str, Any], str]:
+def origin_of(path: str) -> tuple[Mapping[str, Any], str]:
     """The recipe of the run that exported the model at `path` or saved it as a checkpoint, empty if unknown, and its name."""
     model = Path(path).expanduser()
     for run in [model.parent, *model.parents[2:3]]:

@@ -23,6 +23,8 @@ from posttrain.runs.tables import read_verdict
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
+STARTED = "started.json"
+"""The file in which a pipeline lists its stages in order."""
 _CHECKPOINT = re.compile(r"^step_(\d+)$")
 _SHARED_FROM = 1 << 20
 """Minimum size in bytes of a file to replace by a link."""
@@ -186,6 +188,28 @@ def runs_in(folder: Path) -> list[RunDirectory]:
     markers = sorted({marker for pattern in patterns for marker in folder.glob(pattern)})
     paths = [marker.parent for marker in markers if os.path.lexists(marker.parent / "recipe.yaml")]
     return [RunDirectory(path) for path in paths]
+
+
+def needed_runs(runs: Sequence[RunDirectory]) -> set[Path]:
+    """The paths of those `runs` that a recipe of another run names, here and in the folders beside them, or that are stages of
+    a pipeline, from which stages may start that have no run yet.
+    """
+    from posttrain.recipe.sources import texts
+
+    needed = {run.path for run in runs if is_file(run.path.parent / STARTED)}
+    folders = {Path("runs").resolve(), *(run.path.resolve().parent for run in runs)} if runs else set()
+    others = {one.path.resolve(): one for folder in folders for one in runs_in(folder)}
+    named: dict[Path, set[Path]] = {}
+    for path, other in others.items():
+        with suppress(PosttrainError):
+            began = Path(other.load_environment().get("folder") or ".")
+            values = {key: value for key, value in other.recipe_values().items() if key != "runs"}
+            named[path] = {(began / Path(text).expanduser()).resolve() for text in texts(values)}
+    for run in runs:
+        own = run.path.resolve()
+        if any(own in (text, *text.parents) for path, paths in named.items() if path != own for text in paths):
+            needed.add(run.path)
+    return needed
 
 
 def size_text(size: float) -> str:

@@ -358,7 +358,7 @@ def score_cell(interval: Interval | None, percent: bool = False) -> str:
     return f"{value:{form}}{unit}" + ("" if math.isnan(low) else f" [{low:{form}}, {high:{form}}]")
 
 
-IMPROVED, NOTHING, WORSE = "improved", "nothing was learned", "got worse"
+IMPROVED, NOTHING, WORSE, UNSHOWN = "improved", "nothing was learned", "got worse", "not shown"
 
 
 @dataclass(frozen=True)
@@ -366,10 +366,10 @@ class Verdict:
     """Whether a training run changed its held-out measure (`posttrain.evaluation.verdict`)."""
 
     outcome: str
-    """`IMPROVED`, `NOTHING` or `WORSE`."""
+    """`IMPROVED`, `NOTHING`, `WORSE`, or `UNSHOWN`: measured on too few tasks to show anything."""
     sentence: str
     reasons: Sequence[str] = ()
-    """The most likely reasons for the last two, by the metrics of the run."""
+    """The most likely reasons for `NOTHING` and `WORSE`, by the metrics of the run."""
 
     @property
     def lines(self) -> list[str]:

@@ -1,6 +1,7 @@
 """Checks of `--dry-run`: load everything that a run loads before its model (placement, rows, tasks, scorers)."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,10 +19,11 @@ from posttrain.planning.inputs import require_inputs
 from posttrain.planning.workers import placed_recipe, refuse_placement
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.data import FixedRowsRecipe
+from posttrain.recipe.detectable import FEWEST
 from posttrain.recipe.engines import OpenAIEngineRecipe
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import evaluated_environment
-from posttrain.recipe.run import StageRecipe
+from posttrain.recipe.run import StageRecipe, TrainedRecipe
 from posttrain.recipe.supervised import SupervisedRecipe
 from posttrain.training.rows import FixedRows, check_rows, load_data
 from posttrain.training.tasks import check_tasks, parts_of, too_long
@@ -58,6 +60,26 @@ def check_recipe(recipe: StageRecipe, made: Sequence[Path] = ()) -> list[str]:
     if checks.problems:
         raise InputError("\n".join(dict.fromkeys(checks.problems)))
     return checks.lines
+
+
+def require_verdict(recipe: StageRecipe) -> None:
+    """For `--strict`: InputError if a run of `recipe` cannot show that the model improved, as far as is known before it."""
+    if not isinstance(recipe, TrainedRecipe):
+        raise InputError(f"--strict judges training, and {recipe.stage} trains no model; remove --strict")
+    if (why := recipe.untested()) is not None:
+        raise InputError(f"--strict needs a verdict: {why}")
+    count, key = FEWEST, recipe.tested_key
+    with suppress(InputError):  # of files that an earlier stage has yet to write; the run reports others
+        if key.startswith("evaluation."):
+            count = len(tasks_of(recipe).test)
+        elif key == "experts.held_out":
+            count = recipe.experts.held_out  # type: ignore[attr-defined]
+        elif isinstance(recipe, SupervisedRecipe) and on_disk(recipe.model.path):
+            data, renderer = recipe.data, _renderer(recipe.model.model_dump_json())
+            rows = load_data(recipe.kind, data, renderer, recipe.row_loss, recipe.rows_per_update, recipe.seed)
+            count = len(rows.final)
+    if few := recipe.too_few(count):
+        raise InputError(f"--strict needs a verdict: {few[0]}")
 
 
 @lru_cache(maxsize=4)
@@ -143,7 +165,8 @@ class _Checks:
                 f"{len(rows.stored):,} rows to train on, {rows.updates_per_epoch:,} updates an epoch; {len(rows.validation):,} for "
                 f"validation, {len(rows.test):,} for the final table"
             )
-        self.lines += [*rows.problems.summary(), *check_rows(recipe, rows)]
+        few = recipe.too_few(len(rows.final)) if rows.final and recipe.tested_key.startswith("data.") else []
+        self.lines += [*rows.problems.summary(), *check_rows(recipe, rows), *(f"warning: {line}" for line in few)]
 
     def tasks(self, recipe: Any, environment: EnvironmentRecipe, renderer: Renderer | None) -> None:
         """Tasks, the functions and judges that score them, and how the chat template renders the first."""

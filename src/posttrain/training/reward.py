@@ -49,7 +49,7 @@ def train(
         learner,
         evaluators=[evaluator] if data.validation or data.test else [],
         best_by=choice_of(recipe.evaluation.metric) if data.validation else None,
-        warnings=[*warnings, *check_rows(recipe, data)],
+        warnings=[*warnings, *check_rows(recipe, data), *recipe.too_few(len(data.final))],
         callbacks=callbacks,
     )
     train_on(trainer, batches, lambda samples: objective, resume, console)

@@ -457,6 +457,7 @@ def make_trainer(
         raise InputError(
             "audit: nothing scores the answers, so there is no reward to compare with; set environment.reward"
         )
+    parts["warnings"] = [*parts["warnings"], *recipe.too_few(len(set(tasks.test) - left_out.held_out))]
     if audit is not None:
         looks, timeout = math.ceil(recipe.steps / recipe.evaluation.every), recipe.rollout.environment_timeout
         auditor = Auditor(audit, manager.policy, run, looks, timeout, recipe.guards.action)  # type: ignore[attr-defined]

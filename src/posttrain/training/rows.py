@@ -43,6 +43,11 @@ class DataSet:
     test: list[TokenRow]
     problems: Problems
 
+    @property
+    def final(self) -> list[TokenRow]:
+        """The rows of the final table."""
+        return self.test or self.validation
+
 
 def load_data(
     kind: Kind, recipe: DataRecipe, renderer: Renderer, loss_on: LossOn, rows_per_update: int, seed: int

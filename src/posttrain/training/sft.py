@@ -60,6 +60,10 @@ def train(
     best_by: Callable[[dict[str, Any]], float] | None = None
     if data is not None:
         warnings += [*data.problems.summary(), *renderer.warnings()]
+    if recipe.tested_key.startswith("evaluation."):
+        warnings += recipe.too_few(len(tasks.test))
+    elif validation or test:
+        warnings += recipe.too_few(len(test or validation))
     if validation or test:
         evaluators.append(LossEvaluator(learner, validation, test, recipe.name))
     if evaluated is not None and manager is not None:

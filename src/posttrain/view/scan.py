@@ -16,6 +16,7 @@ from posttrain.runs.log import kind_of
 from posttrain.runs.metrics import parse_line
 from posttrain.runs.reader import complete_lines, is_file, open_file, read_json
 from posttrain.runs.sources import PER_RUN_KEYS
+from posttrain.runs.storage import STARTED
 from posttrain.runs.tables import Interval
 from posttrain.terminal import printable
 
@@ -23,8 +24,6 @@ State = Literal["running", "finished", "failed", "stopped", "reading"]
 """`reading`: the files of the run have not been read yet."""
 _DEEPEST = 3
 """Depth of the search for runs below the given folder: pipelines and studies contain runs."""
-STARTED = "started.json"
-"""The file in which a pipeline lists its stages in order."""
 _MOST_POINTS = 40
 """Points of a sparkline."""
 
