@@ -190,7 +190,9 @@ def test_only_runs_that_nothing_needs_are_offered_for_deletion(tmp_path, capsys,
         )
         run.metrics.write_text(json.dumps({"step": 1, "kind": "final", "policy": "trained"}) + "\n")
         run.report.write_text("")
-        (run.path / "results.json").write_text(json.dumps({"verdict": {"outcome": outcome, "sentence": "."}}))
+        (run.path / "results.json").write_text(
+            json.dumps({"verdict": {"outcome": outcome, "sentence": ".", "reasons": []}})
+        )
         return run.path
 
     gone = [ended("still", NOTHING), ended("worse", WORSE)]
