@@ -44,7 +44,6 @@ from posttrain.runs.tables import (
 )
 from posttrain.stages import run_stage
 from posttrain.terminal import new_console
-from posttrain.training.checks import require_verdict
 
 Lineage = dict[str, Any]
 """`{"recipe": digest, "inputs": {name: digest}, "outputs": {file: [bytes, digest]}}`; `outputs` once finished."""
@@ -113,6 +112,8 @@ def run_pipeline(
 
 
 def _require_verdict(stage: PipelineStage) -> None:
+    from posttrain.training.checks import require_verdict  # imports torch
+
     try:
         require_verdict(stage.recipe)  # type: ignore[arg-type]
     except InputError as error:

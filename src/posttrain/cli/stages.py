@@ -70,7 +70,6 @@ def run(
 ) -> None:
     """Run one stage of the recipe in `words`, show its plan, or continue the run `resume`."""
     from posttrain.recipe.sources import read_overrides
-    from posttrain.training.checks import require_verdict
     from posttrain.verbs import read_recipe
     from posttrain.verbs import run as run_stage
 
@@ -98,10 +97,14 @@ def run(
         if not full:
             console.print("\nadd --full for the whole recipe and the parts of the estimate", highlight=False)
         if strict:
+            from posttrain.training.checks import require_verdict
+
             require_verdict(recipe)
         check_machine(recipe, sizes, device)
         return
     if strict:
+        from posttrain.training.checks import require_verdict
+
         require_verdict(read_recipe(stage, *sources, *read_overrides(overrides), resume=resume))
     result = run_stage(stage, *sources, *read_overrides(overrides), resume=resume, overwrite=overwrite, **more)
     if strict:
@@ -431,7 +434,6 @@ def _plan_pipeline(
     from posttrain.recipe.run import TrainedRecipe
     from posttrain.recipe.stages import Recipe as AnyRecipe
     from posttrain.terminal import new_console
-    from posttrain.training.checks import require_verdict
 
     console, chosen = new_console(), chosen_stages(loaded, only, start_from)
     for line in planned(loaded, only, start_from, overwrite):
@@ -471,6 +473,8 @@ def _plan_pipeline(
                     checked = TypeAdapter(AnyRecipe).validate_json(text)
                 try:
                     if strict and isinstance(checked, TrainedRecipe):
+                        from posttrain.training.checks import require_verdict
+
                         require_verdict(checked)
                     show_checks(checked, console, made)
                     check_machine(planned_recipe, start[stage.name], device)
