@@ -130,6 +130,26 @@ def test_a_strict_pipeline_stops_at_the_stage_that_learned_nothing(tiny_model, t
     assert "stage still: Nothing was learned" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize(
+    ("stage", "keys", "remedy"),
+    [
+        ("reward", ["data.train=pairs.jsonl"], "set data.held_out"),
+        ("dpo", ["data.train=pairs.jsonl", "data.held_out=20", "evaluation.every=0"], "set it above 0"),
+        ("dpo", ["data.train=pairs.jsonl", "data.held_out=20"], None),
+        (
+            "distill",
+            ["teacher.path=t", "environment.type=text_task", "environment.prompts=p.jsonl"],
+            "environment.reward",
+        ),
+        ("distill", ["teacher.path=t", "environment.type=bandit"], None),
+    ],
+)
+def test_the_keys_that_leave_a_run_without_a_verdict_are_named(stage, keys, remedy):
+    why = load_recipe([], keys, stage).untested()
+    assert (why is None) == (remedy is None)
+    assert remedy is None or remedy in why
+
+
 def test_rows_and_stages_that_cannot_show_anything_are_refused(tiny_model, tmp_path, rows, capsys):
     """Half of four held-out rows are for the final table. No stage of the pipeline begins."""
     section = {"stage": "sft", "data": {"train": str(rows), "held_out": 30}, "epochs": 1, "rows_per_update": 30}
