@@ -75,27 +75,28 @@ def test_more_of_anything_never_lowers_the_power():
     assert spread.power(spread.gain_seen(3, 60), 3, 60) == pytest.approx(POWER, abs=1e-3)
 
 
-def test_the_board_agrees_with_its_plan():
-    """Two seeds of an entry against two others, of which some successes are deleted at random: the loss that the plan sees in
-    80% of comparisons is found in about as many. Without a loss, at most the level is.
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_the_board_agrees_with_its_plan(seeds):
+    """Seeds of an entry against others, of which some successes are deleted at random: the loss that the plan sees in 80% of
+    comparisons is found in about as many. Without a loss, at most the level is.
     """
     lines = [json.loads(line) for line in BOARD.read_text().splitlines()]
     draws, planted, null = np.random.default_rng(0), [], []
     for entry in dict.fromkeys(line["entry"] for line in lines if "success" in line):
         runs = np.array([[int(one) for one in line["success"]] for line in lines if line["entry"] == entry], float)
         spread = spread_of([run[:, None] for run in runs])
-        loss = spread.gain_seen(2, 150)  # of two seeds on 150 tasks
+        loss = spread.gain_seen(seeds, 150)  # on 150 tasks
         if loss >= runs.mean():
             continue
-        for a in combinations(range(5), 2):
-            for b in combinations([seed for seed in range(5) if seed not in a], 2):
+        for a in combinations(range(5), seeds):
+            for b in combinations([seed for seed in range(5) if seed not in a], seeds):
                 tasks = draws.permutation(400)[:150]
                 one, other = runs[list(a)][:, tasks], runs[list(b)][:, tasks]
                 null.append(found(one, other))
                 planted.append(found(one, other * (draws.random(other.shape) >= loss / other.mean())))
-    assert len(planted) > 200
+    assert len(planted) > 150
     assert 0.7 < np.mean(planted) < 0.95, np.mean(planted)
-    assert np.mean(null) <= 0.06, np.mean(null)
+    assert np.mean(null) <= 0.06 * (3 - seeds), np.mean(null)  # single models of one recipe do differ
 
 
 def test_the_shipped_spreads_are_those_of_the_board():

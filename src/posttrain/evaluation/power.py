@@ -23,7 +23,7 @@ from posttrain.environments.protocol import return_range
 from posttrain.episode import reports_success
 from posttrain.errors import InputError
 from posttrain.evaluation.statistics import Kind
-from posttrain.recipe.detectable import FEWEST, POWER, smallest
+from posttrain.recipe.detectable import FEWEST, POWER, mcnemar_power, smallest
 from posttrain.recipe.plan import TaskSplit, counted
 from posttrain.recipe.rollout import evaluated_environment
 from posttrain.recipe.run import LOGGED_IN, StageRecipe
@@ -95,6 +95,11 @@ class Spread:
 
         if tasks < FEWEST:
             return 0.0
+        if seeds == episodes == 1 and self.kind == "rate":
+            # The largest share of tasks that differ: if a share of all successes is lost, or of all failures becomes success.
+            mean, varying = max(self.mean, 1 - self.mean), 2 * self.tasks
+            share = min(1.0, max(gain, varying + gain * max(0.0, 1 - varying / mean)))
+            return mcnemar_power((share + gain) / 2, (share - gain) / 2, tasks)
         within = (self.tasks - (self.noise or 0.0) * (1 - 1 / episodes)) / tasks
         if self.kind == "rate" and 0 < self.mean < 1:
             # Of both recipes on average: the variance of a rate is largest at 1/2, and the other one may be on either side.
