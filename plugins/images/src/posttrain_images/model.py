@@ -66,7 +66,8 @@ class _ReadsImages(torch.nn.Module):
             # Processes add up the gradients of the same weights, so each needs those of the encoder.
             ids = self._gate_image(*GATE_IMAGES[0])
             features, deep = self._features(ids[ids >= FIRST].tolist())
-            embeddings = embeddings + 0 * sum(part.sum() for part in [features, *deep]).to(embeddings.dtype)
+            for part in (features, *deep):
+                embeddings = embeddings + 0 * part.sum().to(embeddings.dtype)
         if self.family.grid:
             position_ids = self._grid_positions(input_ids[0], layout, position_ids)
         return getattr(base, self.family.decoder)(
