@@ -21,7 +21,7 @@ from posttrain.planning.dry_run import tasks_of
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.pipeline import STAGE, ConvertRecipe, PipelineRecipe, PipelineStage
 from posttrain.recipe.rollout import evaluated_environment
-from posttrain.recipe.run import LOGGED_IN, TrainedRecipe
+from posttrain.recipe.run import LOGGED_IN
 from posttrain.recipe.sources import texts
 from posttrain.recipe.stages import EvaluateRecipe
 from posttrain.recipe.warnings import thinking_differs
@@ -79,7 +79,7 @@ def run_pipeline(
     selected = chosen_stages(pipeline, only, start_from)
     for line in out_of_date(pipeline, selected):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    strict = [stage for stage in selected if check_trained is not None and isinstance(stage.recipe, TrainedRecipe)]
+    strict = [stage for stage in selected if check_trained is not None and stage.recipe.trains]
     for stage in strict:
         _require_verdict(stage)
     for stage in selected:
@@ -115,7 +115,7 @@ def _require_verdict(stage: PipelineStage) -> None:
     from posttrain.training.checks import require_verdict  # imports torch
 
     try:
-        require_verdict(stage.recipe)  # type: ignore[arg-type]
+        require_verdict(stage.recipe)
     except InputError as error:
         raise InputError(f"stage {stage.name}: {error}") from error
 
@@ -127,7 +127,7 @@ def _conclude(
     verdict = read_verdict(directory)
     if verdict is not None and verdict.outcome != IMPROVED:
         show_line(console, f"stage {stage.name}: {verdict.sentence}")
-    if check_trained is not None and isinstance(stage.recipe, TrainedRecipe):
+    if check_trained is not None and stage.recipe.trains:
         check_trained(directory)
 
 

@@ -431,7 +431,6 @@ def _plan_pipeline(
     from posttrain.planning.dry_run import show_plan
     from posttrain.planning.model_sizes import model_sizes
     from posttrain.recipe.pipeline import ConvertRecipe
-    from posttrain.recipe.run import TrainedRecipe
     from posttrain.recipe.stages import Recipe as AnyRecipe
     from posttrain.terminal import new_console
 
@@ -472,7 +471,7 @@ def _plan_pipeline(
                         text = text.replace(there, here)
                     checked = TypeAdapter(AnyRecipe).validate_json(text)
                 try:
-                    if strict and isinstance(checked, TrainedRecipe):
+                    if strict and checked.trains:
                         from posttrain.training.checks import require_verdict
 
                         require_verdict(checked)

@@ -72,7 +72,7 @@ def show_plan(
     if sizes is not None and (dedicated := dedicated_rows(counted, sizes, device)):
         roles = ", ".join(f"{role} {shown_bytes(count)}" for role, count in dedicated.items())
         show_line(console, f"on each GPU of the other workers: {roles}", 2)
-    few = recipe.too_few(len(tasks.test)) if isinstance(recipe, TrainedRecipe) and tasks is not None else []
+    few = [] if tasks is None else recipe.too_few(len(tasks.test))
     for warning in [*too_large(counted, sizes, device), *few, *recipe_warnings(recipe)]:
         show_line(console, f"warning: {warning}")
 

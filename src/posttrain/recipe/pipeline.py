@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -48,6 +48,7 @@ class ConvertRecipe(BaseConfig):
 
     stage: Literal["convert"] = "convert"
     """`convert`, in pipelines only."""
+    trains: ClassVar[bool] = False
     name: Text = Field(pattern=_NAME)
     """Name of the stage. Its files are in `<runs>/<name>`."""
     runs: Writes

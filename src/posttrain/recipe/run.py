@@ -126,6 +126,8 @@ class StageRecipe(BaseConfig):
         """Whether a training run draws its figures: `plots`, else the environment variable."""
         return os.environ.get("POSTTRAIN_PLOTS") != "0" if self.plots is None else self.plots
 
+    trains: ClassVar[bool] = False
+    """Whether the stage trains a model."""
     scores: ClassVar[bool] = False
     """Whether the trained model is a reward model."""
     on_policy: ClassVar[bool] = False
@@ -134,6 +136,10 @@ class StageRecipe(BaseConfig):
     """Whether the stage can run on a Ray cluster."""
     chooses_engine: ClassVar[bool] = False
     """Whether a recipe without `engine` gets the fastest engine of the machine."""
+
+    def too_few(self, count: int) -> list[str]:
+        """A sentence if the verdict is tested on so few held-out tasks or rows, `count`, that it cannot show any change."""
+        return []
 
     def run(self, directory: Any, *, resume: bool, overwrite: bool, console: Any, callbacks: Sequence[Any]) -> None:
         """Run the stage in this process.
@@ -238,6 +244,7 @@ class TrainedRecipe(StageRecipe):
 
     run_by: ClassVar[str]
     """`module:function` with the loop of the stage."""
+    trains: ClassVar[bool] = True
     on_cluster: ClassVar[bool] = True
 
     def run(self, directory: Any, *, resume: bool, overwrite: bool, console: Any, callbacks: Sequence[Any]) -> None:
@@ -326,7 +333,6 @@ class TrainedRecipe(StageRecipe):
         return None
 
     def too_few(self, count: int) -> list[str]:
-        """A sentence if the verdict is tested on so few held-out tasks or rows, `count`, that it cannot show any change."""
         if count >= FEWEST or self.untested():
             return []
         what = "row" if self.tested_key.startswith("data.") else "task"

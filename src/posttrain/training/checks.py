@@ -23,7 +23,7 @@ from posttrain.recipe.detectable import FEWEST
 from posttrain.recipe.engines import OpenAIEngineRecipe
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import evaluated_environment
-from posttrain.recipe.run import StageRecipe, TrainedRecipe
+from posttrain.recipe.run import StageRecipe
 from posttrain.recipe.supervised import SupervisedRecipe
 from posttrain.training.rows import FixedRows, check_rows, load_data
 from posttrain.training.tasks import check_tasks, parts_of, too_long
@@ -62,9 +62,9 @@ def check_recipe(recipe: StageRecipe, made: Sequence[Path] = ()) -> list[str]:
     return checks.lines
 
 
-def require_verdict(recipe: StageRecipe) -> None:
+def require_verdict(recipe: Any) -> None:
     """For `--strict`: InputError if a run of `recipe` cannot show that the model improved, as far as is known before it."""
-    if not isinstance(recipe, TrainedRecipe):
+    if not recipe.trains:
         raise InputError(f"--strict judges training, and {recipe.stage} trains no model; remove --strict")
     if (why := recipe.untested()) is not None:
         raise InputError(f"--strict needs a verdict: {why}")
@@ -73,7 +73,7 @@ def require_verdict(recipe: StageRecipe) -> None:
         if key.startswith("evaluation."):
             count = len(tasks_of(recipe).test)
         elif key == "experts.held_out":
-            count = recipe.experts.held_out  # type: ignore[attr-defined]
+            count = recipe.experts.held_out
         elif isinstance(recipe, SupervisedRecipe) and on_disk(recipe.model.path):
             data, renderer = recipe.data, _renderer(recipe.model.model_dump_json())
             rows = load_data(recipe.kind, data, renderer, recipe.row_loss, recipe.rows_per_update, recipe.seed)
