@@ -78,7 +78,7 @@ def made(tiny_model, tmp_path_factory):
     """A folder with small files and models under the names that the recipes of both pages give them."""
     folder = tmp_path_factory.mktemp("documents")
     (folder / "recipes").symlink_to(ROOT / "recipes")
-    write_dataset(folder / "data" / "rationales", 0, {"train": 20, "val": 3, "test": 3})
+    write_dataset(folder / "data" / "rationales", 0, {"train": 20, "val": 6, "test": 6})
     for name, at in SPLITS.items():
         write_jsonl(folder / "HelpSteer3" / f"{name}.jsonl", helpsteer_rows(at, HELPSTEER_PROMPTS))
     (folder / "sft.parquet").symlink_to(folder / "data/rationales/sft/rationales_sft_train.parquet")
