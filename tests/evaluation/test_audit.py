@@ -19,6 +19,7 @@ from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.data import SourceRecipe
 from posttrain.recipe.pipeline import load_pipeline
 from posttrain.recipe.study import Objective
+from posttrain.runs.directory import RunDirectory
 from posttrain.runs.log import read_log
 from posttrain.runs.metrics import read_metrics
 
@@ -299,6 +300,13 @@ def test_the_tasks_that_differ_most_are_shown_side_by_side(tiny_model, tmp_path,
     lines = [{"kind": "audit", "step": step, "audit/reward_gain": 1.0, "alarm": step > 3} for step in (2, 4, 6)]
     (chart,) = [one for one in charts_of(lines) if one.figure == "audit"]
     assert chart.panel.title.endswith("only the reward rose at step 4")
+
+
+def test_a_run_is_read_whose_audit_differs_in_how_it_scores(tiny_model, tmp_path):
+    """Reading imports no environment, so which keys only score is unknown."""
+    audit = {"environment": {"reward": register_reward(letters), "score_weight": 2.0}}
+    result = run(tiny_model, tmp_path, "weighted", audit=audit)
+    assert RunDirectory.open(result.run).load_recipe().audit.environment.score_weight == 2.0
 
 
 @pytest.mark.parametrize(("failing", "scored"), [(1, [0, 1, 2]), (8, [0]), (16, [0])])

@@ -15,6 +15,9 @@ class Unknown(Environment):
 
         model_config = ConfigDict(extra="allow")
 
+        def other_tasks(self, other: EnvironmentRecipe) -> None:
+            """None: which keys only score is known where the run is made."""
+
     def reset(self, seed: int) -> Observation:
         raise InputError(f"environment.type {self.recipe.type} is not imported by commands that only read a run")
 
