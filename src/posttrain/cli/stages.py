@@ -97,15 +97,11 @@ def run(
         if not full:
             console.print("\nadd --full for the whole recipe and the parts of the estimate", highlight=False)
         if strict:
-            from posttrain.training.checks import require_verdict
-
-            require_verdict(recipe)
+            _require_verdict(recipe)
         check_machine(recipe, sizes, device)
         return
     if strict:
-        from posttrain.training.checks import require_verdict
-
-        require_verdict(read_recipe(stage, *sources, *read_overrides(overrides), resume=resume))
+        _require_verdict(read_recipe(stage, *sources, *read_overrides(overrides), resume=resume))
     result = run_stage(stage, *sources, *read_overrides(overrides), resume=resume, overwrite=overwrite, **more)
     if strict:
         result.require_learning()
@@ -410,6 +406,12 @@ def demo(dry_run: PlanOnly = False) -> None:
     pipeline("demo/pipeline", dry_run=dry_run)
 
 
+def _require_verdict(recipe: Any) -> None:
+    from posttrain.training.checks import require_verdict  # imports torch
+
+    require_verdict(recipe)
+
+
 def _plan_pipeline(
     loaded: "PipelineRecipe",
     only: str | None,
@@ -472,9 +474,7 @@ def _plan_pipeline(
                     checked = TypeAdapter(AnyRecipe).validate_json(text)
                 try:
                     if strict and checked.trains:
-                        from posttrain.training.checks import require_verdict
-
-                        require_verdict(checked)
+                        _require_verdict(checked)
                     show_checks(checked, console, made)
                     check_machine(planned_recipe, start[stage.name], device)
                 except InputError as error:

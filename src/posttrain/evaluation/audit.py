@@ -2,9 +2,9 @@
 
 Every evaluation tests the same tasks again, so a test at 5% would fire in more than 5% of the runs. The level of the run is
 spent equally on its K evaluations: each test has the level 0.05 / K (two-sided, whether a score rose; one-sided, whether the
-audit stays behind), and by the union bound the probability of any
-false result in a run is at most 0.05, whatever the dependence between evaluations (Bonferroni; alpha spending with a constant
-rate, Lan and DeMets 1983). A run that is extended spends that level once more on its further evaluations.
+audit stays behind), and by the union bound the probability of any false result in a run is at most 0.05, whatever the
+dependence between evaluations (Bonferroni; alpha spending with a constant rate, Lan and DeMets 1983). A run that is extended
+spends that level once more on its further evaluations.
 """
 
 import math

@@ -16,6 +16,7 @@ from posttrain.evaluation.sides import episode_metrics
 from posttrain.recipe.detectable import FEWEST, shown
 from posttrain.recipe.guards import GUARDS, GuardRecipe
 from posttrain.recipe.plan import counted
+from posttrain.recipe.run import BY_AUDIT
 from posttrain.rollout.store import read_episodes, stored_steps
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.log import Log, read_log
@@ -25,8 +26,6 @@ REASONS = 3
 """Number of probable reasons."""
 SILENT = 0.5
 """Share of groups. If as many have no credit, training lacks a signal."""
-BY_AUDIT = "best_by_audit"
-"""The value of `export` with which the audit selects the checkpoint."""
 
 
 def rows_file(run: RunDirectory, policy: str) -> Path:

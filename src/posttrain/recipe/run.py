@@ -58,6 +58,8 @@ class CheckpointRecipe(BaseConfig):
 
 
 ExportedStep = Literal["best", "last", "best_by_audit"]
+BY_AUDIT: ExportedStep = "best_by_audit"
+"""The audit selects the checkpoint."""
 
 
 SinkName = Literal["tensorboard", "wandb", "trackio"]
@@ -253,7 +255,7 @@ class TrainedRecipe(StageRecipe):
     def _check_audit(self) -> None:
         audit = getattr(self, "audit", None)
         if audit is None:
-            if self.export == "best_by_audit":
+            if self.export == BY_AUDIT:
                 raise ValueError("`export: best_by_audit` needs a second scorer; set `audit`, or use best or last")
             return
         if self.evaluation.every == 0:

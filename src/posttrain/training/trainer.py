@@ -27,7 +27,7 @@ from posttrain.models.gate import exactness
 from posttrain.models.load import resolve_path
 from posttrain.models.policy import TrainedModel
 from posttrain.plugins import pip_command
-from posttrain.recipe.run import CheckpointRecipe, ExportedStep, SinkName, TrainedRecipe
+from posttrain.recipe.run import BY_AUDIT, CheckpointRecipe, ExportedStep, SinkName, TrainedRecipe
 from posttrain.rollout.store import episodes_file, read_episodes, remove_episodes_after, stored_steps, write_episodes
 from posttrain.runs.directory import RunDirectory, partial_path, storage_errors
 from posttrain.runs.evaluated import StartValues
@@ -419,7 +419,7 @@ class Trainer(Generic[Output]):
         if (auditor := self.auditor) is not None:
             line, warnings, self.audit_stops = self._world.on_rank0(lambda: auditor(self.step))
         improved, score = False, None
-        if self.settings.export == "best_by_audit":
+        if self.settings.export == BY_AUDIT:
             score = line.get("audit/score")
         elif self.best_by is not None:
             score = self.best_by(values)
@@ -525,7 +525,7 @@ class Trainer(Generic[Output]):
         which, chosen = "last", "the last one"
         if self.best is not None and self.settings.export != "last":
             step = self.best.step
-            by = "best by the audit" if self.settings.export == "best_by_audit" else "best of the curve"
+            by = "best by the audit" if self.settings.export == BY_AUDIT else "best of the curve"
             which, chosen = "best", by if step else UNIMPROVED
         if step != self.step:
             self.model.restore(self.checkpoints.policy(step))
