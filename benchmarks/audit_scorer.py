@@ -129,7 +129,11 @@ def rationales(out: Path) -> Keys:
     return merged(
         here["ppo"],
         {
-            "evaluation": {"every": 2, "seeds": {"start": 4920, "count": 80}, "final_seeds": {"count": 32}},
+            "evaluation": {
+                "every": 2,
+                "seeds": {"start": 4920, "count": 160},
+                "final_seeds": {"start": 5100, "count": 32},
+            },
             "rollout": {"tokens_per_turn": 400, "tokens_per_episode": 900},
         },
         {"reward": {"path": str(out / "rationales_rm" / "model"), "dtype": "float32"}, "critic": {"dtype": "float32"}},
@@ -142,28 +146,33 @@ def rationales(out: Path) -> Keys:
 
 
 def gsm8k(out: Path) -> Keys:
-    """The stage `rl` of `results/gsm8k` after shorter ones; the audit is the right number."""
+    """The stage `rl` of `results/gsm8k` after shorter ones; the audit is a reward model of the other half of the pairs."""
     stages = {stage.pop("name"): stage for stage in read_file(str(recipe_file("results/gsm8k"))).values["stages"]}
     for stage in stages.values():
         stage.pop("from", None)
     model: Keys = {"path": "packaged:smollm2-135m", "dtype": "auto"}
-    for name, keys in (
-        ("sft", {"data": {"max_rows": 320, "test": [], "held_out": 16}, "evaluation": {"every": 1000}}),
-        (
-            "reward",
-            {"data": {"max_rows": 256, "test": [], "held_out": 48}, "epochs": 1, "evaluation": {"every": 1000}},
-        ),
+    pairs = stages["reward"]["data"]["train"]
+    common: Keys = {"evaluation": {"every": 1000}}
+
+    def half(split: str, seed: int) -> Keys:
+        data = {"train": [{"path": pairs, "split": split}], "max_rows": 448, "test": [], "held_out": 48}
+        return {"data": data, "epochs": 1, "seed": seed}
+
+    for folder, name, keys in (
+        ("gsm8k_sft", "sft", {"data": {"max_rows": 320, "test": [], "held_out": 16}}),
+        ("gsm8k_reward", "reward", half("train[:50%]", 0)),
+        ("gsm8k_audit", "reward", half("train[50%:]", 1)),
     ):
-        folder = out / f"gsm8k_{name}"
-        if not (folder / "model" / "config.json").exists():
+        if not (out / folder / "model" / "config.json").exists():
             train = getattr(posttrain, name)
-            train(merged(stages[name], keys), model=model, name=folder.name, runs=str(out), overwrite=True)
+            train(merged(stages[name], keys, common), model=model, name=folder, runs=str(out), overwrite=True)
         model["path"] = str(out / "gsm8k_sft" / "model")
-    less = {"every": 2, "seeds": {"count": 80}, "final_seeds": {"count": 32}}
+    less = {"every": 2, "seeds": {"count": 160}, "final_seeds": {"count": 32}}
+    scorer, audit = ({"path": str(out / folder / "model")} for folder in ("gsm8k_reward", "gsm8k_audit"))
     return merged(
         stages["rl"],
-        {"steps": 8, "reward": {"path": str(out / "gsm8k_reward" / "model")}, "evaluation": less, "plots": False},
-        {"audit": {"environment": {"reward": "final_number"}}, "model": model, "optimizer": {"learning_rate": 2e-4}},
+        {"steps": 12, "reward": scorer, "audit": audit, "evaluation": less, "plots": False, "model": model},
+        {"optimizer": {"learning_rate": 2e-4}},
     )
 
 
