@@ -19,7 +19,17 @@ from transformers import (
 
 from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Segment
 from posttrain.engines.local.cpu.kernel import TYPES, compiled, decoding_kernel
-from posttrain.engines.local.cpu.layers import SOURCE, CompiledProduct, OneDnnProduct, SamplingLinear, product_library
+from posttrain.engines.local.cpu.layers import (
+    PAIRS,
+    SOURCE,
+    TILES,
+    VECTORS,
+    CompiledProduct,
+    OneDnnProduct,
+    SamplingLinear,
+    product_library,
+    unit,
+)
 from posttrain.engines.local.decoder import ModuleDecoder, StreamlinedDecoder, decoder_of
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Request
@@ -117,15 +127,25 @@ def test_without_packed_products_the_modules_own_weights_are_used(monkeypatch):
         assert (mine - theirs).abs().max() < 2e-5
 
 
-def compiled_products(dtype):
-    library = compiled("products", SOURCE, [f"-DTYPE_BF16={TYPES[dtype]}"])
+def compiled_products(dtype, by=VECTORS):
+    if by != VECTORS and (dtype != torch.bfloat16 or by > (unit(dtype) or VECTORS)):
+        pytest.skip(f"this processor has no such unit for {dtype}")
+    library = compiled("products", SOURCE, [f"-DTYPE_BF16={TYPES[dtype]}", f"-DUNIT={by}"])
     if library is None:
         pytest.skip("there is no C++ compiler")
     return ctypes.CDLL(str(library))
 
 
-def compiled_product(weight, bias):
-    return CompiledProduct(compiled_products(weight.dtype), weight, bias)
+def compiled_product(weight, bias, by=VECTORS):
+    return CompiledProduct(compiled_products(weight.dtype, by), weight, bias)
+
+
+def product_by_pairs(weight, bias):
+    return compiled_product(weight, bias, PAIRS)
+
+
+def product_by_tiles(weight, bias):
+    return compiled_product(weight, bias, TILES)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -210,12 +230,15 @@ AFTER = {
 }
 
 
-@pytest.mark.parametrize("make", [compiled_product, onednn_product])
+@pytest.mark.parametrize("make", [compiled_product, product_by_pairs, product_by_tiles, onednn_product])
 @pytest.mark.parametrize("then", AFTER)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 2**-8)])
 def test_packed_products_equal_the_formula(dtype, bound, then, make):
     generator = torch.Generator().manual_seed(0)
-    for rows, inputs, outputs in ((1, 64, 96), (5, 576, 40), (13, 30, 33), (100, 128, 16)):
+    shapes = ((1, 64, 96), (5, 576, 40), (13, 30, 33), (31, 96, 33), (100, 128, 16), (300, 32, 80))
+    for rows, inputs, outputs in shapes:
+        if make is product_by_tiles and inputs % 32:
+            continue
         x, weight, bias, other = (
             torch.randn(*shape, generator=generator).to(dtype)
             for shape in ((rows, inputs), (outputs, inputs), (outputs,), (rows, outputs))
@@ -230,13 +253,14 @@ def test_packed_products_equal_the_formula(dtype, bound, then, make):
             assert ((found.double() - exact).abs() / scale).max() < bound
 
 
+@pytest.mark.parametrize("make", [compiled_product, product_by_pairs, product_by_tiles])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_a_row_of_a_compiled_product_does_not_depend_on_the_others(dtype):
+def test_a_row_of_a_compiled_product_does_not_depend_on_the_others(dtype, make):
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((70, 96), (48, 96)))
-    product = compiled_product(weight, None)
+    product = make(weight, None)
     alone = torch.cat([product(row[None], "none") for row in x])
-    for count in (2, 7, 12, 13, 19, 70):
+    for count in (2, 7, 12, 13, 16, 17, 33, 70):
         assert torch.equal(product(x[:count], "none"), alone[:count])
 
 

@@ -7,6 +7,7 @@
 
 #include "vectors.h"
 
+constexpr int LINE = 64;          // bytes of a cache line
 constexpr int PARTS = HEAD / LANES;  // HEAD is a multiple of 32
 
 // The lane sums of LANES vectors, as one vector: pairs are halved and interleaved until one is left.
@@ -127,9 +128,11 @@ extern "C" void attend(const number* queries, int64_t stride, const number* keys
             for (int g = 0; g < GROUPS; g++)
                 for (int d = 0; d < PARTS; d += 2) load(mine + g * HEAD + d * LANES, query[g] + d);
             for (int64_t token = begin; token < row.stop; token += LANES) {
-                const number* key = row_of(keys, token);
+                const number *key = row_of(keys, token), *value = row_of(values, token);
                 floats products[GROUPS][LANES];
                 for (int t = 0; t < LANES; t++) {
+                    // Otherwise memory is idle until the first value is read.
+                    for (int at = 0; at < HEAD; at += LINE / int(sizeof(number))) __builtin_prefetch(value + t * HEAD + at, 0, 2);
                     floats wide[PARTS];
 #pragma GCC unroll 16
                     for (int d = 0; d < PARTS; d += 2) load(key + t * HEAD + d * LANES, wide + d);
@@ -191,12 +194,6 @@ extern "C" void attend(const number* queries, int64_t stride, const number* keys
     }
 }
 
-struct Product {
-    const number* panels;
-    const float* bias;
-    int64_t inputs, outputs;
-};
-
 struct Layer {
     const number *before, *between;        // weights of the norms before attention and before the MLP
     const number *query_norm, *key_norm;  // or null
@@ -213,19 +210,18 @@ extern "C" void run(const Layer* layers, int64_t count, Multiply* multiply, numb
                     const int64_t* places, number* normal, number* heads, number* attended, number* inner, int64_t tokens,
                     int64_t kv_heads, int64_t slots, float epsilon, int threads) {
     for (const Layer* layer = layers; layer < layers + count; layer++) {
-        auto product = [&](const Product& weights, const number* from, Then then, number* to) {
-            multiply(from, weights.panels, weights.bias, to, to, tokens, weights.inputs, weights.outputs, then, threads);
+        auto product = [&](const Product& weights, const Product* gate, const Product* next, const number* from, Then then, number* to) {
+            multiply(from, &weights, gate, next, to, to, tokens, then, threads);
         };
         const int64_t hidden = layer->project.inputs, width = layer->project.outputs;
         normalize(x, layer->before, normal, tokens, hidden, epsilon, threads);
-        product(layer->project, normal, NOTHING, heads);
+        product(layer->project, nullptr, &layer->combine, normal, NOTHING, heads);
         rotate_and_store(heads, cosines, sines, layer->query_norm, layer->key_norm, epsilon, layer->keys, layer->values, places,
                          tokens, width / HEAD - 2 * kv_heads, kv_heads, threads);
         attend(heads, width, layer->keys, layer->values, attended, layer->rows, tokens, kv_heads, slots, layer->scaling, threads);
-        product(layer->combine, attended, PLUS, x);
+        product(layer->combine, nullptr, &layer->gate, attended, PLUS, x);
         normalize(x, layer->between, normal, tokens, hidden, epsilon, threads);
-        product(layer->gate, normal, SILU, inner);
-        product(layer->up, normal, TIMES, inner);
-        product(layer->down, inner, PLUS, x);
+        product(layer->up, &layer->gate, &layer->down, normal, NOTHING, inner);
+        product(layer->down, nullptr, layer + 1 < layers + count ? &layer[1].project : nullptr, inner, PLUS, x);
     }
 }

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from posttrain.models.cpu.backend import onednn_multiplies
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 SOURCE = Path(__file__).with_name("products.cpp")
+VECTORS, PAIRS, TILES = range(3)
+"""Units of a processor: for sums of products in float32, for dot products of pairs in bfloat16, and for tiles of them (AMX)."""
 ROWS = 32
 """Number of rows that oneDNN's layout is optimized for. Results are the same for any number, nearly as fast."""
 
@@ -46,6 +49,10 @@ class OneDnnProduct:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, operation, [], "")
 
 
+class _Product(ctypes.Structure):
+    _fields_ = [("panels", _POINTER), ("bias", _POINTER), ("inputs", _SIZE), ("outputs", _SIZE)]
+
+
 class CompiledProduct:
     """The product with `weight` [out, in] and `bias` [out] by `products.cpp`, compiled as `library`."""
 
@@ -53,7 +60,7 @@ class CompiledProduct:
 
     def __init__(self, library: ctypes.CDLL, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.multiply = library.multiply
-        self.multiply.argtypes = [*[_POINTER] * 5, *[_SIZE] * 3, ctypes.c_int, ctypes.c_int]
+        self.multiply.argtypes = [*[_POINTER] * 6, _SIZE, ctypes.c_int, ctypes.c_int]
         self.multiply.restype = None
         self.outputs, self.inputs = weight.shape
         columns = library.columns()
@@ -61,6 +68,8 @@ class CompiledProduct:
         panels = panels.unflatten(2, (-1, 2)) if weight.dtype == torch.bfloat16 else panels
         self.panels = panels.transpose(1, 2).contiguous()
         self.bias = None if bias is None else pad(bias.float(), (0, -len(weight) % columns))
+        pointer = None if self.bias is None else self.bias.data_ptr()
+        self.weights = _Product(self.panels.data_ptr(), pointer, self.inputs, self.outputs)
 
     @named("multiply")
     def __call__(self, x: torch.Tensor, then: str, other: torch.Tensor | None = None) -> torch.Tensor:
@@ -73,31 +82,46 @@ class CompiledProduct:
         out = x.new_empty(len(x), self.outputs)
         self.multiply(
             x.data_ptr(),
-            self.panels.data_ptr(),
-            None if self.bias is None else self.bias.data_ptr(),
+            ctypes.byref(self.weights),
+            None,
+            None,
             None if other is None else other.data_ptr(),
             out.data_ptr(),
-            *x.shape,
-            self.outputs,
+            len(x),
             self.THEN.index(then),
             torch.get_num_threads(),
         )
         return out
 
 
+def unit(dtype: torch.dtype) -> int | None:
+    """The unit of the processor by which `products.cpp` is faster in `dtype` than oneDNN and MKL: `VECTORS`, `PAIRS` or `TILES`;
+    None for none."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability == "AVX2" and dtype in TYPES:
+        return VECTORS
+    if capability != "AVX512" or dtype != torch.bfloat16:
+        return None
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
+    tiles = limit in ("ALL", "DEFAULT") or "AMX" in limit
+    if tiles and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx():
+        return TILES
+    return PAIRS if torch.cpu._is_avx512_bf16_supported() else None
+
+
 @functools.lru_cache
 def product_library(dtype: torch.dtype) -> ctypes.CDLL | None:
     """The compiled `products.cpp` for `dtype`; None where it is not the fastest, or cannot be compiled."""
-    if torch.backends.cpu.get_cpu_capability() != "AVX2" or dtype not in TYPES:
+    if (by := unit(dtype)) is None:
         return None
-    library = compiled("products", SOURCE, [f"-DTYPE_BF16={TYPES[dtype]}"])
+    library = compiled("products", SOURCE, [f"-DTYPE_BF16={TYPES[dtype]}", f"-DUNIT={by}"])
     return None if library is None else ctypes.CDLL(str(library))
 
 
 def packed_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product | None:
     """The fastest product with packed weights [out, in] on this processor; None if there is none."""
     library = product_library(weight.dtype)
-    if library is not None and weight.shape[1] % 2 == 0:
+    if library is not None and weight.shape[1] % library.depth() == 0:
         return CompiledProduct(library, weight, bias)
     return OneDnnProduct(weight, bias) if onednn_multiplies(weight.dtype) else None
 
@@ -223,8 +247,7 @@ class CompiledLayers:
             if layer.head_norms is not None:
                 arguments.query_norm, arguments.key_norm = (weight.data_ptr() for weight in layer.head_norms)
             for name, p in zip(_PRODUCTS, layer.products, strict=True):
-                bias = None if p.bias is None else p.bias.data_ptr()
-                setattr(arguments, name, _Product(p.panels.data_ptr(), bias, p.inputs, p.outputs))
+                setattr(arguments, name, p.weights)
             arguments.scaling = layer.scaling
 
     @named("layers")
@@ -254,10 +277,6 @@ class CompiledLayers:
 
 
 _PRODUCTS = ("project", "combine", "gate", "up", "down")
-
-
-class _Product(ctypes.Structure):
-    _fields_ = [("panels", _POINTER), ("bias", _POINTER), ("inputs", _SIZE), ("outputs", _SIZE)]
 
 
 class _Layer(ctypes.Structure):

@@ -1,5 +1,5 @@
 // Vectors of the width of the processor's registers, in float32, and their conversion from and to the type of the numbers in
-// memory: bfloat16 if the macro TYPE_BF16 is 1, float32 if it is 0. Also the declaration of a product with packed weights.
+// memory: bfloat16 if the macro TYPE_BF16 is 1, float32 if it is 0. Also packed weights, and the declaration of their product.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -84,6 +84,13 @@ static inline floats exponential(floats x) {
 // What follows a product: nothing, SiLU, or a product or sum with other numbers.
 enum Then { NOTHING, SILU, TIMES, PLUS };
 
+// The packed weights of a linear module, and its bias [outputs, padded to whole panels] or null.
+struct Product {
+    const number* panels;
+    const float* bias;
+    int64_t inputs, outputs;
+};
+
 // `multiply` of products.cpp.
-typedef void Multiply(const number* x, const number* panels, const float* bias, const number* other, number* out, int64_t rows,
-                      int64_t inputs, int64_t outputs, int then, int threads);
+typedef void Multiply(const number* x, const Product* weights, const Product* gate, const Product* following, const number* other,
+                      number* out, int64_t rows, int then, int threads);
