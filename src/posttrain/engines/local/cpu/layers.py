@@ -98,10 +98,10 @@ def unit(dtype: torch.dtype) -> int | None:
     """The unit of the processor by which `products.cpp` is faster in `dtype` than oneDNN and MKL: `VECTORS`, `PAIRS` or `TILES`;
     None for none."""
     capability = torch.backends.cpu.get_cpu_capability()
-    if capability == "AVX2" and dtype in TYPES:
-        return VECTORS
-    if capability != "AVX512" or dtype != torch.bfloat16:
+    if capability not in ("AVX2", "AVX512") or dtype not in TYPES:
         return None
+    if capability == "AVX2" or dtype == torch.float32:
+        return VECTORS
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
     tiles = limit in ("ALL", "DEFAULT") or "AMX" in limit
     if tiles and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx():

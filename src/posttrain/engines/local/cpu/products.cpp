@@ -1,6 +1,6 @@
 // Products with packed weights: with tiles (AMX) or dot products of pairs (AVX-512 BF16) for bfloat16, otherwise in float32
-// arithmetic. At the few rows of decoding oneDNN is slower, and without AVX-512 torch multiplies in bfloat16 at a fraction of the
-// speed of float32, oneDNN not at all.
+// arithmetic. At the few rows of decoding oneDNN and MKL are slower, and without AVX-512 torch multiplies in bfloat16 at a
+// fraction of the speed of float32, oneDNN not at all.
 //
 // A panel holds the weights of COLUMNS outputs, input by input, so that it is read in order. In bfloat16, the weights of two
 // inputs are the lower and upper halves of a 32-bit word, and TYPE_BF16 is 1. A sum adds its products in the order of the
@@ -22,10 +22,9 @@ constexpr int LINE = 64;  // bytes of a cache line, which the weights of one inp
 constexpr int BLOCKS = 8;  // of rows, per panel and thread at a time: their inputs stay in the cache
 #if UNIT == TILES
 constexpr int ROWS = 32, DEPTH = 32;  // rows of a block: two tiles; inputs of a tile
-#elif UNIT == PAIRS
-constexpr int ROWS = 12, DEPTH = 2;  // 12 x 2 sums, 2 weights and an input fit into 32 registers
 #else
-constexpr int ROWS = TYPE_BF16 ? 4 : 6, DEPTH = 1 + TYPE_BF16;  // 6 x 2 sums, 2 weights and an input fit into 16 registers
+// 12 x 2 sums, 2 weights and an input fit into the 32 registers of AVX-512, 6 x 2 into the 16 of AVX2.
+constexpr int ROWS = LANES == 16 ? 12 : TYPE_BF16 ? 4 : 6, DEPTH = 1 + TYPE_BF16;
 #endif
 #if UNIT == VECTORS
 typedef float operand;
@@ -128,7 +127,7 @@ __attribute__((noinline)) static void multiply(const operand* x, const number* p
     }
 #else
     auto add = [&](int64_t input, floats first, floats second) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int r = 0; r < COUNT; r++) {
             const floats factor = floats{} + x[r * inputs + input];
             mine[r][0] = add_product(mine[r][0], factor, first);
