@@ -24,7 +24,7 @@ def machine() -> Iterator[tuple[str, str]]:
     """Pairs of a name and a fact about this machine."""
     import torch
 
-    from posttrain.engines.local.cpu.kernel import compiler
+    from posttrain.models.cpu.compiler import compiler
 
     about = describe_machine()
     yield "posttrain", f"{__version__}, Python {about['python']}, {about['platform']}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from posttrain.engines.local.cpu.kernel import build, compiler
+from posttrain.models.cpu.compiler import build, compiler
 
 HERE = Path(__file__).parent
 TORCH = Path(torch.__file__).parent

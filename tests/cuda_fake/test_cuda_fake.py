@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain.engines.local.cpu.kernel import compiler
+from posttrain.models.cpu.compiler import compiler
 from tests.cuda_fake import started
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all checks, which take 40 s on an idle core

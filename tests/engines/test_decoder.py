@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Segment
-from posttrain.engines.local.cpu.kernel import TYPES, compiled, decoding_kernel
+from posttrain.engines.local.cpu.kernel import decoding_kernel
 from posttrain.engines.local.cpu.layers import (
     PAIRS,
     SOURCE,
@@ -34,6 +34,7 @@ from posttrain.engines.local.decoder import ModuleDecoder, StreamlinedDecoder, d
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Request
 from posttrain.models.cpu.backend import onednn_multiplies
+from posttrain.models.cpu.compiler import TYPES, compiled
 from posttrain.models.forward import use_float32_head
 from posttrain.models.layers import use_packed_attention
 from posttrain.recipe.engines import LocalEngineRecipe

@@ -4,20 +4,30 @@ Queries are processed in blocks, each against the keys up to its end, so most of
 query heads that share a key head are rows of one matrix product. Only queries, keys and values are kept for the
 backward pass, which recomputes the probabilities as FlashAttention does (Dao et al. 2022, arXiv 2205.14135), so memory
 is linear in the number of tokens.
+
+`attention.cpp` computes the same where it is faster: a block's products are small, and torch needs longer between them.
 """
 
+import ctypes
+import functools
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
+from posttrain.models.cpu.compiler import TYPES, compiled, named
 from posttrain.models.layers import RowSegment
 
 BLOCK = 128
 """Queries per block: short enough to skip unseen keys, long enough for the matrix units."""
 LANES = 32
 """Keys are padded to a multiple of this: softmax kernels take about twice as long on rows of other lengths."""
+MOST_KEYS = 1024
+"""Keys of a segment in 16 bits from which on torch's products in 16 bits are faster than compiled ones in float32."""
+SOURCE = Path(__file__).with_name("attention.cpp")
 
 
 class _Block(NamedTuple):
@@ -32,10 +42,17 @@ class _Block(NamedTuple):
 
 
 class MaskCache:
-    """Attention masks of one layout, shared by all layers."""
+    """Attention masks and tables of segments of one layout, shared by all layers."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[object, ...], torch.Tensor] = {}
+        self._tables: dict[tuple[RowSegment, ...], _Segments] = {}
+
+    def segments(self, segments: Sequence[RowSegment]) -> "_Segments":
+        """`segments` for the compiled functions."""
+        if (key := tuple(segments)) not in self._tables:
+            self._tables[key] = _Segments(key)
+        return self._tables[key]
 
     def __call__(
         self, queries: int, ahead: int, columns: int, window: int | None, groups: int, dtype: torch.dtype
@@ -83,6 +100,8 @@ class _SegmentAttention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value)
         ctx.how = (segments, scaling, window, masks)
         heads, tokens, width = query.shape
+        if (kernel := _kernel(query, key, value, masks.segments(segments))) is not None:
+            return kernel.forward(query, key, value, masks.segments(segments), scaling, window)
         # Token-major memory layout, as the output projection reads it.
         out = query.new_empty(tokens, heads, width).transpose(0, 1)
         for segment in segments:
@@ -98,6 +117,9 @@ class _SegmentAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value = ctx.saved_tensors
         segments, scaling, window, masks = ctx.how
+        if (kernel := _kernel(query, key, value, masks.segments(segments))) is not None:
+            gradients = kernel.backward(query, key, value, gradient, masks.segments(segments), scaling, window)
+            return *gradients, None, None, None, None
         heads, tokens, width = query.shape
         shared = len(key)
         query_gradient = query.new_empty(tokens, heads, width).transpose(0, 1)
@@ -176,3 +198,105 @@ def _add_columns(heads: torch.Tensor, segment: RowSegment, block: _Block, column
         if first < stop - start:
             heads[:, start + first : stop] += columns[:, column + first : column + stop - start]
         column += stop - start
+
+
+# -- the compiled functions ----------------------------------------------------------------------------------------------
+
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
+
+
+class _Heads(ctypes.Structure):
+    _fields_ = [("base", _POINTER), ("head", _SIZE), ("token", _SIZE)]
+
+    @classmethod
+    def of(cls, heads: torch.Tensor) -> "_Heads":
+        return cls(heads.data_ptr(), *heads.stride()[:2])
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = [*((name, _SIZE) for name in ("heads", "shared", "width", "window")), ("scaling", ctypes.c_float)]
+
+
+class _Segments:
+    """Segments as tables."""
+
+    def __init__(self, segments: Sequence[RowSegment]) -> None:
+        keys = [np.concatenate([np.arange(*span) for span in segment.keys]) for segment in segments]
+        starts = np.cumsum([0, *map(len, keys)])[:-1].tolist()
+        rows = [(one.start, one.stop, one.seen, start) for one, start in zip(segments, starts, strict=True)]
+        self.rows, self.keys = np.array(rows, dtype=np.int64), np.concatenate(keys).astype(np.int64)
+        self.longest = max(map(len, keys))
+        self.apart = not any(segment.before for segment in segments)
+
+    @property
+    def arguments(self) -> tuple[int, int, int]:
+        return self.rows.ctypes.data, len(self.rows), self.keys.ctypes.data
+
+
+class _Kernel:
+    """The compiled functions for one dtype."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.columns = library.columns()
+        self._forward, self._backward = library.forward, library.backward
+        self._forward.argtypes = [*[_POINTER] * 2, _SIZE, *[_POINTER] * 5, ctypes.c_int]
+        self._backward.argtypes = [*[_POINTER] * 2, _SIZE, *[_POINTER] * 8, ctypes.c_int, ctypes.c_int]
+        self._forward.restype = self._backward.restype = None
+
+    @named("attention")
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        segments: _Segments,
+        scaling: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        heads, tokens, width = query.shape
+        out = query.new_empty(tokens, heads, width).transpose(0, 1)
+        shape = _Shape(heads, len(key), width, window or 0, scaling)
+        every = [ctypes.byref(_Heads.of(part)) for part in (query, key, value, out)]
+        self._forward(ctypes.byref(shape), *segments.arguments, *every, torch.get_num_threads())
+        return out
+
+    @named("attention, backward")
+    def backward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        above: torch.Tensor,
+        segments: _Segments,
+        scaling: float,
+        window: int | None,
+    ) -> tuple[torch.Tensor, ...]:
+        heads, tokens, width = query.shape
+        above = above if above.stride(-1) == 1 else above.contiguous()
+        gradient = query.new_empty(tokens, heads, width).transpose(0, 1)
+        sums = [torch.zeros(tokens, len(key), width) for _ in range(2)]
+        shape = _Shape(heads, len(key), width, window or 0, scaling)
+        every = [ctypes.byref(_Heads.of(part)) for part in (query, key, value, above, gradient)]
+        pointers = [part.data_ptr() for part in sums]
+        self._backward(
+            ctypes.byref(shape), *segments.arguments, *every, *pointers, segments.apart, torch.get_num_threads()
+        )
+        return gradient, *(part.transpose(0, 1).to(key.dtype) for part in sums)
+
+
+@functools.lru_cache
+def _library(dtype: torch.dtype) -> _Kernel | None:
+    if dtype not in TYPES or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        return None
+    library = compiled("attention", SOURCE, [f"-DTYPE_BF16={TYPES[dtype]}"])
+    return None if library is None else _Kernel(ctypes.CDLL(str(library)))
+
+
+def _kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: _Segments) -> _Kernel | None:
+    """The compiled functions if they can compute this attention and are faster than torch."""
+    kernel = _library(query.dtype) if query.is_cpu else None
+    if kernel is None or query.shape[-1] % kernel.columns or key.dtype != query.dtype or value.dtype != query.dtype:
+        return None
+    if query.dtype != torch.float32 and segments.longest > MOST_KEYS:
+        return None
+    return kernel if all(part.stride(-1) == 1 for part in (query, key, value)) else None

@@ -12,8 +12,9 @@ import torch
 from torch.nn.functional import linear, pad, silu
 
 from posttrain.engines.local.cache import CachedLayout
-from posttrain.engines.local.cpu.kernel import TYPES, DecodingKernel, compiled, named
+from posttrain.engines.local.cpu.kernel import DecodingKernel
 from posttrain.models.cpu.backend import onednn_multiplies
+from posttrain.models.cpu.compiler import TYPES, compiled, named
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 SOURCE = Path(__file__).with_name("products.cpp")
