@@ -14,11 +14,11 @@ from tests.models.bundles import bundle_layout
 WIDTH = 8
 
 
-def heads(seed, tokens, counts=(6, 2, 2), dtype=torch.float64):
+def heads(seed, tokens, counts=(6, 2, 2), dtype=torch.float64, width=WIDTH):
     generator = torch.Generator().manual_seed(seed)
     # As models have them: token by token in memory.
     return [
-        torch.randn(tokens, count, WIDTH, generator=generator, dtype=dtype).transpose(0, 1).requires_grad_()
+        torch.randn(tokens, count, width, generator=generator, dtype=dtype).transpose(0, 1).requires_grad_()
         for count in counts
     ]
 
@@ -48,9 +48,9 @@ def assert_equal(found, expected, inputs, tolerance=1e-10):
         torch.testing.assert_close(one, other, atol=10 * tolerance, rtol=0)
 
 
-def compare(bundles, window, counts, seed=0, dtype=torch.float64, tolerance=1e-10):
+def compare(bundles, window, counts, seed=0, dtype=torch.float64, tolerance=1e-10, width=WIDTH):
     tokens = sum(prompt + sum(rest) for prompt, rest in bundles)
-    inputs = heads(seed, tokens, counts, dtype)
+    inputs = heads(seed, tokens, counts, dtype, width)
     expected = stream_by_stream(bundles, *inputs, window)
     found = bundle_layout(bundles).attend(0, Heads(*inputs, 0.3, window))
     assert_equal(found, expected, inputs, tolerance)
@@ -63,6 +63,70 @@ BUNDLES = st.lists(st.tuples(st.integers(1, 70), st.lists(st.integers(1, 70), ma
 @given(BUNDLES, st.sampled_from([None, 1, 3, 40, 64, 1000]), st.sampled_from([(6, 2, 2), (3, 3, 3), (4, 1, 1)]))
 def test_equals_the_library_with_shared_prompts_windows_and_grouped_heads(bundles, window, counts):
     compare(bundles, window, counts)
+
+
+@pytest.fixture(scope="module")
+def compiled_attention():
+    if (kernel := attention_cpu._library(torch.float32)) is None:
+        pytest.skip("there is no C++ compiler, or no AVX2")
+    return kernel
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    BUNDLES,
+    st.sampled_from([None, 1, 3, 40, 64, 1000]),
+    st.sampled_from([(6, 2, 2), (3, 3, 3)]),
+    st.sampled_from([32, 96]),
+)
+def test_compiled_attention_equals_the_library(compiled_attention, bundles, window, counts, width):
+    compare(bundles, window, counts, dtype=torch.float32, tolerance=5e-6, width=width)
+
+
+@pytest.mark.parametrize("tokens", [200, attention_cpu.MOST_KEYS, attention_cpu.MOST_KEYS + 1])
+def test_compiled_attention_in_bfloat16_rounds_once(compiled_attention, tokens):
+    exact = heads(3, tokens, dtype=torch.bfloat16, width=64)
+    wide = [x.detach().double().requires_grad_() for x in exact]
+    above = torch.randn(6, tokens, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
+    layout = bundle_layout([(tokens, [])])
+    outputs = [layout.attend(0, Heads(*x, 0.125, None)) for x in (exact, wide)]
+    bound = 2**-9 if tokens <= attention_cpu.MOST_KEYS else 2**-7
+    assert (outputs[0] - outputs[1]).norm() < bound * outputs[1].norm()
+    mine, theirs = (
+        torch.autograd.grad(*pair) for pair in zip(outputs, (exact, wide), (above, above.double()), strict=True)
+    )
+    for one, other in zip(mine, theirs, strict=True):
+        assert (one - other).norm() < bound * other.norm()
+
+
+def test_compiled_sums_are_the_same_for_any_number_of_threads_and_other_segments(compiled_attention):
+    """Segments that share keys add to their gradients in one order; a segment's result is the same beside others."""
+    bundles = [(70, [33, 20, 41]), (129, [])]
+    inputs = heads(6, 293, dtype=torch.float32, width=64)
+    above = torch.randn(6, 293, 64, generator=torch.Generator().manual_seed(5))
+    found, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            out = bundle_layout(bundles).attend(0, Heads(*inputs, 0.125, None))
+            found.append([out, *torch.autograd.grad(out, inputs, above)])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(*pair) for other in found[1:] for pair in zip(found[0], other, strict=True))
+    last = [x.detach()[:, 164:] for x in inputs]
+    alone = bundle_layout([(129, [])]).attend(0, Heads(*last, 0.125, None))
+    assert torch.equal(alone, found[0][0][:, 164:])
+
+
+def test_compiled_attention_passes_numbers_that_are_not_finite_on(compiled_attention):
+    layout = bundle_layout([(40, [10, 10]), (30, [])])
+    for part in range(3):
+        inputs = [x.detach() for x in heads(7, 90, dtype=torch.float32, width=32)]
+        inputs[part][:, 45] = float("nan")  # in the first continuation, which the others do not see
+        out = layout.attend(0, Heads(*inputs, 0.3, None))
+        assert not out[:, 45].isfinite().any()
+        assert out[:, :40].isfinite().all()
+        assert out[:, 50:].isfinite().all()
 
 
 STREAMS = st.lists(st.lists(st.integers(1, 3), min_size=2, max_size=60), min_size=1, max_size=8)
