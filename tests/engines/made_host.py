@@ -40,5 +40,8 @@ class MadeHost:
         self.loaded["config"] = json.loads((Path(path) / "adapter_config.json").read_text())
         self.loaded["version"] = version
 
+    def receive_image(self, key, content):
+        self.loaded[key] = content
+
     def close(self):
         print("closed", flush=True)

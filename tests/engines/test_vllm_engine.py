@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import PretrainedConfig
 
 from posttrain.cli.main import main
 from posttrain.engines.factory import open_inference_engine
@@ -106,7 +107,7 @@ class MadePolicy:
     end_tokens = frozenset({2})
     recipe = SimpleNamespace(path="made", lora=None, trust_remote_code=False, router_replay=False)
     model = torch.nn.Linear(4, 4)
-    model.config = SimpleNamespace(max_position_embeddings=64)
+    model.config = PretrainedConfig(max_position_embeddings=64)
     device = torch.device("cpu")
     number = 5.0
     version = 0
@@ -428,6 +429,14 @@ def test_weights_cross_as_bytes(served, tmp_path):
     assert host.loaded["config"] == {"r": 4}
     assert host.loaded["version"] == 3
     store.close()
+
+
+def test_images_cross_as_bytes(served):
+    host, url = served
+    content = bytes(range(256)) * 10_000
+    replica = ServerReplica("remote", url, "secret", 5, same_machine=False)
+    asyncio.run(replica.call("receive_image", key="0123456789ab", content=content))
+    assert host.loaded["0123456789ab"] == content
 
 
 def test_an_answer_without_waiters_is_cancelled(served):

@@ -29,6 +29,7 @@ CLASSES = {
         "pause_generation": ["mode", "clear_cache"],
         "resume_generation": [],
         "reset_prefix_cache": ["reset_running_requests"],
+        "reset_encoder_cache": [],
         "sleep": ["level"],
         "wake_up": ["tags"],
         "add_lora": ["lora_request"],
@@ -48,6 +49,12 @@ CLASSES = {
         "finish_weight_update": [],
         "shutdown": [],
     },
+    ("multimodal/inputs.py", "MultiModalKwargsItem"): {"get_data": []},
+    ("multimodal/inputs.py", "MultiModalKwargsItems"): {"from_hf_inputs": ["hf_inputs", "config_by_key"]},
+    ("multimodal/processing/processor.py", "BaseMultiModalProcessor"): {
+        "_get_mm_fields_config": ["hf_inputs", "hf_processor_mm_kwargs"],
+    },
+    ("renderers/base.py", "BaseRenderer"): {"get_mm_processor": []},
     ("distributed/weight_transfer/factory.py", "WeightTransferEngineFactory"): {
         "register_engine": ["name", "module_path_or_cls", "class_name"],
     },
@@ -59,10 +66,11 @@ FIELDS = {
     ("engine/arg_utils.py", "EngineArgs"): sorted(
         {
             *engine_arguments(Settings("m", tensor_parallel=2), has_gpu=True),
-            *engine_arguments(Settings("m", adapter_rank=8, router_replay=True), has_gpu=False),
+            *engine_arguments(Settings("m", adapter_rank=8, router_replay=True, images=True), has_gpu=False),
         }
         - {"enable_log_requests"}
     ),
+    ("multimodal/inputs.py", "PlaceholderRange"): ["offset", "length", "is_embed"],
     ("outputs.py", "CompletionOutput"): ["token_ids", "logprobs", "routed_experts"],
     ("sampling_params.py", "SamplingParams"): [
         *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop_token_ids", "ignore_eos"),
@@ -73,6 +81,7 @@ FUNCTIONS = {
     "model_executor/model_loader/reload/layerwise.py": [
         *("initialize_layerwise_reload", "finalize_layerwise_reload", "get_layerwise_info"),
     ],
+    "inputs/engine.py": ["mm_input"],
     "lora/request.py": ["LoRARequest"],
     "model_executor/layers/vocab_parallel_embedding.py": ["VocabParallelEmbedding", "ParallelLMHead"],
 }

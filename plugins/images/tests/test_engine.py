@@ -8,11 +8,13 @@ import pytest
 import torch
 from plugins.images.tests.conftest import part, picture, text
 from plugins.images.tests.tiny import FAMILIES
+from safetensors.torch import load
 
 from posttrain.data.messages import messages_of
 from posttrain.data.rendering import Renderer
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Request
+from posttrain.images import FIRST, KEY_DIGITS, first_id
 from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.rollout.transcript import TokenTranscript
 
@@ -60,3 +62,21 @@ def test_the_engine_samples_with_the_probabilities_of_the_learner(policy_of, fam
     sampled = np.concatenate([s.rollout_logprobs[s.sampled] for s in streams])
     assert np.abs(learned.numpy() - sampled).max() < 1e-4
     assert engine.counters.reused > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_engines_get_placeholders_and_processed_images(policy_of, family):
+    """Spans of placeholders and inputs of the encoder are those of the ids."""
+    policy = policy_of(family)
+    images = policy.tokenizer.images
+    ids = Renderer(policy.tokenizer, policy.end_tokens).prompt(observation(picture(), picture(90, 48)))
+    placed = images.placed(ids)
+    assert [token for token in placed["prompt_ids"] if token != images.token] == [one for one in ids if one < FIRST]
+    for place in placed["images"]:
+        inside = [token for start, stop in place["spans"] for token in ids[start:stop]]
+        key = place["key"][:KEY_DIGITS]
+        assert inside == [first_id(key) + number for number in range(images.processed(key).tokens)]
+        sent = load(images.content(place["key"]))
+        for name, tensor in images.processed(key).inputs.items():
+            assert torch.equal(sent[name].reshape(tensor.shape), tensor)
+    assert len({place["key"] for place in placed["images"]}) == 2

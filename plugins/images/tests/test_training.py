@@ -140,8 +140,8 @@ def test_what_is_not_supported_is_refused_by_name(policy_of, model_of, tmp_path,
     from posttrain.publishing.gguf import write_gguf
     from posttrain.recipe.hardware import HardwareRecipe
 
-    with pytest.raises(InputError, match="vllm does not sample here for models that read images"):
-        VllmEngine(policy_of("idefics3"))
+    with pytest.raises(InputError, match=r"engine\.type: vllm does not sample .* of gemma3 .* set it to local"):
+        VllmEngine(policy_of("gemma3"))
     with pytest.raises(InputError, match="not idefics3"):
         write_gguf(model_of("idefics3"), tmp_path / "model.gguf", "f16", "model")
     alone = world.current_world()

@@ -66,7 +66,7 @@ def make_config(family: str, tokenizer, hidden: int = 32, layers: int = 2):
     """A configuration with two layers in the decoder and two in the encoder."""
     import transformers
 
-    number = tokenizer.convert_tokens_to_ids
+    number, scale = tokenizer.convert_tokens_to_ids, hidden // 32
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": hidden,
@@ -125,12 +125,17 @@ def make_config(family: str, tokenizer, hidden: int = 32, layers: int = 2):
     }
     vision = {"depth": layers, "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_heads": 4, "patch_size": 8}
     if family == "qwen2_5_vl":
-        rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+        rope = {"rope_type": "default", "mrope_section": [scale, scale, 2 * scale], "rope_theta": 10000.0}
         vision |= {"out_hidden_size": hidden, "window_size": 32, "fullatt_block_indexes": [layers - 1]}
         return transformers.Qwen2_5_VLConfig(
             text_config={**text, "rope_parameters": rope}, vision_config=vision, **tokens, **shared
         )
-    rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True, "rope_theta": 10000.0}
+    rope = {
+        "rope_type": "default",
+        "mrope_section": [2 * scale, scale, scale],
+        "mrope_interleaved": True,
+        "rope_theta": 10000.0,
+    }
     vision |= {"out_hidden_size": hidden, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
     return transformers.Qwen3VLConfig(
         text_config={**text, "rope_parameters": rope}, vision_config=vision, **tokens, **shared

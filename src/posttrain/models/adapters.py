@@ -80,13 +80,11 @@ def coverage_warnings(model: torch.nn.Module) -> list[str]:
 
 
 def adapted_beside_layers(model: torch.nn.Module) -> list[str]:
-    """Names of adapted parameters of experts, of embeddings and of the output projection."""
+    """Names of adapted parameters of experts, of embeddings, of the output projection and of an encoder of images."""
     base = transformer(model)
-    ends = (base.get_input_embeddings(), base.get_output_embeddings())
+    inside = {id(module) for module in base.get_decoder().modules() if module is not base.get_input_embeddings()}
     return [
-        name
-        for name, module in _adapted(base).items()
-        if hasattr(module, "parameter_name") or any(module is end for end in ends)
+        name for name, module in _adapted(base).items() if hasattr(module, "parameter_name") or id(module) not in inside
     ]
 
 

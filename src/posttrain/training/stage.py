@@ -195,7 +195,7 @@ def with_engine(recipe: StageRecipe, console: Console) -> StageRecipe:
     elif find_spec("vllm") is None:
         reason = "vLLM is not installed here; install it, or set engine.type=vllm and engine.python to an interpreter with it"
     elif family_of(recipe.model) is not None:
-        reason = "vLLM does not sample here for models that read images"
+        reason = "vLLM with images was run on processors only; set engine.type=vllm to try it here"
     elif world.size > world.local_size:
         reason = "vLLM servers of a run are on one machine; on several, set hardware.ray"
     elif (Path(recipe.model.path).expanduser() / "adapter_config.json").is_file():

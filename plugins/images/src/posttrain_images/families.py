@@ -35,6 +35,8 @@ class Family:
     """Whether features of images are also added after the first layers."""
     both_ways: bool = False
     """Whether the tokens of an image attend to each other in both directions."""
+    not_in_vllm: str = ""
+    """Why vLLM does not sample for its models; empty if it does."""
 
     def at(self, path: str) -> "Family | None":
         """This family if the model at `path` has an image processor; None for one that is only its text."""
@@ -62,7 +64,9 @@ class Family:
                 f"model.path: {path} has no image processor that transformers can load ({type(error).__name__}: "
                 f"{str(error).splitlines()[0] if str(error) else ''}); complete its files, or install what the error names"
             ) from error
-        return Images(processor, self.inputs, self.axis, files)
+        images = Images(processor, self.inputs, self.axis, files)
+        images.not_in_vllm = self.not_in_vllm
+        return images
 
     def _processor(self, encoder: Any, tokenizer: Any, length: int | None) -> Any:
         """The processor without its part for videos, which needs torchvision. `length`: its tokens of a tile, if set."""
@@ -126,4 +130,5 @@ GEMMA3 = Family(
     ("pixel_values",),
     token_types="token_type_ids",
     both_ways=True,
+    not_in_vllm="on a processor, its kernels let no token of an image of gemma3 attend to a later one, and on a GPU it was not tried",
 )

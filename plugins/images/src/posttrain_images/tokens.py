@@ -4,6 +4,7 @@ The text that the processor of transformers writes for an image is tokenized tog
 then become the ids of the image (`posttrain.images`).
 """
 
+import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save
 
 from posttrain.errors import InputError
-from posttrain.images import FIRST, MARK, TOKEN_BITS, decoding, first_id, mark
+from posttrain.images import FIRST, KEY_DIGITS, MARK, TOKEN_BITS, decoding, first_id, key_of, mark, number_of
 from posttrain_images.store import keep, load
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -64,9 +66,12 @@ class Images:
         self.token = int(processor.image_token_ids[0])
         """The id of each placeholder in the processor's text."""
         lengths = [getattr(processor, name, None) for name in ("image_seq_len", "image_seq_length")]
+        self.not_in_vllm = ""
+        """Why vLLM does not sample for the model; empty if it does."""
         self.gate_keys: set[str] = set()
         """Keys of images that are no data."""
         self._name = repr((type(processor).__name__, processor.image_processor.to_dict(), lengths))
+        self._digest = hashlib.blake2b(self._name.encode(), digest_size=4).hexdigest()
 
     def __repr__(self) -> str:
         """What the tokens of an image depend on."""
@@ -107,6 +112,29 @@ class Images:
         """The inputs of the encoder for several images, in their order."""
         each = [self.processed(key).inputs for key in keys]
         return {name: torch.cat([one[name] for one in each], self.axis).to(device) for name in each[0]}
+
+    def placed(self, ids: Sequence[int]) -> dict[str, Any]:
+        """A prompt for an engine elsewhere: `prompt_ids` with placeholders, and `images` with the key of each image and the
+        spans [start, stop) of its placeholders."""
+        places: list[dict[str, Any]] = []
+        for at, token in enumerate(ids):
+            if token < FIRST:
+                continue
+            if number_of(token) == 0:
+                places.append({"key": key_of(token) + self._digest, "spans": [[at, at]]})
+            spans = places[-1]["spans"]
+            if spans[-1][1] != at:
+                spans.append([at, at])
+            spans[-1][1] += 1
+        return {"prompt_ids": [self.token if token >= FIRST else token for token in ids], "images": places}
+
+    def content(self, key: str) -> bytes:
+        """The inputs of the encoder for the image of a key of `placed`, as vLLM names them, in a safetensors file."""
+        inputs = self.processed(key[:KEY_DIGITS]).inputs
+        if "image_grid_thw" not in inputs:
+            inputs = {name: tensor.squeeze(0) if self.axis else tensor for name, tensor in inputs.items()}
+            inputs["num_patches"] = torch.tensor([len(inputs["pixel_values"])])
+        return save({name: tensor.contiguous() for name, tensor in inputs.items()})
 
     def encode(self, text: str, encode: Callable[[str], Any]) -> Any:
         """The encoding of text with marks by `encode`, in which placeholders have the ids of the images. InputError if a

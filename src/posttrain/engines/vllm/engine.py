@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -66,6 +66,8 @@ class _ReplicaState:
     load: int = 0
     """Episodes assigned to the replica, and requests outside episodes."""
     alive: bool = True
+    sending: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    """Images that are being sent, by their keys."""
 
 
 class VllmEngine:
@@ -93,8 +95,6 @@ class VllmEngine:
         """
         recipe = section(VllmEngineRecipe, recipe, **settings)
         refuse_transfer(recipe, policy)
-        if hasattr(policy.tokenizer, "images"):
-            raise InputError("engine.type: vllm does not sample here for models that read images; set it to local")
         if replicas is None:
             replicas = _make_replicas(recipe, settings_of(policy, recipe), None) if current_world().is_rank0 else []
         self.policy = policy
@@ -152,8 +152,9 @@ class VllmEngine:
 
     async def generate(self, request: Request) -> Completion:
         """Sample one completion. If the replica dies, the request is sent again with the same seed."""
+        images = getattr(self.policy.tokenizer, "images", None)
         job = {
-            "prompt_ids": list(request.prompt_ids),
+            **({"prompt_ids": list(request.prompt_ids)} if images is None else images.placed(request.prompt_ids)),
             "seed": request.seed,
             "max_tokens": request.max_tokens,
             "end_tokens": sorted(self.policy.end_tokens),
@@ -241,7 +242,7 @@ class VllmEngine:
         for attempt in range(self.recipe.retries + 1):
             starts = state.starts
             try:
-                return await state.detector.run(state.replica.call("generate", job=job))
+                return await state.detector.run(self._ask(state, job))
             except EngineRefused as error:
                 raise RunError(f"{state.replica.name} refused a request: {error}") from error
             except EngineDied as error:
@@ -253,6 +254,26 @@ class VllmEngine:
                 self.retried += 1
                 await self._restart(state, starts, str(error))
         raise AssertionError("the last attempt returns or raises")
+
+    async def _ask(self, state: _ReplicaState, job: dict[str, Any]) -> dict[str, Any]:
+        """The answer of the replica, which gets the images that it lacks."""
+        while "missing" in (result := await state.replica.call("generate", job=job)):
+            await asyncio.gather(*(self._send_image(state, key) for key in result["missing"]))
+        return result
+
+    async def _send_image(self, state: _ReplicaState, key: str) -> None:
+        """Send an image, once for all requests that wait for it."""
+
+        async def send() -> None:
+            try:
+                content = await asyncio.to_thread(self.policy.tokenizer.images.content, key)
+                await state.replica.call("receive_image", key=key, content=content)
+            finally:
+                del state.sending[key]
+
+        if key not in state.sending:
+            state.sending[key] = asyncio.ensure_future(send())
+        await asyncio.shield(state.sending[key])
 
     # -- dead replicas ------------------------------------------------------------------------------------------------
 
@@ -522,9 +543,15 @@ def settings_of(
         )
     if recipe.adapters == "adapter_only" and (others := adapted_beside_layers(policy.model)):
         raise InputError(
-            f"engine.adapters: adapter_only sends adapters of the linear modules of layers, and {others[0]} is none; use merged"
+            f"engine.adapters: adapter_only sends adapters of the decoder's linear modules, and {others[0]} is none; use merged"
         )
-    limit = getattr(policy.model.config, "max_position_embeddings", None)
+    images = getattr(policy.tokenizer, "images", None)
+    if images is not None and images.not_in_vllm:
+        raise InputError(
+            f"engine.type: vllm does not sample for this model, because {images.not_in_vllm}; set it to local"
+        )
+    config: Any = policy.model.config
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     context = recipe.max_model_len or max_context or limit or 0
     if limit is not None and context > limit:
         raise InputError(
@@ -549,6 +576,7 @@ def settings_of(
         deterministic=torch.are_deterministic_algorithms_enabled(),
         router_replay=policy.recipe.router_replay,
         threads=recipe.threads or 0,
+        images=images is not None,
     )
 
 

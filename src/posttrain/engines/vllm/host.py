@@ -28,6 +28,8 @@ class Host:
         self._adapter: Any = None
         self._tokenizer: Any = None
         """The tokenizer of the model's files, loaded for the first request with stop strings."""
+        self._images: Any = None
+        """The images that were received, for a model that reads images."""
 
     @classmethod
     async def open(cls, settings: Settings) -> "Host":
@@ -41,8 +43,14 @@ class Host:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         has_gpu = bool(current_platform.is_cuda_alike())
+        if settings.images:
+            from posttrain.engines.vllm.images import ReceivedImages, check_packages
+
+            check_packages(settings.model, settings.trust_remote_code)
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(settings, has_gpu)))
         host = cls(settings, engine, has_gpu)
+        if settings.images:
+            host._images = ReceivedImages(engine.renderer.get_mm_processor(), engine.model_config.dtype)
         await engine.collective_rpc("end_with_parent", args=(os.getpid(),))
         return host
 
@@ -62,9 +70,10 @@ class Host:
         return bool(self.engine.errored)
 
     async def generate(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Sample one completion.
+        """Sample one completion. Of images that were not received, only the keys are returned, as `missing`.
 
-        `job`: `prompt_ids`, `seed`, `max_tokens`, `end_tokens`, `stop_strings` and the keys of the sampling settings.
+        `job`: `prompt_ids`, `seed`, `max_tokens`, `end_tokens`, `stop_strings` and the keys of the sampling settings;
+        `images`: the key of each image in the prompt, and the spans [start, stop) of its placeholders.
         Returns `ids` including the stopping token, `logprobs` and weight `versions` per token, `stop_reason`, and
         `reused`, the number of prompt tokens found in the cache. With `router_replay` also `experts`: the shape of the experts of
         each token and layer, and their numbers as base64 of uint16; vLLM does not return those of an answer that a stop string
@@ -101,7 +110,11 @@ class Host:
         versions: list[int] = []
         reason, reused, experts = None, 0, None
         ends = frozenset(job["end_tokens"])
-        prompt = {"prompt_token_ids": job["prompt_ids"]}
+        prompt: Any = {"prompt_token_ids": job["prompt_ids"]}
+        if places := job.get("images"):
+            if missing := self._images.missing(places):
+                return {"missing": missing}
+            prompt = self._images.prompt(job["prompt_ids"], places)
         async for output in self.engine.generate(prompt, parameters, name, lora_request=adapter):
             reused = max(reused, output.num_cached_tokens or 0)
             part = output.outputs[0]
@@ -131,6 +144,10 @@ class Host:
             )
         known = {} if experts is None else {"experts": experts}
         return {"ids": ids, "logprobs": logprobs, "versions": versions, "stop_reason": reason, "reused": reused} | known
+
+    def receive_image(self, key: str, content: bytes) -> None:
+        """Keep an image for later requests. `content`: the inputs of the encoder as a safetensors file."""
+        self._images.put(key, content)
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -217,6 +234,9 @@ class Host:
         self._asleep = False
         # Keys and values of the old weights are recomputed, including those of requests in flight.
         await self.engine.reset_prefix_cache(reset_running_requests=True)
+        if self.settings.images:
+            await self.engine.reset_encoder_cache()
+            self._images.settle()
         self.version = version
         if self._paused:
             await self.engine.resume_generation()

@@ -189,12 +189,14 @@ class ServerReplica:
             actual, needed = info[key], getattr(self.required, key)
             if actual != needed:
                 raise RunError(f"{self.name} was started with --{option} {actual}, but the recipe needs {needed}")
-        for key, cause in (("deterministic", "hardware.deterministic"), ("router_replay", "model.router_replay")):
+        for key, cause in (
+            ("deterministic", "hardware.deterministic is true"),
+            ("router_replay", "model.router_replay is true"),
+            ("images", "the model reads images"),
+        ):
             if getattr(self.required, key) and not info[key]:
                 option = key.replace("_", "-")
-                raise RunError(
-                    f"{self.name} was started without --{option}, but {cause} is true; start it again with it"
-                )
+                raise RunError(f"{self.name} was started without --{option}, but {cause}; start it again with it")
         if 0 < info["max_model_len"] < self.required.max_model_len:
             raise RunError(
                 f"{self.name} was started with --max-model-len {info['max_model_len']}, but the recipe needs "
@@ -202,9 +204,13 @@ class ServerReplica:
             )
 
     async def call(self, name: str, **arguments: Any) -> Any:
-        """The result of the method `name` of `Host`. Weights and adapters are sent as paths or, elsewhere, as contents."""
-        content: bytes | Path = json.dumps(arguments, default=str).encode()
+        """The result of the method `name` of `Host`. Weights and adapters are sent as paths or, elsewhere, as contents, and
+        images as contents."""
         headers = self._headers
+        if name == "receive_image":
+            headers = headers | {"content-type": "application/octet-stream", "x-image": arguments["key"]}
+            return (await http_request(self.url, f"/{name}", headers, arguments["content"]))["result"]
+        content: bytes | Path = json.dumps(arguments, default=str).encode()
         if not self.same_machine and name in ("receive_weights", "load_adapter"):
             content = path = Path(arguments["path"])
             headers = headers | {"content-type": "application/octet-stream"}

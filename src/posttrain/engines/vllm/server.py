@@ -88,6 +88,8 @@ class Server:
             await _write_body(receive, folder / "adapter_model.safetensors")
             await self.host.load_adapter(str(folder), int(headers["x-version"]))
             return None
+        if uploaded and name == "receive_image":
+            return self.host.receive_image(headers["x-image"], b"".join([part async for part in _parts(receive)]))
         arguments = json.loads(b"".join([part async for part in _parts(receive)]) or b"{}")
         if self.trusts_paths and name in ("receive_weights", "load_adapter"):
             self.trainer_folders.add(Path(arguments["path"]).parent)

@@ -55,6 +55,8 @@ class Settings:
     """Return the experts of each token (`model.router_replay`)."""
     threads: int = 0
     """On a CPU: number of unbound threads; 0: one thread bound to each core."""
+    images: bool = False
+    """Accept images, whose encoder inputs the trainer makes."""
 
 
 def engine_arguments(settings: Settings, has_gpu: bool) -> dict[str, Any]:
@@ -99,6 +101,10 @@ def engine_arguments(settings: Settings, has_gpu: bool) -> dict[str, Any]:
             del arguments["max_num_batched_tokens"]
     if settings.cache_gigabytes or not has_gpu:
         arguments["kv_cache_memory_bytes"] = int((settings.cache_gigabytes or 2.0) * GIB)
+    if settings.images:
+        # Images arrive normalized, and a cache of processed ones would be a second one. vLLM's processor needs a tokenizer.
+        arguments |= {"mm_device_do_normalize": False, "mm_processor_cache_gb": 0, "skip_tokenizer_init": False}
+        arguments["skip_mm_profiling"] = not has_gpu
     if settings.router_replay:
         arguments["enable_return_routed_experts"] = True
     if settings.adapter_rank:
