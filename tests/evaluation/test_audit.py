@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import time
 from pathlib import Path
 
 import numpy as np
@@ -249,6 +250,8 @@ def test_an_audit_plays_the_tasks_of_the_evaluations(place, environment, changed
     ("words", "keys"),
     [
         (["audit.environment.foo=1"], ["audit.environment.foo"]),
+        (["audit.reward=exact"], ["audit.reward", "audit.environment.reward"]),
+        (["guards.thresholds.max_failed=-1"], ["guards.thresholds.max_failed is -1", "equal to 0"]),
         (["audit.environment.foo=1", "export=best_by_audit"], ["audit.environment.foo"]),
         (["guards.thresholds.max_zero_grops=1"], ["guards.thresholds.max_zero_grops", "max_zero_groups"]),
         (
@@ -267,6 +270,18 @@ def test_a_message_names_the_key_and_nothing_else(words, keys):
     message = str(error.value)
     assert all(key in message for key in keys), message
     assert len(message.splitlines()) == 1
+
+
+def slow(prompt, answer, **row):
+    time.sleep(0.05)
+    return length(prompt, answer)
+
+
+def test_the_time_of_the_audit_is_that_of_the_evaluation(tiny_model, tmp_path):
+    result = run(tiny_model, tmp_path, "slow", audit={"environment": {"reward": register_reward(slow)}})
+    spent = sum(line.get("time/evaluation", 0) for line in read_metrics(result.run / "metrics.jsonl"))
+    audited = [line["audit/n"] for line in read_metrics(result.run / "metrics.jsonl") if line["kind"] == "audit"]
+    assert spent > 0.05 * sum(audited) / 16  # that many at a time
 
 
 def negative(prompt, answer, **row):
@@ -328,7 +343,9 @@ def test_an_audit_that_fails_gives_no_verdict(tiny_model, tmp_path, failing, sco
     lines = list(read_metrics(result.run / "metrics.jsonl"))
     assert [line["step"] for line in lines if line["kind"] == "audit"] == scored
     assert scored != [0] or result.best_step == 0
-    assert [line["step"] for line in lines if line["kind"] == "warning" and "no score" in line["message"]] == [1, 2]
+    warned = [line for line in lines if line["kind"] == "warning"]
+    assert [line["step"] for line in warned if "no score" in line["message"]] == [1, 2]
+    assert [line["step"] for line in warned if "1 of 3 evaluations" in line["message"]] == [2] * (scored == [0])
 
 
 @pytest.mark.parametrize(("scorer", "sign"), [(length, 1), (negative, -1)])

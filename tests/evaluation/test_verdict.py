@@ -225,9 +225,15 @@ def test_the_first_reason_follows_from_the_metrics(tmp_path, monkeypatch, keys, 
 
 
 @pytest.mark.parametrize(
-    ("metric", "n", "text"), [("return", 11, "11 of 24 tasks"), ("success", 24, "13 of 24 episodes")]
+    ("metric", "n", "text", "outcome"),
+    [
+        ("return", 11, "11 of 24 tasks", UNSHOWN),
+        ("return", 22, "22 of 24 tasks", IMPROVED),
+        ("success", 24, "13 of 24 episodes", IMPROVED),
+    ],
 )
-def test_a_verdict_on_failed_episodes_says_so(tmp_path, monkeypatch, metric, n, text):
+def test_a_verdict_on_failed_episodes_says_so(tmp_path, monkeypatch, metric, n, text, outcome):
+    """One that more than a tenth of the tasks are missing from shows nothing."""
     run = RunDirectory.create(load_recipe([], [f"runs={tmp_path}", "environment.type=bandit"], "rl"))
     policies = [("start", 0), ("trained", 13)]
     lines = [
@@ -246,5 +252,5 @@ def test_a_verdict_on_failed_episodes_says_so(tmp_path, monkeypatch, metric, n, 
     run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     sides = [item_means("rate", ((str(task), value) for task in range(n))) for value in (0.0, 1.0)]
     monkeypatch.setattr(verdict, "_measured", lambda *_: tuple(MetricResult(metric, one) for one in sides))
-    assert run_verdict(run).outcome == IMPROVED
+    assert run_verdict(run).outcome == outcome
     assert text in run_verdict(run).sentence

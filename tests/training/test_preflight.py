@@ -3,9 +3,10 @@
 import pytest
 
 import posttrain
+from posttrain.environments.protocol import Environment
 from posttrain.models.gate import exactness
 from posttrain.models.policy import Policy
-from posttrain.recipe.components import environment_recipe
+from posttrain.recipe.components import environment_class, environment_recipe
 from posttrain.runs.metrics import read_metrics
 from posttrain.training.tasks import first_episodes
 
@@ -45,10 +46,21 @@ def test_a_run_stores_its_exactness_and_its_first_episodes(tiny_model, tmp_path)
     assert "of the random policy 50.0%" in episodes["message"]
     [warning] = [line for line in result.warnings if "no signal" in line]
     assert "no answer has the right form" in warning
-    assert "`posttrain sft environment.type=bandit name=warm`" in warning
+    assert f"`posttrain sft model.path={tiny_model} environment.type=bandit name=warm`" in warning
     report = (result.run / "report.md").read_text()
     assert exact["message"] in report
     assert episodes["message"] in report
+
+
+def test_the_command_warms_this_model_up_on_these_tasks(monkeypatch):
+    """Without an expert, answers come from rows."""
+    silent = MIXED | {"credit/zero_groups": 1.0, "rollout/success": 0.0}
+    lake = environment_recipe({"type": "frozen_lake", "size": 5, "slippery": False})
+    keys = "environment.type=frozen_lake environment.size=5 environment.slippery=false"
+    for words in (keys, "data.train=answers.jsonl"):
+        _, [warning] = first_episodes(lake, silent, {}, 1.0, [0.0], "tiny")
+        assert f"`posttrain sft model.path=tiny {words} name=warm`" in warning
+        monkeypatch.setattr(environment_class("frozen_lake"), "expert", Environment.expert)
 
 
 def constant(prompt, answer, **row):

@@ -194,7 +194,8 @@ def split_words(words: list[str], *options: str) -> tuple[list[str], list[str]]:
     for word in words:
         name = word.partition("=")[0]
         if word.startswith("--") and (near := difflib.get_close_matches(name, [*_OPTIONS, *options], 1, 0.8)):
-            raise InputError(f"there is no option {name} here; the nearest is {near[0]}")
+            hint = "" if near[0] == name else f"; the nearest is {near[0]}"
+            raise InputError(f"there is no option {name} here{hint}")
     sources, overrides = [], []
     remaining = iter(words)
     for word in remaining:

@@ -98,7 +98,8 @@ class Look:
             f"{name} {change.before:.3f} to {change.after:.3f}"
             for name, change in (("reward", self.reward), ("audit", self.audit))
         )
-        return f"audit: {self.verdict} ({changes}; n = {self.n}; largest gaps: seeds {', '.join(self.apart)})"
+        gaps = f"; largest gaps: seeds {', '.join(self.apart)}" if self.apart else ""
+        return f"audit: {self.verdict} ({changes}; n = {self.n}{gaps})"
 
 
 def least_tasks(looks: int) -> int:
@@ -131,7 +132,7 @@ def look(
     if changes[0].rose(level):
         behind = Change.of(gains[1], share * gains[0]).rose(2 * level) and np.ptp(audit) > 0
         verdict = BOTH if changes[1].rose(level) else REWARD if behind else UNDECIDED
-    widest = np.argsort(gains[1] - gains[0])[:_SHOWN]
+    widest = [at for at in np.argsort(gains[1] - gains[0])[:_SHOWN] if gains[0][at] > gains[1][at]]
     shown = {tasks[at]: (reward[:, at].tolist(), audit[:, at].tolist()) for at in widest}
     both = Change.of(none, gains[0]).difference, Change.of(none, gains[1]).difference
     return Look(verdict, *changes, both, len(tasks), shown)

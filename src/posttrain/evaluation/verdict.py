@@ -24,6 +24,8 @@ from posttrain.runs.tables import IMPROVED, NOTHING, START, TRAINED, UNIMPROVED,
 
 REASONS = 3
 """Number of probable reasons."""
+LOST = 0.1
+"""Share of the held-out items that may be missing from a verdict."""
 SILENT = 0.5
 """Share of groups. If as many have no credit, training lacks a signal."""
 
@@ -38,23 +40,27 @@ def run_verdict(run: RunDirectory) -> Verdict | None:
 
     The final data is tested at 5%, two-sided; no checkpoint was selected on it. A run whose best checkpoint is the starting
     model has learned nothing, whatever the test, and so has one of which only the reward rose, by the audit of the
-    exported checkpoint. Of others, tests of fewer than `FEWEST` items show nothing.
+    exported checkpoint. Of others, tests of fewer than `FEWEST` items show nothing, and neither do those that more than `LOST` of
+    the items are missing from, which are not a random part.
     """
     log = read_log(run.metrics)
     recipe: Any = run.load_recipe(to_run=True)
-    test, text, count = None, "", FEWEST
+    test, text, count, lost = None, "", FEWEST, 0.0
     if (pair := _measured(run, getattr(recipe.evaluation, "metric", None))) is not None:
         before, after = pair
         items = sorted(before.scores.items.keys() & after.scores.items.keys())
         if (count := len(items)) > 1:
             test = paired_test(before.name, before.better, [before.scores], [after.scores], items)
             test = test.with_correction(test.p)
-            text = f"{_change(test)} on {counted(test.n, 'held-out task')}{_lost(log, test)}"
+            what, lost = _lost(log, test)
+            text = f"{_change(test)} on {counted(test.n, 'held-out task')}{what}"
     if any(line.get("chosen") == UNIMPROVED for line in log):
         by = " by the audit" if getattr(recipe, "export", None) == BY_AUDIT else ""
         return Verdict(NOTHING, f"Nothing was learned{by}: {UNIMPROVED}.", _reasons(log, recipe, test))
     if count < FEWEST:
         return Verdict(UNSHOWN, f"Not shown: {'; '.join([*filter(None, [text]), *recipe.too_few(count)])}.")
+    if lost > LOST:
+        return Verdict(UNSHOWN, f"Not shown: {text}; correct the environment, then evaluate again.")
     if test is None:
         return None
     exported = next((line.get("best_step") for line in log if line["kind"] == "final"), None)
@@ -65,6 +71,20 @@ def run_verdict(run: RunDirectory) -> Verdict | None:
         return Verdict(IMPROVED, f"The model improved: {text}.")
     words = {None: (NOTHING, "Nothing was learned"), "A": (WORSE, "The model got worse")}[test.better_side]
     return Verdict(words[0], f"{words[1]}: {text}.", _reasons(log, recipe, test))
+
+
+def unaudited(metrics: Path | Log) -> str:
+    """The evaluations among which `export: best_by_audit` cannot choose; empty if there are none."""
+    log = metrics if isinstance(metrics, Log) else read_log(metrics)
+    steps = [{line["step"] for line in log if line["kind"] == kind} for kind in ("evaluation", "audit")]
+    missed = sorted(steps[0] - steps[1])
+    return (
+        missed
+        and (
+            f"export: best_by_audit chooses among {len(steps[1])} of {len(steps[0])} evaluations, since the audit did not score "
+            f"enough tasks at step {', '.join(map(str, missed[:3]))}{' ...' * (len(missed) > 3)}; correct audit"
+        )
+    ) or ""
 
 
 def _measured(run: RunDirectory, metric: str | None) -> tuple[MetricResult, MetricResult] | None:
@@ -82,18 +102,17 @@ def _measured(run: RunDirectory, metric: str | None) -> tuple[MetricResult, Metr
     return before[0], after[0]
 
 
-def _lost(log: Log, test: PairedTest) -> str:
-    """What the failed episodes of the final data do to the test; empty if none failed."""
+def _lost(log: Log, test: PairedTest) -> tuple[str, float]:
+    """What the failed episodes of the final data do to the test, empty if none failed, and the share of tasks not measured."""
     finals = {line.get("policy"): line for line in log if line["kind"] in ("baseline", "final")}
     sides = [finals[policy] for policy in (START, TRAINED) if finals.get(policy, {}).get("failed")]
     if not sides:
-        return ""
+        return "", 0.0
     if test.n < (tasks := max(int(side["n"]) for side in sides)):
-        return f"; {test.n} of {tasks} tasks were measured, the others failed"
+        return f"; {test.n} of {tasks} tasks were measured, the others failed", 1 - test.n / tasks
     failed, episodes = (sum(int(side[key]) for side in sides) for key in ("failed", "episodes"))
-    return f"; {failed} of {counted(episodes, 'episode')} failed" + (
-        " and count as unsuccessful" if test.metric == "success" else ""
-    )
+    counts = " and count as unsuccessful" if test.metric == "success" else ""
+    return f"; {failed} of {counted(episodes, 'episode')} failed{counts}", 0.0
 
 
 def _change(test: PairedTest) -> str:
@@ -156,13 +175,16 @@ def _of_run(log: Log, recipe: Any, test: PairedTest | None) -> Iterator[tuple[fl
     sampling = getattr(getattr(recipe, "rollout", None), "sampling", None)
     rows = getattr(getattr(recipe, "environment", None), "rows_key", None)
     if start >= 0.95:
-        yield 1.0, f"{start:.1%} succeed from the start, so little is left to learn; choose harder tasks in environment"
+        what = "tasks in environment" if hasattr(recipe, "environment") else "rows in data"
+        yield 1.0, f"{start:.1%} succeed from the start, so little is left to learn; choose harder {what}"
     elif silent >= SILENT and sampling is not None and sampling.temperature == 0:
         yield 2.0, "rollout.sampling.temperature is 0, so the episodes of a task are the same; set it to 1"
     elif rows and spread == 0 and first != 0 and not np.ptp(log.trained("rollout/return")[1]):
         yield 2.0, f"every training episode has the return {first:.4g}; let environment.reward tell answers apart"
     elif success <= 0.05 and silent >= SILENT and not broken:
         yield 1.0, f"training episodes succeed in {success:.1%}: the tasks are too hard; warm up with `posttrain sft`"
+    if getattr(recipe, "export", None) == BY_AUDIT and (missing := unaudited(log)):
+        yield 1.5, missing
     if test is not None and moved > 0 and test.difference.value <= 0:
         which = (
             "the audit of the best checkpoint"

@@ -127,6 +127,7 @@ GUARDS = (
         0.2,
         "the policy repeats the same token",
         "lower optimizer.learning_rate",
+        times=1.5,
     ),
     Guard(
         "max_same_answers",
@@ -187,7 +188,7 @@ class GuardRecipe(AlarmRecipe):
     patience: int = Field(5, ge=1)
     """Consecutive steps beyond a threshold before a guard triggers."""
     thresholds: dict[GuardKey, Annotated[float, Field(ge=0)] | None] = Field(_DEFAULTS, validate_default=True)
-    """Threshold of each guard; null: off. `max_zero_groups`: share of groups without credit, because all their episodes have the same return. `min_reward_spread`: mean standard deviation of returns within groups. `min_entropy`: mean entropy at sampled tokens, in nats. `max_gradient_norm`: before clipping; it must also be 10 times that of the first step. `max_repeated_share`: share of sampled tokens that repeat the token before them. `max_same_answers`: share of the most frequent answer. `max_truncated`: share of answers that a limit on tokens ended; it must also be 1.5 times that of the first step. `max_rejected`: share of answers that the environment cannot parse. `max_ratio_kl`: policy/kl_rollout_k3, nats per token. `max_failed`: share of failed episodes."""
+    """Threshold of each guard; null: off. `max_zero_groups`: share of groups without credit, because all their episodes have the same return. `min_reward_spread`: mean standard deviation of returns within groups. `min_entropy`: mean entropy at sampled tokens, in nats. `max_gradient_norm`: before clipping; it must also be 10 times that of the first step. `max_repeated_share`: share of sampled tokens that repeat the token before them; it must also be 1.5 times that of the first step. `max_same_answers`: share of the most frequent answer. `max_truncated`: share of answers that a limit on tokens ended; it must also be 1.5 times that of the first step. `max_rejected`: share of answers that the environment cannot parse. `max_ratio_kl`: policy/kl_rollout_k3, nats per token. `max_failed`: share of failed episodes."""
 
     @field_validator("thresholds", mode="after")
     @classmethod

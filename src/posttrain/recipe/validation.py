@@ -107,6 +107,10 @@ def _sentence(
         return f"{where}: {dotted}.type is {_show(tag)}{hint}; it must be {either(choices)}"
     info = _field(path[len(prefix) :], part, _value(given.values, prefix))
     words = allowed(info) if info is not None else problem["msg"]
+    if (
+        info is not None and typing.get_origin(info.annotation) is dict
+    ):  # a key that the user chose, such as a threshold
+        words = problem["msg"].removeprefix("Input should be ")
     sections = sections_of(info.annotation) if info is not None else []
     if problem["type"] == "missing":
         if len(sections) != 1:
@@ -154,6 +158,11 @@ def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[Bas
         return f"the nearest is {'.'.join((*section, close[0]))}"
     names = [key.path for key in keys_of(stage) if not prefix or not key.path.startswith(inside)]
     names += [key.path for key in keys_of(part, inside)] if prefix else []
+    inner = {key for one in around for key in one.model_fields}
+    for key in sorted(names, key=len) if section else ():
+        *sections, last = key.removeprefix(f"{'.'.join(section)}.").split(".")
+        if last == name and sections and sections[0] in inner:  # a section of this one, or of its kind
+            return f"the nearest is {'.'.join((*section, *sections, last))}"
     known_section = not section or any(key.startswith(f"{'.'.join(section)}.") for key in names)
     known = section and known_section and any(key.split(".")[-1] == name for key in names)
     if not known and (native := native_key(dotted, [key.path for key in keys_of(stage)])):

@@ -73,7 +73,11 @@ class Report:
             self.rows = read_samples(run)
             self.verdict = [
                 *(verdict.lines if verdict is not None else ()),
-                *(str(one["message"]) for one in audits[-1:]),
+                *(
+                    str(one["message"])
+                    for one in audits[-1:]
+                    if verdict is None or one["message"] not in verdict.reasons
+                ),
             ]
             audited = [one["step"] for one in audits[-1:] if is_file(audit_file(run.path, one["step"]))]
             self.tables = [*self.tables, *(audit_table(run.path, step) for step in audited)]

@@ -16,6 +16,7 @@ from posttrain.environments.protocol import EnvironmentFactory, ended_in
 from posttrain.episode import Episode, Outcome, Turn
 from posttrain.errors import InputError, RunError
 from posttrain.evaluation.audit import OF_REWARD, REWARD, AuditScores, least_tasks, look
+from posttrain.evaluation.verdict import LOST
 from posttrain.models.policy import Policy
 from posttrain.recipe.audit import AuditRecipe
 from posttrain.recipe.model import RewardSource
@@ -28,8 +29,6 @@ from posttrain.training.rows import stream_of
 
 _AT_ONCE = 16
 """Episodes that are scored at a time."""
-_MISSED = 0.1
-"""Share of the tasks that an audit may fail to score; those that it fails on are not a random part."""
 _ROWS = 64
 """Held-out rows whose prompts are answered."""
 
@@ -39,6 +38,8 @@ class Auditor:
 
     share = OF_REWARD
     """As in `look`."""
+    counted_by = "evaluation.seeds.count"
+    """The key with the number of tasks."""
 
     def __init__(
         self, recipe: AuditRecipe, policy: Policy, run: RunDirectory, looks: int, timeout: float | None, action: str
@@ -66,17 +67,19 @@ class Auditor:
             first = min(stored.step for stored in stored_steps(self.run.episodes) if stored.split == "evaluation")
             begun = self._episodes(first)
             self._first = first, begun, self._scored(begun)
+            if step != first:
+                self._notes.clear()  # of a resumed run, which has logged them
             least = least_tasks(self.looks)
             if (count := len(self._first[2][0])) < least:
                 self._notes.append(
-                    f"audit: {count} tasks cannot show anything in {self.looks} evaluations; evaluate at least {least}"
+                    f"audit: {count} tasks cannot show anything in {self.looks} evaluations; raise {self.counted_by} to {least} or more"
                 )
         first, begun, start = self._first
         episodes = begun if step == first else self._episodes(step)
         scored = start if step == first else self._scored(episodes)
         notes, self._notes = self._notes, []
         found = look(start, scored, self.looks, self.share)
-        if found is None or found.n < (1 - _MISSED) * len({episode.seed for episode in episodes}):
+        if found is None or found.n < (1 - LOST) * len({episode.seed for episode in episodes}):
             return {}, [*notes, f"audit: no verdict at step {step}, since too few tasks have a score"], False
         values = {"audit/reward": found.reward.after, "audit/score": found.audit.after, "audit/n": found.n}
         for name, gain in zip(("audit/reward_gain", "audit/score_gain"), found.gains, strict=True):
@@ -164,6 +167,7 @@ class AnswerAuditor(Auditor):
     """
 
     share = 0.0
+    counted_by = "data.held_out"
 
     def __init__(
         self,
@@ -185,13 +189,19 @@ class AnswerAuditor(Auditor):
             raise InputError(
                 f"audit.path: {path} has another tokenizer or chat template; train it from a model like model.path"
             )
-        self.policy, self.margins, self.max_tokens = policy, margins, max_tokens
+        self.policy, self.margins = policy, margins
         self.prompts = [row.streams[0].ids[: int(np.argmax(row.streams[0].trained))] for row in rows[:_ROWS]]
+        pairs = zip(rows, self.prompts, strict=False)
+        self.most = max((len(side.ids) - len(ids) for row, ids in pairs for side in row.streams), default=1)
+        """Tokens of an answer: those of the longest of the rows. A policy that does not end would take most of the run's time."""
+        self.max_tokens = max_tokens
         self.engine = LocalEngine(policy)
 
     def __call__(self, step: int) -> tuple[dict[str, Any], list[str], bool]:
         greedy = SamplingRecipe(temperature=0.0)
-        requests = [Request(tuple(ids.tolist()), greedy, 0, self.max_tokens - len(ids)) for ids in self.prompts]
+        requests = [
+            Request(tuple(ids.tolist()), greedy, 0, min(self.most, self.max_tokens - len(ids))) for ids in self.prompts
+        ]
 
         async def answers() -> list[Completion]:
             return await asyncio.gather(*(self.engine.generate(request) for request in requests))

@@ -165,7 +165,7 @@ def run_steps(c: StepComponents, recipe: SampledRecipe, resume: bool, console: C
                 if step == 1 and "rollout/episodes" in batch.metrics:
                     temperature, random = recipe.rollout.sampling.temperature, trainer.baseline("random")
                     message, no_signal = first_episodes(
-                        recipe.environment, batch.metrics, random, temperature, batch.returns
+                        recipe.environment, batch.metrics, random, temperature, batch.returns, recipe.model.path
                     )
                     trainer.preflight(step, message)
                     batch.warnings += no_signal

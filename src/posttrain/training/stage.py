@@ -256,7 +256,8 @@ def run_in_process(
                 "--overwrite"
             )
         held.enter_context(run.lock())
-        held.enter_context(run.recording_failure())
+        if not resume or has_state(run):  # an ended run has not failed if it cannot be continued
+            held.enter_context(run.recording_failure())
         return run
 
     with join_world(hardware, recipe.model.device) as world, ExitStack() as held:

@@ -1,6 +1,8 @@
 """Checks of a run's tasks before it starts. Importing this module does not import torch."""
 
+import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -8,13 +10,14 @@ from functools import partial
 from posttrain.data.held_out import TaskSplit
 from posttrain.data.problems import Problems
 from posttrain.data.rendering import Renderer
-from posttrain.environments.protocol import CallTimeout, completed, return_range
+from posttrain.environments.protocol import CallTimeout, Environment, completed, return_range
 from posttrain.environments.rewards import load_reward
 from posttrain.errors import InputError
 from posttrain.recipe.agent import AgentRecipe
 from posttrain.recipe.audit import AuditRecipe
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.guards import SOLVED
+from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import RolloutRecipe
 
 
@@ -174,10 +177,12 @@ def first_episodes(
     random: Mapping[str, float | None],
     temperature: float,
     returns: Sequence[float],
+    model: str = "",
 ) -> tuple[str, list[str]]:
     """What the episodes of the first step, by the policy before any update, show about the environment, and warnings.
 
     Args:
+        model: `model.path`.
         metrics: of the step's rollouts and credit.
         random: the values of the random policy, where they are known.
         temperature: of sampling.
@@ -206,9 +211,21 @@ def first_episodes(
     if not rows and returns and set(returns) == {returns[0]} != {0.0}:
         same = f"every episode has the return {returns[0]:.4g}, whatever the task and the answer"
         return line, [f"{start} {same}; let environment.reward tell answers apart"]
-    data = f"environment.type={environment.type}" if rows else "data.train=answers.jsonl"
     why = "no answer has the right form" if counts["rejected"] == 1 else "all episodes of a task end alike"
     return line, [
-        f"{start} {why}: warm up first (`posttrain sft {data} name=warm`, then model.path=runs/warm/model), or choose easier "
-        "tasks"
+        f"{start} {why}: warm up first (`{_warm_up(environment, model)}`, then model.path=runs/warm/model), or choose easier tasks"
     ]
+
+
+def _warm_up(environment: EnvironmentRecipe, model: str) -> str:
+    """The command that imitates the environment's expert, or else rows of the user's, with the model `model`."""
+    words = [] if model in ("", ModelRecipe().path) else [f"model.path={model}"]
+    kind = environment_class(environment.type)
+    if not kind.self_contained or kind.expert is Environment.expert:
+        words.append("data.train=answers.jsonl")
+    else:
+        keys = {"type": environment.type, **environment.model_dump(mode="json", exclude_defaults=True)}
+        words += [
+            f"environment.{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in keys.items()
+        ]
+    return shlex.join(["posttrain", "sft", *words, "name=warm"])

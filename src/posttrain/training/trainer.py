@@ -22,7 +22,7 @@ from posttrain.distributed.world import Interrupts, current_world
 from posttrain.episode import Advantages, Episode
 from posttrain.errors import InputError
 from posttrain.evaluation.results import Results
-from posttrain.evaluation.verdict import rows_file
+from posttrain.evaluation.verdict import rows_file, unaudited
 from posttrain.models.gate import exactness
 from posttrain.models.load import resolve_path
 from posttrain.models.policy import TrainedModel
@@ -415,9 +415,9 @@ class Trainer(Generic[Output]):
                     values |= self.start.curve
             for evaluator in self.evaluators if not values else ():
                 values |= evaluator.curve(self.step, self.progress.played)
-        line, warnings = dict[str, Any](), list[str]()
-        if (auditor := self.auditor) is not None:
-            line, warnings, self.audit_stops = self._world.on_rank0(lambda: auditor(self.step))
+            line, warnings = dict[str, Any](), list[str]()
+            if (auditor := self.auditor) is not None:
+                line, warnings, self.audit_stops = self._world.on_rank0(lambda: auditor(self.step))
         improved, score = False, None
         if self.settings.export == BY_AUDIT:
             score = line.get("audit/score")
@@ -521,6 +521,8 @@ class Trainer(Generic[Output]):
         if self.audit_stops:
             self.warn(["stopped by the audit: only the reward rises; the checkpoints are kept"])
         self._finished = True
+        if self.settings.export == BY_AUDIT and (missing := unaudited(self.run.metrics)):
+            self.warn([missing])
         step = self.step
         which, chosen = "last", "the last one"
         if self.best is not None and self.settings.export != "last":
