@@ -374,7 +374,11 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.spreads is not None:
         rounded = (
-            {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in asdict(one).items()}
+            {
+                key: float(f"{value:.4g}") if isinstance(value, float) else value
+                for key, value in asdict(one).items()
+                if key not in ("here", "differing")  # of a plan
+            }
             for one in spreads(read_lines(chosen.spreads))
         )
         print("[\n" + ",\n".join(map(json.dumps, rounded)) + "\n]")

@@ -44,6 +44,7 @@ HERE = {
     "learning_trl": ("--tasks bandit --seeds 1 --learning-rates 1e-3 --out {out}", "posttrain"),
     "long_context": ("--only 4096-False", "peak, GiB"),
     "memory": ("--only 4B", "peak of an update, GiB"),
+    "power": ("--entries bandit --comparisons 20", "| bandit |"),
     "prefixes": ("{run} --model {model} --rounds 1 --threads 1 --dtype float32", "times as fast"),
     "router_replay": ("--seeds 1 --steps 1", "router/changed"),
     "tiny_families": ("llama mamba gemma3n", "| llama | "),

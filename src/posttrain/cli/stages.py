@@ -495,7 +495,7 @@ def plan(
         float | None,
         typer.Option(
             metavar="GAIN",
-            help="The gain to show: points of success, or a difference of the mean return in its own unit. Default: 5 points, or a "
+            help="The gain or loss to show: points of success, or a difference of the mean return in its own unit. Default: 5 points, or a "
             "tenth of the return's standard deviation.",
         ),
     ] = None,
@@ -526,11 +526,14 @@ def plan(
 
     sources, overrides = split_words(words or [], "--detect", "--pilots", "--price")
     stage = read_file(sources[0]).values.get("stage", "rl") if sources else "rl"
+    stages: list[Any]
     if stage == "pipeline":
-        recipe: Any = load_pipeline(sources[0], overrides).stages[-1].recipe
+        stages = [one.recipe for one in load_pipeline(sources[0], overrides).stages]
     else:
-        recipe = read_recipe(stage, *sources, *read_overrides(overrides))
-    spread = stored_spread(recipe) if pilots is None else pilot_spread([Path(one) for one in pilots.split(",") if one])
+        stages = [read_recipe(stage, *sources, *read_overrides(overrides))]
+    recipe = stages.pop()
+    runs = [] if pilots is None else [Path(one) for one in pilots.split(",") if one]
+    spread = stored_spread(recipe) if pilots is None else pilot_spread(runs, recipe, stages)
     gain = spread.gain_of(detect, recipe)
     tasks = None if evaluated_environment(recipe) is None else tasks_of(recipe)
     lines, table = plan_lines(recipe, spread, gain, tasks, price)
