@@ -108,7 +108,7 @@ def rationales(out: Path) -> Keys:
     }
     data = out / "data" / "rationales"
     if not data.exists():
-        words = ["data", "rationales", "--out", str(data), "--val", "48", "--test", "256"]
+        words = ["data", "rationales", "--out", str(data), "--val", "48", "--test", "544"]
         subprocess.run([sys.executable, "-m", "posttrain.cli.main", *words], check=True)
     here = json.loads(json.dumps(stages).replace("data/rationales/", f"{data}/"))
     import pyarrow.parquet
@@ -131,8 +131,8 @@ def rationales(out: Path) -> Keys:
         {
             "evaluation": {
                 "every": 2,
-                "seeds": {"start": 4920, "count": 160},
-                "final_seeds": {"start": 5100, "count": 32},
+                "seeds": {"start": 5000, "count": 400},
+                "final_seeds": {"start": 5400, "count": 32},
             },
             "rollout": {"tokens_per_turn": 400, "tokens_per_episode": 900},
         },
@@ -167,11 +167,11 @@ def gsm8k(out: Path) -> Keys:
             train = getattr(posttrain, name)
             train(merged(stages[name], keys, common), model=model, name=folder, runs=str(out), overwrite=True)
         model["path"] = str(out / "gsm8k_sft" / "model")
-    less = {"every": 2, "seeds": {"count": 160}, "final_seeds": {"count": 32}}
+    less = {"every": 4, "seeds": {"count": 96}, "final_seeds": {"count": 32}}
     scorer, audit = ({"path": str(out / folder / "model")} for folder in ("gsm8k_reward", "gsm8k_audit"))
     return merged(
         stages["rl"],
-        {"steps": 12, "reward": scorer, "audit": audit, "evaluation": less, "plots": False, "model": model},
+        {"steps": 8, "reward": scorer, "audit": audit, "evaluation": less, "plots": False, "model": model},
         {"optimizer": {"learning_rate": 2e-4}},
     )
 
