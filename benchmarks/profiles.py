@@ -27,7 +27,7 @@ ROWS: dict[Stage, Callable[[Any, int], list[dict[str, Any]]]] = {
 CLASSES = {
     "products of projections": r"^kernel multiply$|aten::(addmm|mm|addmm_|linear|_weight_int8pack_mm)$|mkldnn|onednn|_linear_pointwise",
     "all layers of the engine's model in one call": r"^kernel layers$",
-    "products in attention": r"aten::(bmm|baddbmm|baddbmm_|matmul)$",
+    "attention": r"aten::(bmm|baddbmm|baddbmm_|matmul)$|^_SegmentAttention",
     "attention over the cache, norms and rotary positions in the compiled kernel": r"^kernel ",
     "softmax, exponentials, reductions": r"aten::_?(softmax|log_softmax|softmax_backward_data|log_softmax_backward_data|logsumexp|exp_?|log_?|sum|mean|amax|max|argmax|cumsum|norm|linalg_vector_norm|var)\b",
     "copies, conversions, joining": r"aten::(copy_|_to_copy|clone|cat|stack|contiguous|fill_|zero_|index_put_|index_copy_|index_add_|_index_put_impl_)$",

@@ -8,9 +8,10 @@ from plugins.images.tests.tiny import FAMILIES, make_encoder, make_processor, ma
 
 from posttrain.data.messages import messages_of
 from posttrain.data.rendering import Renderer, TokenStream
-from posttrain.images import FIRST, key_of
+from posttrain.images import FIRST, MARK, key_of
 from posttrain.models.forward import path_of
 from posttrain.models.policy import Policy
+from posttrain.planning.model_sizes import model_sizes
 
 SIZES = ((40, 64), (90, 48), (32, 32), (20, 70))
 CASES = {0: (), 1: (SIZES[0],), 3: (SIZES[1], SIZES[2], SIZES[3])}
@@ -59,6 +60,29 @@ def test_tokens_and_pixels_are_those_of_the_processor(policy_of, family, count):
         keys = list(dict.fromkeys(key_of(token) for token in ids if token >= FIRST))
         for name, tensor in tokenizer.images.inputs(keys, torch.device("cpu")).items():
             assert torch.equal(tensor, torch.as_tensor(expected[name])), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plan_counts_the_parameters_of_the_file(model_of, policy_of, family):
+    tied = (
+        policy_of(family).model.get_output_embeddings().weight is policy_of(family).model.get_input_embeddings().weight
+    )
+    sizes = model_sizes(str(model_of(family)))
+    assert sizes.tied == tied
+    assert sizes.parameters >= sum(p.numel() for p in policy_of(family).model.parameters())
+
+
+@pytest.mark.parametrize("height", [1, 2, 3, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_flat_image_has_the_pixels_of_the_processor(policy_of, family, height):
+    """Its height is no number of channels."""
+    image = picture(height, 60)
+    processor = make_processor(family, make_tokenizer(family), make_encoder(family))
+    [key] = MARK.findall(messages_of([{"role": "user", "content": [part(image)]}], "messages")[0]["content"])
+    made = policy_of(family).tokenizer.images.processed(key).inputs
+    expected = processor.image_processor([image], return_tensors="pt")
+    for name, tensor in made.items():
+        assert torch.equal(tensor, torch.as_tensor(expected[name])), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -54,9 +54,8 @@ def _of_directory(directory: Path) -> ModelSizes:
     check_files(directory)
     files = directory.glob("*.safetensors")
     try:
-        config = AutoConfig.from_pretrained(
-            str(directory), local_files_only=True, trust_remote_code=False
-        ).get_text_config()
+        whole = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        config = whole.get_text_config()
         # Recurrent models have no heads, and some have MLPs of the usual width without a key for it.
         heads = getattr(config, "num_attention_heads", None) or 1
         experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0
@@ -72,7 +71,7 @@ def _of_directory(directory: Path) -> ModelSizes:
             vocabulary=config.vocab_size,
             experts=experts,
             experts_per_token=getattr(config, "num_experts_per_tok", 0) if experts else 0,
-            tied=bool(config.tie_word_embeddings),
+            tied=bool(getattr(config, "tie_word_embeddings", getattr(whole, "tie_word_embeddings", False))),
             head_norms=config.model_type.startswith("qwen3"),
         )
     except (OSError, ValueError, AttributeError, KeyError) as error:

@@ -134,11 +134,19 @@ def write_report(
         model=model_directory,
         quoted=json.dumps(str(model_directory)),
         adapter=model_directory is not None and (model_directory / "adapter_config.json").is_file(),
-        loader="AutoModelForSequenceClassification" if recipe.stage == "reward" else "AutoModelForCausalLM",
+        loader=_loader(recipe, model_directory),
         episodes=len(list(run.episodes.glob("*.jsonl.zst"))),
     )
     write_atomically(run.report, text)
     return run.report
+
+
+def _loader(recipe: Any, model: Path | None) -> str:
+    """The class of transformers that loads the exported model."""
+    if recipe.stage == "reward":
+        return "AutoModelForSequenceClassification"
+    reads_images = model is not None and (model / "preprocessor_config.json").is_file()
+    return "AutoModelForImageTextToText" if reads_images else "AutoModelForCausalLM"
 
 
 def changed_keys(part: BaseConfig, default: BaseConfig | None = None, prefix: str = "") -> dict[str, Any]:

@@ -173,8 +173,8 @@ class Passes:
         from transformers import AutoModelForCausalLM
 
         keep_freed_memory()
+        config = copy.deepcopy(config.get_text_config())
         self.layers, self.vocabulary = config.num_hidden_layers, config.vocab_size
-        config = copy.deepcopy(config)
         config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, min(VOCABULARY, self.vocabulary), None
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:1]

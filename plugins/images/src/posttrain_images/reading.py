@@ -55,11 +55,15 @@ def decoded(data: bytes, where: str, formats: tuple[str, ...] = FORMATS, most: i
             upright = ImageOps.exif_transpose(opened)
             if upright.mode.startswith("I"):  # 16 bits of gray; the conversion would make all values above 255 white
                 upright = upright.point(lambda value: value / 256)
-            return upright.convert("RGB")
+            if not upright.has_transparency_data:
+                return upright.convert("RGB")
+            # What is transparent shows white; its own color is often black, which hides black shapes.
+            shown = upright.convert("RGBA")
+            return Image.alpha_composite(Image.new("RGBA", shown.size, "white"), shown).convert("RGB")
     except UnusableRow:
         raise
     except Exception as error:  # decoders raise errors of many types
-        reason = f"{type(error).__name__}: {str(error)[:80]}"
+        reason = type(error).__name__ + ("" if "BytesIO" in str(error) else f": {str(error)[:80]}")
         raise UnusableRow(
             "image cannot be read", f"that of {where} is no {' or '.join(formats)} image ({reason})"
         ) from error

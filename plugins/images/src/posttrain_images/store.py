@@ -31,14 +31,15 @@ def digest(pixels: np.ndarray, size: int = KEY_DIGITS // 2) -> bytes:
 
 
 def put(image: Image.Image) -> str:
-    """Store an RGB image and return its key. Raises UnusableRow if the key is that of another image."""
+    """Store an RGB image and return its key. Raises UnusableRow if the key is that of another image, and RunError if the stored
+    file has been altered."""
     pixels = np.asarray(image)
     key, whole = digest(pixels).hex(), digest(pixels, 32)
-    if (file := _file(key)) is None:
+    if _file(key) is None:
         content = BytesIO()
         image.save(content, "PNG", compress_level=1)
         _write(folders()[-1] / f"{key}.png", lambda opened: opened.write(content.getvalue()))
-    elif whole != (_same.get(key) or digest(_pixels(file), 32)):
+    elif whole != (_same.get(key) or digest(load(key), 32)):
         raise UnusableRow("two images have one key", f"{key}; change a pixel of one of them")
     _same[key] = whole
     return key

@@ -88,7 +88,9 @@ class Images:
             return made
         pixels = load(key)
         try:
-            settings = {**getattr(self.processor, "images_kwargs", {}), "return_tensors": "pt"}
+            # Otherwise it takes an image of height 1 or 3 for one whose channels come first.
+            settings = {"input_data_format": "channels_last", "return_tensors": "pt"}
+            settings = {**getattr(self.processor, "images_kwargs", {}), **settings}
             outputs = self.processor.image_processor([pixels], **settings)
             text = self.processor.replace_image_token(outputs, image_idx=0)
         except Exception as error:

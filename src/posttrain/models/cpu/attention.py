@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from posttrain.models.cpu.compiler import TYPES, compiled, named
+from posttrain.models.cpu.compiler import TYPES, compiled
 from posttrain.models.layers import RowSegment
 
 BLOCK = 128
@@ -243,7 +243,6 @@ class _Kernel:
         self._backward.argtypes = [*[_POINTER] * 2, _SIZE, *[_POINTER] * 8, ctypes.c_int, ctypes.c_int]
         self._forward.restype = self._backward.restype = None
 
-    @named("attention")
     def forward(
         self,
         query: torch.Tensor,
@@ -260,7 +259,6 @@ class _Kernel:
         self._forward(ctypes.byref(shape), *segments.arguments, *every, torch.get_num_threads())
         return out
 
-    @named("attention, backward")
     def backward(
         self,
         query: torch.Tensor,
