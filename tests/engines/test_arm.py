@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from posttrain.engines.local.cpu import kernel
+from posttrain.models.cpu import compiler
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 HEADS, GROUPS, SIZE, SLOTS, PAGES, SCALING, EPSILON = 2, 3, 64, 3, 2, 0.1, 1e-5
@@ -48,7 +49,7 @@ def raw(x):
     shutil.which(COMPILER) is None or shutil.which(EMULATOR) is None,
     reason="needs g++-aarch64-linux-gnu and qemu-user",
 )
-@pytest.mark.parametrize("dtype", list(kernel.TYPES))
+@pytest.mark.parametrize("dtype", list(compiler.TYPES))
 def test_the_kernel_attends_and_normalizes_on_arm(dtype, tmp_path):
     generator = torch.Generator().manual_seed(0)
     shape = (PAGES, SLOTS, HEADS, kernel.PAGE, SIZE)
@@ -57,12 +58,22 @@ def test_the_kernel_attends_and_normalizes_on_arm(dtype, tmp_path):
     weight = torch.rand(SIZE, generator=generator).to(dtype)
     rows = np.array([[slot, slot, 0, 0, stop] for slot, stop in enumerate(STOPS)], np.int64)
     (tmp_path / "program.cpp").write_text(PROGRAM % kernel.SOURCE)
-    sizes = {"TYPE_BF16": kernel.TYPES[dtype], "HEAD": SIZE, "PAGE": kernel.PAGE, "PAGES": PAGES, "HEADS": HEADS}
+    sizes = {"TYPE_BF16": compiler.TYPES[dtype], "HEAD": SIZE, "PAGE": kernel.PAGE, "PAGES": PAGES, "HEADS": HEADS}
     sizes |= {"GROUPS": GROUPS, "SLOTS": SLOTS, "SCALING": f"{SCALING}f", "EPSILON": f"{EPSILON}f"}
-    flags = [flag for flag in kernel.FLAGS if flag not in ("-shared", "-fPIC")]
+    flags = [flag for flag in compiler.FLAGS if flag not in ("-shared", "-fPIC")]
     macros = [f"-D{name}={value}" for name, value in sizes.items()]
     program = tmp_path / "program"
-    command = [COMPILER, *flags, "-fopenmp", "-static", *macros, "-o", program, tmp_path / "program.cpp"]
+    command = [
+        COMPILER,
+        f"-I{compiler.HEADER.parent}",
+        *flags,
+        "-fopenmp",
+        "-static",
+        *macros,
+        "-o",
+        program,
+        tmp_path / "program.cpp",
+    ]
     subprocess.run(command, check=True, timeout=120)
     given = b"".join(map(raw, (queries, keys, values, weight))) + rows.tobytes()
     written = subprocess.run([EMULATOR, program], input=given, capture_output=True, check=True, timeout=120).stdout
@@ -81,11 +92,15 @@ def test_the_kernel_attends_and_normalizes_on_arm(dtype, tmp_path):
 def test_flags_of_one_processor_stay_away_from_others(monkeypatch):
     """And Apple's compiler, which has no OpenMP, is not asked for it."""
     asked = []
-    monkeypatch.setattr(kernel, "build", lambda name, source, command, depends_on: asked.append(command))
+    monkeypatch.setattr(compiler, "build", lambda name, source, command, depends_on: asked.append(command))
     for machine, openmp in (("x86_64", ["-fopenmp"]), ("aarch64", ["-fopenmp"]), ("arm64", [])):
         monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
-        monkeypatch.setattr(kernel, "OPENMP", openmp)
-        monkeypatch.setattr(kernel, "compiler", lambda: "c++")
-        kernel.compiled("decoding", kernel.SOURCE, [])
-    assert [[flag for flag in kernel.X86_FLAGS if flag in command] for command in asked] == [kernel.X86_FLAGS, [], []]
+        monkeypatch.setattr(compiler, "OPENMP", openmp)
+        monkeypatch.setattr(compiler, "compiler", lambda: "c++")
+        compiler.compiled("decoding", kernel.SOURCE, [])
+    assert [[flag for flag in compiler.X86_FLAGS if flag in command] for command in asked] == [
+        compiler.X86_FLAGS,
+        [],
+        [],
+    ]
     assert ["-fopenmp" in command for command in asked] == [True, True, False]

@@ -15,8 +15,8 @@ from posttrain.engines.local.cache import (
     plan_decoding,
     shared_pages,
 )
-from posttrain.engines.local.cpu import kernel
 from posttrain.engines.local.cpu.kernel import PAGE, decoding_kernel
+from posttrain.models.cpu import compiler
 
 SLOTS, HEADS, GROUPS, SIZE = 12, 2, 3, 64
 
@@ -154,7 +154,7 @@ def test_a_failing_compiler_gives_a_warning_and_a_missing_one_does_not(tmp_path,
         with pytest.warns(UserWarning, match="CXX=nosuchcompiler is not a command.*unset CXX, or install it"):
             assert decoding_kernel(torch.float32, SIZE, GROUPS) is None
         monkeypatch.delenv("CXX")
-        monkeypatch.setattr(kernel.shutil, "which", lambda name: None)
+        monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
         decoding_kernel.cache_clear()
         assert decoding_kernel(torch.float32, SIZE, GROUPS) is None
     finally:
