@@ -73,7 +73,7 @@ def test_the_target_is_about_the_tokens_that_get_the_bonus():
         ("min_reward_spread", "reward/group_spread", 0.1, 0.05, 0.1),
         ("min_entropy", "policy/entropy", 0.1, 0.05, 0.1),
         ("max_gradient_norm", "optimizer/gradient_norm", 10.0, math.inf, 10.0),
-        ("max_repeated_share", "policy/repeated_share", 0.5, 0.6, 0.5),
+        ("max_same_answers", "rollout/same_answer_share", 0.5, 0.6, 0.5),
     ],
 )
 def test_a_guard_fires_after_its_patience(key, metric, threshold, bad, good):
@@ -112,16 +112,18 @@ def test_thresholds_that_are_not_given_keep_their_defaults():
 
 
 @pytest.mark.parametrize(("first", "alarms"), [(0.0, 1), (0.45, 1), (0.875, 0), (0.9375, 0)])
-def test_answers_that_are_at_their_limit_from_the_start_have_not_grown(first, alarms):
+@pytest.mark.parametrize(
+    ("key", "metric"), [("max_truncated", "rollout/truncated_share"), ("max_repeated_share", "policy/repeated_share")]
+)
+def test_shares_that_are_large_from_the_start_have_not_grown(key, metric, first, alarms):
+    """Such as of answers at their limit, or of a model that repeats itself before training."""
     guards = Guards(GuardRecipe(patience=3))
     shares = [first, 0.9, 1.0, 0.9]
-    fired = [
-        one for step, share in enumerate(shares, 1) for one in guards.check({"rollout/truncated_share": share}, step)
-    ]
+    fired = [one for step, share in enumerate(shares, 1) for one in guards.check({metric: share}, step)]
     assert len(fired) == alarms
     resumed = Guards(GuardRecipe(patience=3))
     resumed.load_state_dict(guards.state_dict())
-    assert resumed.first["max_truncated"] == first
+    assert resumed.first[key] == first
 
 
 HEALTHY = {
@@ -179,6 +181,7 @@ def test_a_policy_that_training_has_broken_needs_smaller_updates(first, now, rem
 def test_counts_survive_a_resume():
     recipe = GuardRecipe(patience=2)
     first, second = Guards(recipe), Guards(recipe)
+    first.check({"policy/repeated_share": 0.1}, 6)
     first.check({"policy/repeated_share": 1.0}, 7)
     second.load_state_dict(first.state_dict())
     (sentence,) = second.check({"policy/repeated_share": 1.0}, 8)
@@ -188,6 +191,7 @@ def test_counts_survive_a_resume():
 def test_a_solved_task_is_no_collapse():
     guards = Guards(GuardRecipe(patience=2))
     agreeing = {"credit/zero_groups": 0.95, "policy/repeated_share": 1.0}
+    guards.check({"policy/repeated_share": 0.1}, 0)
     for step in (1, 2, 3):
         fired = guards.check(agreeing | {"rollout/success": 0.97}, step)
         assert not any("zero_groups" in sentence for sentence in fired)
