@@ -110,7 +110,7 @@ def test_a_reward_that_is_the_same_in_each_group_is_no_signal(tiny_model, tmp_pa
 def test_only_groups_that_all_agree_without_success_lack_a_signal(changed, silent):
     metrics = {key: value for key, value in (MIXED | changed).items() if value is not None}
     recipe = environment_recipe({"type": "bandit"})
-    line, warnings = first_episodes(recipe, metrics, {"success": 0.5}, 1.0, [0.0, 1.0])
+    line, warnings = first_episodes(recipe, metrics, {"success": 0.5}, 1.0, [0.0, 1.0], "tiny")
     assert "64 training episodes: 1 failed" in line
     assert bool(warnings) == silent
 

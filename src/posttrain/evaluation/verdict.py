@@ -73,18 +73,16 @@ def run_verdict(run: RunDirectory) -> Verdict | None:
     return Verdict(words[0], f"{words[1]}: {text}.", _reasons(log, recipe, test))
 
 
-def unaudited(metrics: Path | Log) -> str:
+def unaudited(log: Log) -> str:
     """The evaluations among which `export: best_by_audit` cannot choose; empty if there are none."""
-    log = metrics if isinstance(metrics, Log) else read_log(metrics)
-    steps = [{line["step"] for line in log if line["kind"] == kind} for kind in ("evaluation", "audit")]
-    missed = sorted(steps[0] - steps[1])
+    steps, scored = ({line["step"] for line in log if line["kind"] == kind} for kind in ("evaluation", "audit"))
+    if not (missed := sorted(steps - scored)):
+        return ""
+    shown = ", ".join(map(str, missed[:3])) + " ..." * (len(missed) > 3)
     return (
-        missed
-        and (
-            f"export: best_by_audit chooses among {len(steps[1])} of {len(steps[0])} evaluations, since the audit did not score "
-            f"enough tasks at step {', '.join(map(str, missed[:3]))}{' ...' * (len(missed) > 3)}; correct audit"
-        )
-    ) or ""
+        f"export: best_by_audit chooses among {len(scored)} of {len(steps)} evaluations, since the audit did not score enough tasks "
+        f"at step {shown}; correct audit"
+    )
 
 
 def _measured(run: RunDirectory, metric: str | None) -> tuple[MetricResult, MetricResult] | None:

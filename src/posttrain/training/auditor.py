@@ -189,12 +189,12 @@ class AnswerAuditor(Auditor):
             raise InputError(
                 f"audit.path: {path} has another tokenizer or chat template; train it from a model like model.path"
             )
-        self.policy, self.margins = policy, margins
-        self.prompts = [row.streams[0].ids[: int(np.argmax(row.streams[0].trained))] for row in rows[:_ROWS]]
-        pairs = zip(rows, self.prompts, strict=False)
+        self.policy, self.margins, self.max_tokens = policy, margins, max_tokens
+        rows = rows[:_ROWS]
+        self.prompts = [row.streams[0].ids[: int(np.argmax(row.streams[0].trained))] for row in rows]
+        pairs = zip(rows, self.prompts, strict=True)
         self.most = max((len(side.ids) - len(ids) for row, ids in pairs for side in row.streams), default=1)
         """Tokens of an answer: those of the longest of the rows. A policy that does not end would take most of the run's time."""
-        self.max_tokens = max_tokens
         self.engine = LocalEngine(policy)
 
     def __call__(self, step: int) -> tuple[dict[str, Any], list[str], bool]:

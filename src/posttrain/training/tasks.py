@@ -177,16 +177,16 @@ def first_episodes(
     random: Mapping[str, float | None],
     temperature: float,
     returns: Sequence[float],
-    model: str = "",
+    model: str,
 ) -> tuple[str, list[str]]:
     """What the episodes of the first step, by the policy before any update, show about the environment, and warnings.
 
     Args:
-        model: `model.path`.
         metrics: of the step's rollouts and credit.
         random: the values of the random policy, where they are known.
         temperature: of sampling.
         returns: of the episodes.
+        model: `model.path`.
     """
     counts = {"failed": metrics["rollout/failed"], "rejected": metrics.get("rollout/rejected_share", 0.0)}
     line = (
@@ -219,7 +219,7 @@ def first_episodes(
 
 def _warm_up(environment: EnvironmentRecipe, model: str) -> str:
     """The command that imitates the environment's expert, or else rows of the user's, with the model `model`."""
-    words = [] if model in ("", ModelRecipe().path) else [f"model.path={model}"]
+    words = [] if model == ModelRecipe().path else [f"model.path={model}"]
     kind = environment_class(environment.type)
     if not kind.self_contained or kind.expert is Environment.expert:
         words.append("data.train=answers.jsonl")

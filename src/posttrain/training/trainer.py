@@ -31,6 +31,7 @@ from posttrain.recipe.run import BY_AUDIT, CheckpointRecipe, ExportedStep, SinkN
 from posttrain.rollout.store import episodes_file, read_episodes, remove_episodes_after, stored_steps, write_episodes
 from posttrain.runs.directory import RunDirectory, partial_path, storage_errors
 from posttrain.runs.evaluated import StartValues
+from posttrain.runs.log import read_log
 from posttrain.runs.metrics import MetricsLog, NoLog, Progress, read_metrics, take_events
 from posttrain.runs.samples import write_samples
 from posttrain.runs.storage import free_space, share_equal_files
@@ -521,7 +522,7 @@ class Trainer(Generic[Output]):
         if self.audit_stops:
             self.warn(["stopped by the audit: only the reward rises; the checkpoints are kept"])
         self._finished = True
-        if self.settings.export == BY_AUDIT and (missing := unaudited(self.run.metrics)):
+        if self.settings.export == BY_AUDIT and (missing := unaudited(read_log(self.run.metrics))):
             self.warn([missing])
         step = self.step
         which, chosen = "last", "the last one"
