@@ -51,7 +51,9 @@ def test_every_stage_makes_the_updates_of_one_process(model_of, tmp_path, family
         one_file, two_file = (load_file(run / "model" / "model.safetensors") for run in (one, two))
         for key, weight in one_file.items():
             # The gradient of a bias of keys is zero but for rounding, which AdamW makes as large as any other.
-            # Single weights with hardly any gradient move by some 2% of a step of AdamW.
-            bound = 2e-3 if key.endswith("k_proj.bias") else 5e-5
-            assert (weight - two_file[key]).abs().max() < bound, (name, key)
+            apart = (weight - two_file[key]).abs()
+            bound = 2e-3 if key.endswith("k_proj.bias") else 2e-5
+            # Nor is that of single weights on some processors (2.2e-5 on an Intel Xeon, with the compiled kernels and without).
+            assert (apart >= bound).sum() <= weight.numel() // 1000, (name, key)
+            assert apart.max() < 2.5 * bound, (name, key)
         assert {file.name for file in (one / "images").iterdir()} == {file.name for file in (two / "images").iterdir()}
