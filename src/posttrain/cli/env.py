@@ -206,9 +206,8 @@ def _show_audit(audit: "Audit") -> None:
         success = "" if score.successes is None else f"success {score.successes} of {score.n}, "
         rewards = f"rewards {score.lowest:g} to {score.highest:g}"
         typer.echo(f"  {name:9} {success}mean return {score.mean_return:.3g}, {rewards}")
-    typer.echo(
-        f"  reset {audit.reset_ms:.2g} ms, step {audit.step_ms:.2g} ms, at most {audit.turns} step{'s' if audit.turns > 1 else ''}"
-    )
+    reset, step = (float(f"{ms:.2g}") for ms in (audit.reset_ms, audit.step_ms))
+    typer.echo(f"  reset {reset:g} ms, step {step:g} ms, at most {audit.turns} step{'s' if audit.turns > 1 else ''}")
     for finding in audit.findings:
         kind = typer.style("defect", fg="red") if finding.defect else "note"
         typer.echo(f"  {kind}, {finding.check}: {finding.text}\n    {finding.command}")

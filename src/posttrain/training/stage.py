@@ -144,7 +144,7 @@ def _measured(recipe: StageRecipe, console: Console) -> dict[str, dict[str, Any]
         changes[key] |= {"threads": found["threads"]} if len(compared) > 1 else {}
         if auto or found["threads"] != compared[0]:
             chosen = ", ".join(f"{key}.{name} is {value}" for name, value in changes[key].items())
-            times = ", ".join(f"{seconds:.2g} s in {how}" for how, seconds in found["seconds"].items())
+            times = ", ".join(f"{float(f'{seconds:.2g}'):g} s in {how}" for how, seconds in found["seconds"].items())
             times += ", bfloat16 far slower" if auto and "bfloat16" not in times else ""
             beside = f" beside {busy:.0f} busy threads of other processes" if busy else ""
             show_line(console, f"{chosen}: {UPDATE:,} tokens take {times}, measured here{beside}")

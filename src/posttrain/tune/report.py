@@ -59,7 +59,7 @@ def trial_table(study: Study, trials: Sequence[FrozenTrial], narrow: bool = Fals
         cells += ["–" if trial.value is None else f"{trial.value:.4g}", str(step)]
         cells += [shown(limited[metric]) if metric in limited else "–" for metric in objective.within]
         cells += [shown(point[name], narrow) if name in point else "–" for name in named]
-        cells += [f"{attrs['minutes']:.2g}" if "minutes" in attrs else "–", note]
+        cells += [f"{attrs['minutes']:.1f}" if "minutes" in attrs else "–", note]
         rows.append(tuple(cells))
     return Table(f"{study.recipe.name}: trials", headings, rows, _note(study), ("group", "state", "note"))
 
