@@ -1,11 +1,11 @@
 """Images in messages and streams: the marks and ids that stand for them. A plug-in reads them.
 
-In the text of a message, an image is a mark with its key, a digest of its pixels. In a stream, each of its tokens is an id that
-no vocabulary has: the key, and the number of the token in the image. Equal ids are equal inputs, so prefix trees, caches
+In the text of a message, an image is a mark with its key, a digest of its pixels. No text can contain one: a mark has lone
+surrogates, which are not Unicode, so every reader of rows, requests, observations and tools refuses them, and no tokenizer
+decodes to them. In a stream, each token of an image is an id that no vocabulary has: the key, and the number of the token in the image. Equal ids are equal inputs, so prefix trees, caches
 and stored episodes need to know nothing of images.
 """
 
-import base64
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -14,23 +14,52 @@ from contextvars import ContextVar
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
 
 KEY_DIGITS = 12
-MARK = re.compile(f"\ufdd1([0-9a-f]{{{KEY_DIGITS}}})\ufdd1")
-"""The mark of an image in text; group 1 is its key. U+FDD1 is a noncharacter of Unicode."""
+MARK = re.compile(f"\udfff([0-9a-f]{{{KEY_DIGITS}}})\udfff")
+"""The mark of an image in text; group 1 is its key."""
 FIRST = 1 << 62
 """The smallest id of a token of an image."""
 TOKEN_BITS = 14
 """Bits of the number of a token in its image."""
 
 
-def mark(key: str) -> str:
+class Pictured(str):
+    """The content of a message whose marks are those of images that a part was read into."""
+
+
+def mark(key: str) -> Pictured:
     """The text that stands for the image `key`."""
-    return f"\ufdd1{key}\ufdd1"
+    return Pictured(f"\udfff{key}\udfff")
+
+
+def joined(texts: Sequence[str], by: str = "") -> str:
+    """`texts` as one, which is `Pictured` if one of them is."""
+    text = by.join(texts)
+    return Pictured(text) if any(isinstance(one, Pictured) for one in texts) else text
+
+
+def parts_of(content: Any) -> Any:
+    """A content with marks as the list of its parts, `{"type": "text", "text": ...}` and `{"type": "image", "key": ...}`;
+    another one unchanged."""
+    if not isinstance(content, str) or not MARK.search(content):
+        return content
+    pieces = enumerate(MARK.split(content))
+    return [{"type": "image", "key": one} if n % 2 else {"type": "text", "text": one} for n, one in pieces if one]
+
+
+def content_of(parts: Any) -> Any:
+    """The inverse of `parts_of`. ValueError or KeyError for parts that it does not make."""
+    if not isinstance(parts, list):
+        return parts
+    text = "".join(mark(one["key"]) if one["type"] == "image" else one["text"] for one in parts)
+    if parts_of(text) != parts:
+        raise ValueError("the parts of a message are not text and keys of images")
+    return Pictured(text)
 
 
 def first_id(key: str) -> int:
@@ -65,11 +94,6 @@ def whole_images(tokens: "np.ndarray", start: int, stop: int) -> int:
     return stop
 
 
-def data_url(png: bytes) -> str:
-    """A stored image as a data URL."""
-    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
-
-
 def readable(text: str) -> str:
     """`text` as people read it, with the keys of its images in brackets."""
     return MARK.sub(r"[image \1]", text)
@@ -89,6 +113,7 @@ def decoding(decode: Callable[[Sequence[int]], str]) -> Callable[[Sequence[int]]
 
 _folders: list[Path] = []
 _rows_from: ContextVar[Path | None] = ContextVar("rows_from", default=None)
+_forgetting: ContextVar[list[Callable[[], None]] | None] = ContextVar("forgetting", default=None)
 
 
 @cache
@@ -119,3 +144,24 @@ def rows_from(folder: Path | None) -> Iterator[None]:
 def folder_of_rows() -> Path | None:
     """The folder of `rows_from`."""
     return _rows_from.get()
+
+
+@contextmanager
+def forgetting(later: list[Callable[[], None]]) -> Iterator[None]:
+    """In this context, images are stored until `forget(later)`."""
+    before = _forgetting.set(later)
+    try:
+        yield
+    finally:
+        _forgetting.reset(before)
+
+
+def forget(later: list[Callable[[], None]]) -> None:
+    """Forget images that were stored in `forgetting(later)`, and that nothing else has stored."""
+    while later:
+        later.pop()()
+
+
+def when_forgotten() -> list[Callable[[], None]] | None:
+    """To which a function that forgets a stored image is added; None: it is kept."""
+    return _forgetting.get()

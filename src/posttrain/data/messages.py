@@ -1,10 +1,13 @@
 """Examples of each kind, and chat messages parsed and checked from the cells of a row."""
 
+import base64
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from posttrain.images import Pictured, forget, forgetting, joined, mark
 from posttrain.plugins import entry_points, load, more
 from posttrain.recipe.data import DEPTH
 
@@ -138,8 +141,10 @@ def _message(value: Any, where: str) -> Message:
     """Return the message in the form of `ROLES` and `tool_calls`, with its content as text and without null keys."""
     if not isinstance(value, dict):
         raise UnusableRow("null" if value is None else "wrong type", f"{where} is {kind_of(value)}, not an object")
+    check_value(
+        {key: item for key, item in value.items() if key != "content" or not isinstance(item, list | Pictured)}, where
+    )
     value = {**value, "content": read_parts(value.get("content"), where)}
-    check_value(value, where)
     role, content = value.get("role"), value["content"]
     dropped = {"role", "content"}
     if role is None and isinstance(value.get("from"), str):
@@ -184,12 +189,30 @@ def read_parts(content: Any, where: str) -> Any:
     UnusableRow."""
     if not isinstance(content, list):
         return content
-    kinds = [str(part.get("type")) if isinstance(part, dict) else "" for part in content]
-    return [
-        {"type": "text", "text": load("posttrain.parts", kind)(part, where)} if kind in known else part
-        for known in [entry_points("posttrain.parts")]
-        for kind, part in zip(kinds, content, strict=True)
-    ]
+    known, read = entry_points("posttrain.parts"), []
+    for part in content:
+        if (kind := str(part.get("type")) if isinstance(part, dict) else "") in known:
+            part = {"type": "text", "text": load("posttrain.parts", kind)(part, where)}
+        else:
+            check_value(part, where)
+        read.append(part)
+    return read
+
+
+def picture_url(key: str, png: bytes) -> str:
+    """The PNG file of a stored image as a data URL. UnusableRow if it does not have the pixels of its key."""
+    later: list[Callable[[], None]] = []
+    where = f"the picture {key}.png"
+    if "image" not in entry_points("posttrain.parts"):
+        raise UnusableRow("image cannot be checked", f"{where} needs posttrain-images{more()}")
+    try:
+        with forgetting(later):
+            shown = load("posttrain.parts", "image")({"type": "image", "bytes": png}, where)
+    finally:
+        forget(later)
+    if shown != mark(key):
+        raise UnusableRow("image was altered", f"{where} does not have the pixels of its name; restore it")
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 _ARGUMENTS = ("arguments", "parameters", "input", "args")
@@ -332,7 +355,7 @@ def content_text(value: Any, optional: bool, where: str) -> str:
             shown = f"a part of type {kind[:40]}" if isinstance(kind, str) else kind_of(value)
             raise UnusableRow("content is not text", f"{where} holds {shown}, and only text is supported{more()}")
         texts.append(text)
-    return "".join(texts)
+    return joined(texts)
 
 
 def reasoning_of(message: Message) -> str:

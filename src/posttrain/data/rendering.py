@@ -522,7 +522,7 @@ def render_conversation(
         text = renderer.text(plain, tools, answering=False)
         ids = renderer.encode(text)
         complete = all(_shows(renderer, text, message, message["role"] != "tool") for message in plain)
-        return _token_streams([(ids, [index > 0 for index in range(len(ids))])], complete)
+        return _token_streams(renderer, [(ids, [index > 0 for index in range(len(ids))])], complete)
     trained = [
         index
         for index, message in enumerate(messages)
@@ -546,7 +546,7 @@ def render_conversation(
         ids += [*before, *answer]
         mask += [False] * len(before) + [True] * len(answer)
         complete &= shown and (index < trained[-1] or all(_shows(renderer, prompt, one) for one in plain[:index]))
-    return _token_streams(streams, complete)
+    return _token_streams(renderer, streams, complete)
 
 
 def _answer(
@@ -589,9 +589,12 @@ def _shows(renderer: Renderer, rendered: str, message: Message, trained: bool = 
     )
 
 
-def _token_streams(streams: Sequence[tuple[list[int], list[bool]]], complete: bool) -> list[TokenStream]:
-    arrays = [
-        TokenStream(tokens, np.array(mask, dtype=bool) & (tokens < FIRST), not complete)
-        for tokens, mask in ((np.array(ids, dtype=np.int64), mask) for ids, mask in streams)
-    ]
-    return [stream for stream in arrays if stream.trained.any()]
+def _token_streams(
+    renderer: Renderer, streams: Sequence[tuple[list[int], list[bool]]], complete: bool
+) -> list[TokenStream]:
+    made = []
+    for ids, mask in streams:
+        tokens = np.array(ids, dtype=np.int64)  # a policy samples none of those that are written for an image
+        written = renderer.tokenizer.images.around(tokens) if (tokens >= FIRST).any() else [False] * len(ids)
+        made.append(TokenStream(tokens, np.array(mask, dtype=bool) & np.logical_not(written), not complete))
+    return [stream for stream in made if stream.trained.any()]

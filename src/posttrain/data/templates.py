@@ -26,6 +26,8 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.utils import Namespace
 
 from posttrain.errors import InputError
+from posttrain.images import MARK as IMAGE
+from posttrain.images import mark
 
 MARK = "\ufdd0"
 """Breaks the text of a control token. A noncharacter of Unicode; where a message contains it, it is doubled."""
@@ -60,6 +62,8 @@ class TextEncoder:
 
     def marked(self, value: Any) -> Any:
         """Return a message, a tool or a text with a mark in every control token that its texts contain."""
+        if isinstance(value, str) and IMAGE.search(value):
+            return "".join(mark(one) if n % 2 else self.marked(one) for n, one in enumerate(IMAGE.split(value)))
         if isinstance(value, str):
             return self._mark(value) if MARK in value or self._has_control(value) else value
         if isinstance(value, dict):

@@ -12,9 +12,10 @@ from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from posttrain.data.messages import UnusableRow, picture_url
 from posttrain.engines.http import RESPONSE_MIB, bounded
 from posttrain.errors import InputError
-from posttrain.images import MARK, data_url, folders
+from posttrain.images import folders, parts_of
 from posttrain.plugins import require_module
 from posttrain.redaction import redact, without_secrets
 
@@ -157,18 +158,25 @@ def complete(
 
 
 def _for_servers(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message in the form of OpenAI-compatible servers, with its images as parts. InputError for one that is not stored."""
-    pieces = MARK.split(content) if isinstance(content := message.get("content"), str) else []
-    if len(pieces) < 2:
+    """A message in the form of OpenAI-compatible servers, with its images as parts. InputError for one that is not stored, or
+    altered."""
+    parts = parts_of(message.get("content"))
+    if not isinstance(parts, list):
         return dict(message)
-    stored = [file for key in pieces[1::2] for folder in folders() if (file := folder / f"{key}.png").is_file()]
-    if len(stored) < len(pieces) // 2:
-        raise InputError(
-            f"an image of a message is not stored; restore {' or '.join(pieces[1::2])}.png in {folders()[0]}"
-        )
-    urls = iter([{"type": "image_url", "image_url": {"url": data_url(file.read_bytes())}} for file in stored])
-    parts = [next(urls) if n % 2 else {"type": "text", "text": piece} for n, piece in enumerate(pieces)]
-    return {**message, "content": [part for part in parts if part.get("text") != ""]}
+    shown = []
+    for part in parts:
+        if "key" not in part:
+            shown.append({**part, "text": encodable(part["text"])})
+            continue
+        file = next((one for folder in folders() if (one := folder / f"{part['key']}.png").is_file()), None)
+        if file is None:
+            raise InputError(f"an image of a message is not stored; restore {part['key']}.png in {folders()[0]}")
+        try:
+            url = picture_url(part["key"], file.read_bytes())
+        except UnusableRow as error:
+            raise InputError(f"{file}: {error}") from error
+        shown.append({"type": "image_url", "image_url": {"url": url}})
+    return {**message, "content": shown}
 
 
 def require_same_model(client: Any, asked: str, response: Any, where: str) -> None:

@@ -30,6 +30,7 @@ from posttrain.data.held_out import TaskRow, TaskSplit, split_tasks, training_ta
 from posttrain.data.messages import UnusableRow, content_text, read_parts
 from posttrain.data.tools import ParsedAnswer
 from posttrain.errors import InputError, PosttrainError, RunError
+from posttrain.images import MARK, Pictured
 from posttrain.recipe.components import EnvironmentRecipe, Factory, environment_class
 from posttrain.recipe.rollout import EvaluationRecipe, SeedRange, same_tasks
 
@@ -173,7 +174,10 @@ def _require_messages(messages: object, method: str) -> list[Message]:
             raise ProtocolError(
                 f"a message of `{method}` has the role {short(message.get('role'))}; use {', '.join(_ROLES)}"
             )
-    _require_json([dict(message) for message in read], f"a message of `{method}`")
+    plain = [
+        {**one, "content": MARK.sub("", text) if isinstance(text := one["content"], Pictured) else text} for one in read
+    ]
+    _require_json(plain, f"a message of `{method}`")
     return read
 
 

@@ -25,6 +25,7 @@ from typing import Any
 
 from posttrain.environments.protocol import LARGEST_REWARD, Ended, Message, described, number, short
 from posttrain.errors import InputError
+from posttrain.images import readable
 from posttrain.recipe.components import module_of_file, place_of
 
 SCORE = "score"
@@ -150,10 +151,11 @@ class RewardFunction:
         """
         # A copy, so that a function that modifies its row does not affect later episodes.
         columns = {parameter_of(column): value for column, value in copy.deepcopy(dict(row)).items()}
-        text = messages[-1]["content"] if messages else ""
+        shown = [{**message, "content": readable(message["content"])} for message in messages]
+        text = shown[-1]["content"] if shown else ""
         if missing := sorted(self.columns - columns.keys()):
             raise RewardFailure(f"{self.name} needs the column `{missing[0]}`, which {origin} does not have")
-        given = columns | {"prompt": text, "answer": answer, "messages": [dict(message) for message in messages]}
+        given = columns | {"prompt": text, "answer": answer, "messages": shown}
         if not self._takes_all:
             given = {key: value for key, value in given.items() if key in self._names}
         try:

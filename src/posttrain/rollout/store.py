@@ -22,7 +22,7 @@ from posttrain.credit.units.spans import Spans
 from posttrain.distributed.world import current_world
 from posttrain.episode import Advantages, Episode, Outcome, StopReason, Stream, Turn
 from posttrain.errors import InputError, RunError
-from posttrain.images import FIRST
+from posttrain.images import FIRST, content_of, parts_of
 from posttrain.runs.directory import storage_errors, write_atomically
 from posttrain.runs.reader import open_file
 
@@ -165,7 +165,7 @@ def read_head(path: Path, record: bytes) -> dict[str, Any]:
         if not isinstance(values["messages"], list) or not isinstance(values["turns"], list):
             raise ValueError("messages and turns are not lists")
         _check_integers(values, "seed", "group", "index")
-        return values
+        return values | {"messages": _messages(values)}
 
 
 def read_episodes(path: Path) -> StoredEpisodes:
@@ -284,7 +284,9 @@ def episode_record(episode: Episode, experts: bool = True) -> dict[str, Any]:
         "version": int(episode.version),
         "outcome": episode.outcome.value,
         "failure": episode.failure,
-        "messages": episode.messages,
+        "messages": [
+            one | {"content": parts_of(one["content"])} if "content" in one else one for one in episode.messages
+        ],
         "info": episode.info,
         "turns": [
             {
@@ -325,10 +327,16 @@ def _contents(record: dict[str, Any]) -> tuple[Episode, list[np.ndarray] | None,
     return episode, [_unpack(packed, "f", len(stream)) for packed, stream in pairs], units
 
 
+def _messages(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a record with the marks of their images."""
+    return [one | {"content": content_of(one["content"])} if "content" in one else one for one in record["messages"]]
+
+
 def episode_from_record(record: dict[str, Any]) -> Episode:
     """The inverse of `episode_record`."""
     _check_integers(record, "seed", "group", "index", "version")
-    for message in record["messages"]:
+    messages = _messages(record)
+    for message in messages:
         if not isinstance(message["role"], str) or not isinstance(message.get("content"), str | None):
             raise ValueError("a message has no text or role")
     streams = [
@@ -364,6 +372,6 @@ def episode_from_record(record: dict[str, Any]) -> Episode:
         turns=[Turn(**{**turn, "stop_reason": StopReason(turn["stop_reason"])}) for turn in record["turns"]],
         outcome=Outcome(record["outcome"]),
         failure=record["failure"],
-        messages=record["messages"],
+        messages=messages,
         info=record.get("info", {}),
     )

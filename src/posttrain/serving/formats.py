@@ -16,6 +16,7 @@ from posttrain.data.messages import UnusableRow, messages_of, read_parts, withou
 from posttrain.data.rendering import Message
 from posttrain.data.tools import ToolCall
 from posttrain.episode import CUT_OFF, StopReason
+from posttrain.images import joined
 from posttrain.recipe.compose import section
 from posttrain.recipe.rollout import SamplingRecipe
 
@@ -179,7 +180,7 @@ def _text(content: Any, what: str) -> str:
         if kind not in ("text", "input_text", "output_text"):
             raise CallRefused(f"{what} has a part of type {kind}; only text is supported")
         parts.append(_get(part, "text", str, ""))
-    return "\n".join(parts)
+    return joined(parts, "\n")
 
 
 def _messages(values: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -413,7 +414,7 @@ def _blocks(role: str, content: Any) -> list[Message]:
             thoughts.append(_get(block, "thinking", str, ""))
         elif kind != "redacted_thinking":
             texts.append(_text([block], "a message"))
-    text = "\n".join(texts)
+    text = joined(texts, "\n")
     reasoning = {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
     if role == "assistant" and calls:
         return [{"role": role, "content": text, "tool_calls": calls, **reasoning}]

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from posttrain.data.messages import UnusableRow, check_value
 from posttrain.errors import InputError, PosttrainError
+from posttrain.images import forget, forgetting
 from posttrain.loopback import App, Guard, Refusal, Scope, header
 from posttrain.serving.formats import FORMATS, CallRefused, ChatAnswer, ChatCall, event, openai_error
 
@@ -95,13 +96,37 @@ def add_route(
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import JSONResponse, Response, StreamingResponse
 
+    class Forgetting(StreamingResponse):
+        """A stream after which the images of its request are forgotten."""
+
+        later: list[Callable[[], None]]
+
+        async def __call__(self, *connection: Any) -> None:
+            try:
+                await super().__call__(*connection)
+            finally:
+                forget(self.later)
+
     async def post(request: Request) -> Response:
+        later: list[Callable[[], None]] = []
+        response: Response | None = None
+        try:
+            with forgetting(later):
+                response = await respond(request)
+            return response
+        finally:
+            if isinstance(response, Forgetting):
+                response.later = later
+            else:
+                forget(later)
+
+    async def respond(request: Request) -> Response:
         try:
             made = await answer(request, await _read_body(request))
             if isinstance(made, dict):
                 return JSONResponse(made)
             # Compute the first event now, so that an error still gets its own HTTP status.
-            return StreamingResponse(whole(await anext(made), made), media_type="text/event-stream")
+            return Forgetting(whole(await anext(made), made), media_type="text/event-stream")
         except ClientDisconnect:
             return Response(status_code=499)
         except Exception as error:

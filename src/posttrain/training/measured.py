@@ -28,6 +28,7 @@ from posttrain.models.gate import keep_verdict, read_verdict, use_path
 from posttrain.models.layers import lengths_of, resolve_fused, use_fused_layers, use_positions_by_length
 from posttrain.models.load import load_config
 from posttrain.models.packing import pack_row
+from posttrain.plugins import model_family
 from posttrain.recipe.model import ModelRecipe, OptimizerRecipe
 from posttrain.runs.directory import cache_directory
 from posttrain.runs.machine import processor, usable_processors
@@ -173,7 +174,8 @@ class Passes:
         from transformers import AutoModelForCausalLM
 
         keep_freed_memory()
-        config = copy.deepcopy(config.get_text_config())
+        family, config = model_family(config.model_type, model.path), copy.deepcopy(config.get_text_config())
+        config = config if family is None else family.language_model(config)
         self.layers, self.vocabulary = config.num_hidden_layers, config.vocab_size
         config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, min(VOCABULARY, self.vocabulary), None
         if getattr(config, "layer_types", None):

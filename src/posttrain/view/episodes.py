@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -12,9 +11,10 @@ import numpy as np
 
 from posttrain.credit.units.mixing import CreditedUnits
 from posttrain.credit.units.offsets import AlignedText, Decode, align
+from posttrain.data.messages import UnusableRow, picture_url
 from posttrain.episode import Episode, Turn
 from posttrain.errors import InputError, PosttrainError
-from posttrain.images import MARK, data_url, readable
+from posttrain.images import MARK, readable
 from posttrain.recipe.units import UnitCreditRecipe
 from posttrain.rollout.store import read_episodes, stored_steps
 from posttrain.rollout.view import judge_verdict, unit_summary, unit_text, units_in_turn
@@ -141,6 +141,8 @@ class Message:
     """Which turn of the episode answered with it."""
     pictures: tuple[str, ...] = ()
     """Data URLs of its images."""
+    problems: tuple[str, ...] = ()
+    """Why other images are not shown."""
 
 
 @dataclass(frozen=True)
@@ -197,8 +199,9 @@ def episode_page(
         else:
             named = " ".join(filter(None, (message["role"], str(message.get("name") or ""))))
             content = message.get("content") or ""
-            pictures = tuple(pictures_of(content, run)) if run is not None else ()
-            messages.append(Message(named[:_LONGEST_ROLE], shortened(readable(content)), pictures=pictures))
+            pictures, problems = pictures_of(content, run) if run is not None else ((), ())
+            text = shortened(readable(content))
+            messages.append(Message(named[:_LONGEST_ROLE], text, pictures=pictures, problems=problems))
     messages += [_answer(number, turn, sample, decode, look) for number, turn in waiting]
     ending = "success" if episode.success else episode.outcome.value
     tokens = sum(turn.stop - turn.start for turn in episode.turns)
@@ -212,11 +215,16 @@ def episode_page(
     )
 
 
-def pictures_of(content: str, run: Path) -> Iterator[str]:
-    """The first images of a message of a run as data URLs. Files that are missing, large or links are left out."""
+def pictures_of(content: str, run: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The first images of a message of a run as data URLs, and why others are not shown: files that are missing, altered, large
+    or links."""
+    urls, problems = [], []
     for key in MARK.findall(content)[:_MOST_PICTURES]:
-        with suppress(InputError):
-            yield data_url(read_bytes(run / "images" / f"{key}.png", _LARGEST_PICTURE, run))
+        try:
+            urls.append(picture_url(key, read_bytes(run / "images" / f"{key}.png", _LARGEST_PICTURE, run)))
+        except (InputError, UnusableRow) as error:
+            problems.append(shortened(str(error)))
+    return tuple(urls), tuple(problems)
 
 
 def prompt_text(episode: Episode, decode: Decode | None) -> tuple[int, str]:

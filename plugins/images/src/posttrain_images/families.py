@@ -27,6 +27,10 @@ class Family:
     """Along which axis the inputs of several images are joined."""
     decoder: str = "language_model"
     """The attribute of the decoder."""
+    wrappers: tuple[str, ...] = ()
+    """Tokens that chat templates write before and after the placeholder of an image. The processor writes the others."""
+    layers_of: str = ""
+    """The `model_type` of a language model with the layers of the decoder; empty if transformers loads the decoder alone."""
     token_types: str | None = None
     """The input of transformers' own pass that marks the tokens of images."""
     grid: bool = False
@@ -49,6 +53,16 @@ class Family:
 
         return AutoModelForImageTextToText
 
+    def language_model(self, text: Any) -> Any:
+        """The configuration of a language model with the layers of the decoder, whose configuration is `text`."""
+        from transformers import AutoConfig
+
+        if not self.layers_of:
+            return text
+        values = {key: value for key, value in text.to_dict().items() if key != "model_type"}
+        values["rope_parameters"] = {key: one for key, one in text.rope_parameters.items() if "mrope" not in key}
+        return AutoConfig.for_model(self.layers_of, **values)
+
     def images(self, tokenizer: Any, path: str) -> Images:
         """The images of the model at `path`, a directory or hub id. InputError without a usable processor."""
         from transformers import AutoImageProcessor
@@ -64,7 +78,7 @@ class Family:
                 f"model.path: {path} has no image processor that transformers can load ({type(error).__name__}: "
                 f"{str(error).splitlines()[0] if str(error) else ''}); complete its files, or install what the error names"
             ) from error
-        images = Images(processor, self.inputs, self.axis, files)
+        images = Images(processor, self.inputs, self.axis, files, self.wrappers)
         images.not_in_vllm = self.not_in_vllm
         return images
 
@@ -113,6 +127,8 @@ QWEN2_5_VL = Family(
     "qwen2_5_vl",
     "qwen2_5_vl.processing_qwen2_5_vl:Qwen2_5_VLProcessor",
     ("pixel_values", "image_grid_thw"),
+    wrappers=("<|vision_start|>", "<|vision_end|>"),
+    layers_of="qwen2",
     token_types="mm_token_type_ids",
     grid=True,
 )
@@ -120,6 +136,8 @@ QWEN3_VL = Family(
     "qwen3_vl",
     "qwen3_vl.processing_qwen3_vl:Qwen3VLProcessor",
     ("pixel_values", "image_grid_thw"),
+    wrappers=("<|vision_start|>", "<|vision_end|>"),
+    layers_of="qwen3",
     token_types="mm_token_type_ids",
     grid=True,
     deepstack=True,

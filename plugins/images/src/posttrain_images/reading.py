@@ -6,6 +6,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image, ImageOps
 
 from posttrain.data.messages import UnusableRow, kind_of
@@ -37,24 +38,28 @@ def read_part(part: dict[str, Any], where: str) -> str:
     if kind is None:
         raise UnusableRow("image without a source", f"that of {where} needs `path`, `url` (a data URL) or `bytes`")
     readers = {"url": _from_url, "path": _from_file}
+    where += f" ({inner[kind][:80]!r})" if kind == "path" and isinstance(inner[kind], str) else ""
     return mark(put(decoded(readers.get(kind, _from_bytes)(inner[kind], where), where)))
 
 
 def decoded(data: bytes, where: str, formats: tuple[str, ...] = FORMATS, most: int = MOST_BYTES) -> Image.Image:
     """The RGB image of a file's content of at most `most` bytes, upright. Raises UnusableRow."""
     if len(data) > most:
-        raise UnusableRow("image too large", f"that of {where} has {len(data):,} bytes, more than {most:,}")
+        raise UnusableRow("image too large", f"that of {where} has {len(data):,} bytes, more than {most:,}; resize it")
     try:
         with Image.open(BytesIO(data), formats=formats) as opened:
             width, height = opened.size
             if width * height > MOST_PIXELS or max(width, height) > MOST_RATIO * min(width, height):
                 raise UnusableRow(
                     "image too large",
-                    f"that of {where} is {width} x {height}; the limits are {MOST_PIXELS:,} pixels and a ratio of {MOST_RATIO}",
+                    f"that of {where} is {width} x {height}; the limits are {MOST_PIXELS:,} pixels and a ratio of "
+                    f"{MOST_RATIO}; resize or cut it",
                 )
             upright = ImageOps.exif_transpose(opened)
             if upright.mode.startswith("I"):  # 16 bits of gray; the conversion would make all values above 255 white
-                upright = upright.point(lambda value: value / 256)
+                values = np.asarray(upright)
+                clear = upright.info.get("transparency")
+                upright = Image.fromarray(np.where(values == clear, 255, values >> 8).astype(np.uint8))
             if not upright.has_transparency_data:
                 return upright.convert("RGB")
             # What is transparent shows white; its own color is often black, which hides black shapes.
@@ -65,7 +70,8 @@ def decoded(data: bytes, where: str, formats: tuple[str, ...] = FORMATS, most: i
     except Exception as error:  # decoders raise errors of many types
         reason = type(error).__name__ + ("" if "BytesIO" in str(error) else f": {str(error)[:80]}")
         raise UnusableRow(
-            "image cannot be read", f"that of {where} is no {' or '.join(formats)} image ({reason})"
+            "image cannot be read",
+            f"that of {where} is no {' or '.join(formats)} image ({reason}); save it again as one",
         ) from error
 
 
@@ -73,13 +79,17 @@ def _from_bytes(value: Any, where: str) -> bytes:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if not isinstance(value, str):
-        raise UnusableRow("wrong type", f"the bytes of the image of {where} are {kind_of(value)}, not base64 text")
+        raise UnusableRow(
+            "wrong type", f"the bytes of the image of {where} are {kind_of(value)}, not base64 text; encode the file"
+        )
     if len(value) > 2 * MOST_BYTES:
-        raise UnusableRow("image too large", f"that of {where} has {len(value):,} characters of base64")
+        raise UnusableRow("image too large", f"that of {where} has {len(value):,} characters of base64; resize it")
     try:
-        return base64.b64decode(value, validate=True)
+        return base64.b64decode("".join(value.split()), validate=True)
     except (binascii.Error, ValueError):
-        raise UnusableRow("image cannot be read", f"the bytes of the image of {where} are not base64") from None
+        raise UnusableRow(
+            "image cannot be read", f"the bytes of the image of {where} are not base64; encode the file"
+        ) from None
 
 
 def _from_url(value: Any, where: str) -> bytes:
@@ -101,10 +111,10 @@ def _from_file(value: Any, where: str) -> bytes:
     try:
         file = (root / Path(value)).resolve()
         if not file.is_relative_to(root):
-            raise UnusableRow("image outside the data", f"{value[:80]!r} of {where} is not in {folder}")
+            raise UnusableRow("image outside the data", f"that of {where} is not in {folder}; copy it there")
         if not file.is_file():
-            raise UnusableRow("image cannot be read", f"{value[:80]!r} of {where} is no file in {folder}")
+            raise UnusableRow("image cannot be read", f"that of {where} is no file in {folder}; copy it there")
         with file.open("rb") as opened:
             return opened.read(MOST_BYTES + 1)
     except (OSError, RuntimeError) as error:
-        raise UnusableRow("image cannot be read", f"{value[:80]!r} of {where} ({error})") from error
+        raise UnusableRow("image cannot be read", f"that of {where}: {error}") from error

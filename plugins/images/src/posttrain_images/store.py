@@ -6,10 +6,13 @@ Images of rows are first in a temporary folder. An image that becomes tokens is 
 import hashlib
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from threading import Lock
 from typing import IO
 
 import numpy as np
@@ -17,10 +20,13 @@ from PIL import Image
 
 from posttrain.data.messages import UnusableRow
 from posttrain.errors import InputError, RunError
-from posttrain.images import KEY_DIGITS, folders
+from posttrain.images import KEY_DIGITS, folders, when_forgotten
 
 _same: dict[str, bytes] = {}
 """Key -> a longer digest of the stored image, so that it is not unpacked again to be compared."""
+_users: Counter[str] = Counter()
+"""Key -> how many need the image in the temporary folder."""
+_lock = Lock()
 
 
 def digest(pixels: np.ndarray, size: int = KEY_DIGITS // 2) -> bytes:
@@ -35,6 +41,10 @@ def put(image: Image.Image) -> str:
     file has been altered."""
     pixels = np.asarray(image)
     key, whole = digest(pixels).hex(), digest(pixels, 32)
+    with _lock:
+        _users[key] += 1
+    if (later := when_forgotten()) is not None:
+        later.append(partial(_forget, key))
     if _file(key) is None:
         content = BytesIO()
         image.save(content, "PNG", compress_level=1)
@@ -45,6 +55,15 @@ def put(image: Image.Image) -> str:
     return key
 
 
+def _forget(key: str) -> None:
+    with _lock:
+        _users[key] -= 1
+        if not _users[key]:
+            del _users[key]
+            _same.pop(key, None)
+            (folders()[-1] / f"{key}.png").unlink(missing_ok=True)
+
+
 def load(key: str) -> np.ndarray:
     """The pixels [height, width, 3] uint8 of a stored image. InputError if there is none, RunError if it is damaged."""
     if (file := _file(key)) is None:
@@ -52,9 +71,13 @@ def load(key: str) -> np.ndarray:
     try:
         pixels = _pixels(file)
     except Exception as error:  # decoders raise errors of many types
-        raise RunError(f"the image {file} is damaged ({error}); restore the file") from error
+        raise RunError(
+            f"the image {file} is damaged ({error}); delete it, and what has the image stores it again"
+        ) from error
     if digest(pixels).hex() != key:
-        raise RunError(f"the image {file} does not have the pixels of its name; restore the file")
+        raise RunError(
+            f"the image {file} was altered: its pixels are not those of its name; delete it, and what has the image stores it again"
+        )
     return pixels
 
 

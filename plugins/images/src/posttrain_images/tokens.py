@@ -13,11 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save
 
 from posttrain.errors import InputError
-from posttrain.images import FIRST, KEY_DIGITS, MARK, TOKEN_BITS, decoding, first_id, key_of, mark, number_of
+from posttrain.images import FIRST, KEY_DIGITS, MARK, TOKEN_BITS, decoding, first_id, key_of, mark, number_of, parts_of
 from posttrain_images.store import keep, load
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -55,8 +56,11 @@ _held = _Held()
 class Images:
     """The images of one model, by its processor of transformers."""
 
-    def __init__(self, processor: Any, names: Sequence[str], axis: int, files: Mapping[str, bytes]) -> None:
-        """`names`: the inputs of the encoder; `axis`: the one along which the first is joined. `files`: those of the processor."""
+    def __init__(
+        self, processor: Any, names: Sequence[str], axis: int, files: Mapping[str, bytes], wrappers: Sequence[str] = ()
+    ) -> None:
+        """`names`: the inputs of the encoder; `axis`: the one along which the first is joined. `files`: those of the processor.
+        `wrappers`: what chat templates write around placeholders."""
         self.processor = processor
         self.names = names
         self.axis = axis
@@ -68,6 +72,9 @@ class Images:
         lengths = [getattr(processor, name, None) for name in ("image_seq_len", "image_seq_length")]
         self.not_in_vllm = ""
         """Why vLLM does not sample for the model; empty if it does."""
+        vocabulary = processor.tokenizer.get_vocab()
+        self.wrappers = {vocabulary[one] for one in wrappers if one in vocabulary}
+        """Tokens that a chat template writes before and after the placeholder of an image."""
         self.gate_keys: set[str] = set()
         """Keys of images that are no data."""
         self._name = repr((type(processor).__name__, processor.image_processor.to_dict(), lengths))
@@ -109,6 +116,30 @@ class Images:
             while _held.bytes > CACHE_BYTES and len(_held) > 1:
                 _held.bytes -= _held.popitem(last=False)[1].bytes
         return made
+
+    def around(self, ids: np.ndarray) -> np.ndarray:
+        """Where `ids` [T] int64 have tokens that are written for images [T] bool: those of images, and what the processor and the
+        chat template write before, between and after them."""
+        found = ids >= FIRST
+        starts = [at for at in np.flatnonzero(found).tolist() if number_of(int(ids[at])) == 0]
+        for start in starts:
+            before, inside, after = self._frame(key_of(int(ids[start])))
+            stop = min(start + inside, len(ids))
+            found[start:stop] = True
+            for step, at, expected in ((-1, start - 1, before[::-1]), (1, stop, after)):
+                for token in expected:
+                    if 0 <= at < len(ids) and ids[at] == token:
+                        found[at], at = True, at + step
+                while 0 <= at < len(ids) and ids[at] in self.wrappers:
+                    found[at], at = True, at + step
+        return found
+
+    def _frame(self, key: str) -> tuple[list[int], int, list[int]]:
+        """The tokens of an image's text before its first placeholder and after its last, and how many are from the one to the
+        other."""
+        ids = self.processor.tokenizer(self.processed(key).text, add_special_tokens=False)["input_ids"]
+        places = [at for at, token in enumerate(ids) if token == self.token]
+        return ids[: places[0]], places[-1] + 1 - places[0], ids[places[-1] + 1 :]
 
     def inputs(self, keys: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
         """The inputs of the encoder for several images, in their order."""
@@ -161,10 +192,8 @@ def as_parts(message: Mapping[str, Any], always: bool) -> Mapping[str, Any]:
     content = message.get("content")
     if not isinstance(content, str) or not (always or MARK.search(content)):
         return message
-    pieces = MARK.split(content)
-    parts = [{"type": "text", "text": piece} if n % 2 == 0 else {"type": "image"} for n, piece in enumerate(pieces)]
-    filled = [part for part in parts if part.get("text") != ""]
-    return {**message, "content": filled or parts}
+    parts = parts_of(content)
+    return {**message, "content": [{"type": "text", "text": content}] if isinstance(parts, str) else parts}
 
 
 class _ReadsImages:
