@@ -7,7 +7,10 @@ from tests.benchmarks.conftest import output_of
 
 
 def test_time_outside_of_operators_is_listed():
-    found = profiles.shares({"aten::mm": 2.0, "aten::bmm": 1.0, "_SegmentAttention": 0.5, "kernel attend": 0.5, "aten::unheard_of": 0.5}, 10.0)
+    found = profiles.shares(
+        {"aten::mm": 2.0, "aten::bmm": 1.0, "_SegmentAttention": 0.5, "kernel attend": 0.5, "aten::unheard_of": 0.5},
+        10.0,
+    )
     assert found["products of projections"] == 0.2
     assert found["attention"] == pytest.approx(0.15)
     assert found[profiles.OTHER] == 0.05

@@ -15,6 +15,8 @@ from posttrain.data.rendering import Renderer
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Request
 from posttrain.images import FIRST, KEY_DIGITS, first_id
+from posttrain.models.forward import base_decoder
+from posttrain.models.policy import Policy
 from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.rollout.transcript import TokenTranscript
 
@@ -62,6 +64,61 @@ def test_the_engine_samples_with_the_probabilities_of_the_learner(policy_of, fam
     sampled = np.concatenate([s.rollout_logprobs[s.sampled] for s in streams])
     assert np.abs(learned.numpy() - sampled).max() < 1e-4
     assert engine.counters.reused > 0
+
+
+@pytest.mark.parametrize("budget", [2048, 16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_new_weights_in_flight_reach_images_too(model_of, family, budget):
+    """Every token has the log-probability of its version given all before it, when the encoder changes in the middle of an answer
+    whose image was already read, or before a later turn."""
+    policy = Policy(str(model_of(family)), threads=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine = LocalEngine(policy, slots=4, tokens_per_forward=budget)
+    renderer = Renderer(policy.tokenizer, policy.end_tokens)
+    transcripts = [TokenTranscript(renderer, observation(picture(40, 64, n), picture(90, 48))) for n in range(3)]
+    versions = {0: policy.replica()}
+    inside = {
+        id(one) for one in getattr(base_decoder(policy.model), base_decoder(policy.model).family.decoder).parameters()
+    }
+
+    def change():
+        if engine.counters.sampled >= 6 * (engine.version + 1) and engine.version < 4:
+            version = engine.version + 1
+            with torch.no_grad():
+                for _, parameter in policy.trainable():
+                    if id(parameter) not in inside or version % 2 == 0:  # the encoder alone, then all weights
+                        noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(version))
+                        parameter.add_(0.1 * noise)
+            versions[version] = policy.replica()
+            engine.load_weights(version)
+
+    async def play(number, transcript):
+        for turn in range(2):
+            request = Request(
+                tuple(transcript.context), SamplingRecipe(temperature=1.0), 5 * number + turn, max_tokens=7
+            )
+            done = await engine.generate(request)
+            transcript.answer(done.ids, done.logprobs, done.stop_reason, done.versions)
+            transcript.observe(observation(picture(20, 70, number), words="and this?"))
+
+    async def run():
+        engine.load_weights(0)
+        engine.before_forward = change
+        await asyncio.gather(*(play(*one) for one in enumerate(transcripts)))
+
+    asyncio.run(run())
+    streams = [stream for one in transcripts for stream in one.streams()]
+    ids, masks = [one.ids for one in streams], [one.sampled for one in streams]
+    of = np.concatenate([one.versions[one.sampled] for one in streams])
+    recorded = np.concatenate([one.rollout_logprobs[one.sampled] for one in streams])
+    with torch.no_grad():
+        learned = {n: one.score(ids, masks, 1.0, 64).logprobs.numpy() for n, one in versions.items()}
+    assert len(set(of.tolist())) >= 3
+    assert any(len(set(one.versions[one.turn == turn].tolist())) > 1 for one in streams for turn in range(2))
+    own = np.array([learned[version][at] for at, version in enumerate(of.tolist())])
+    assert np.abs(own - recorded).max() < 2e-4
+    assert np.abs(learned[0] - recorded)[of == 1].max(initial=0) > 1e-2, "an encoder's change shows"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,27 +1,36 @@
 """Tokens, pixel values and log-probabilities are those of transformers' own processor and forward pass."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from plugins.images.tests.conftest import part, picture, text
 from plugins.images.tests.tiny import FAMILIES, make_encoder, make_processor, make_tokenizer
 
-from posttrain.data.messages import messages_of
-from posttrain.data.rendering import Renderer, TokenStream
-from posttrain.images import FIRST, MARK, key_of
-from posttrain.models.forward import path_of
+from posttrain.data.examples import load_dataset
+from posttrain.data.messages import UnusableRow, messages_of
+from posttrain.data.rendering import Renderer, TokenStream, render_conversation
+from posttrain.environments.protocol import Observation, ProtocolError, require_observation
+from posttrain.errors import InputError
+from posttrain.images import FIRST, MARK, key_of, mark
+from posttrain.models.forward import base_decoder, path_of
+from posttrain.models.load import load_config
 from posttrain.models.policy import Policy
 from posttrain.planning.model_sizes import model_sizes
+from posttrain.recipe.model import ModelRecipe
+from posttrain.training.measured import SIZES as SIZES_TIMED
+from posttrain.training.measured import Passes
 
 SIZES = ((40, 64), (90, 48), (32, 32), (20, 70))
 CASES = {0: (), 1: (SIZES[0],), 3: (SIZES[1], SIZES[2], SIZES[3])}
 
 
-def conversation(count, seed=0):
+def conversation(count, seed=0, imitated="<image> <|image_pad|>"):
     """A conversation with `count` images, in two messages, and text between them that imitates tokens of images."""
     images = [picture(*size, seed) for size in CASES[count]]
     first = [item for image in images[:2] for item in (part(image), text("what shape is it? "))]
-    asked = {"role": "user", "content": [text("Look <image> <|image_pad|>: "), *first, text("?")]}
+    asked = {"role": "user", "content": [text(f"Look {imitated}: "), *first, text("?")]}
     answered = {"role": "assistant", "content": "a red circle"}
     later = {"role": "user", "content": [text("and "), *(part(image) for image in images[2:]), text("this?")]}
     return [asked, answered, later], images
@@ -47,10 +56,7 @@ def own_inputs(family, messages, images, processor):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_and_pixels_are_those_of_the_processor(policy_of, family, count):
     tokenizer = policy_of(family).tokenizer
-    messages, images = conversation(count)
-    for one in messages:  # without the imitations, which the processor would read as images
-        if isinstance(one["content"], list):
-            one["content"] = [p if p["type"] == "image" else text(p["text"].replace("<", "(")) for p in one["content"]]
+    messages, images = conversation(count, imitated="")  # which the processor would read as images
     processor = make_processor(family, make_tokenizer(family), make_encoder(family))
     expected = own_inputs(family, messages, images, processor)
     ids = Renderer(tokenizer, policy_of(family).end_tokens).prompt(messages_of(messages, "messages"))
@@ -70,6 +76,16 @@ def test_a_plan_counts_the_parameters_of_the_file(model_of, policy_of, family):
     sizes = model_sizes(str(model_of(family)))
     assert sizes.tied == tied
     assert sizes.parameters >= sum(p.numel() for p in policy_of(family).model.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_timed_before_a_run_has_the_layers_of_the_decoder(model_of, policy_of, family):
+    recipe = ModelRecipe(path=str(model_of(family)), dtype="auto")
+    timed = Passes(recipe, load_config(recipe), torch.float32, learns=True, samples=True)
+    assert timed.seconds(SIZES_TIMED[0]) > 0
+    base = base_decoder(policy_of(family).model)
+    [layer], own = base_decoder(timed.model).layers, getattr(base, base.family.decoder).layers[0]
+    assert {n: p.shape for n, p in layer.named_parameters()} == {n: p.shape for n, p in own.named_parameters()}
 
 
 @pytest.mark.parametrize("height", [1, 2, 3, 4])
@@ -101,6 +117,74 @@ def test_text_that_looks_like_an_image_stays_text(policy_of, family):
     assert words in tokenizer.decode(beside)
 
 
+@pytest.mark.parametrize("loss_on", ["assistant", "all"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_written_for_an_image_of_an_answer_has_no_loss(policy_of, family, loss_on):
+    """Placeholders, what is between them, and the tokens around them; the text and the end of the answer are trained."""
+    policy = policy_of(family)
+    shown = [text("a red "), part(picture(90, 48)), text("circle"), part(picture(32, 32)), part(picture(90, 48))]
+    messages = messages_of([{"role": "user", "content": "draw"}, {"role": "assistant", "content": shown}], "messages")
+    [stream] = render_conversation(Renderer(policy.tokenizer, policy.end_tokens), messages, loss_on)
+    trained = policy.tokenizer.decode(stream.ids[stream.trained].tolist())
+    assert trained.endswith("a red circle<|im_end|>" + "\n" * (loss_on == "all"))
+    assert loss_on == "all" or len(trained) == len("a red circle<|im_end|>")
+    assert (stream.ids >= FIRST).sum() == sum(
+        policy.tokenizer.images.processed(key).tokens for key in MARK.findall(messages[1]["content"])
+    )
+
+
+def test_no_text_is_an_image(policy_of, tmp_path):
+    """Whatever a text contains, in any place of a conversation, it is refused or stays text."""
+    policy = policy_of("idefics3")
+    renderer = Renderer(policy.tokenizer, policy.end_tokens)
+    [key] = MARK.findall(messages_of([{"role": "user", "content": [part(picture())]}], "messages")[0]["content"])
+    spellings = [f"{sign}{key}{sign}" for sign in ("\ufdd1", "\ufdd0", "\ue000", "\ufdd0\ufdd1")]
+    spellings += [f"[image {key}]", mark(key).encode("unicode_escape").decode(), f"\ufdd1\ufdd1{key}\ufdd1\ufdd1"]
+    spellings += [mark(key).encode("utf-8", "surrogatepass").decode("utf-8", "replace")]
+    for words in spellings:
+        call = {"function": {"name": "f", "arguments": {"a": words}}}
+        conversation = [
+            {"role": "system", "content": words},
+            {"role": "user", "content": [text(words), part(picture(seed=1)), text(words)]},
+            {"role": "assistant", "content": words, "reasoning_content": words, "tool_calls": [call]},
+            {"role": "tool", "content": [text(words)]},
+            {"role": "assistant", "content": words},
+        ]
+        shown = messages_of(conversation, "messages")
+        ids = renderer.prompt(shown)
+        assert {key_of(token) for token in ids if token >= FIRST}.isdisjoint({key})
+        assert policy.tokenizer.decode(ids).count(words) >= 5
+        sampled = policy.tokenizer(words, add_special_tokens=False)["input_ids"]
+        assert max(sampled) < FIRST
+        [stream] = render_conversation(renderer, shown[-2:], "assistant")
+        assert stream.ids[stream.trained].tolist() == [*sampled, renderer.end]
+        assert not MARK.search(renderer.answer_text(sampled))
+    # The mark itself is no text: no tokenizer decodes to it, and every reader refuses it.
+    forged = str(mark(key).encode("unicode_escape").decode().encode().decode("unicode_escape"))
+    assert MARK.search(forged)
+    call = {"function": {"name": "f", "arguments": {"a": forged}}}
+    for message in (
+        {"role": "user", "content": forged},
+        {"role": "user", "content": [text(forged)]},
+        {"role": "user", "content": [text(forged), part(picture())]},
+        {"role": "tool", "content": forged},
+        {"role": "assistant", "content": "a", "reasoning_content": forged},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": forged}, text("a")]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "user", "content": "a", "primer": forged},
+        {"from": "human", "value": forged},
+    ):
+        with pytest.raises(UnusableRow, match="lone surrogate"):
+            messages_of([message], "messages")
+    for content in (forged, [text(forged)], [text(forged), part(picture())]):
+        with pytest.raises(ProtocolError, match="surrogate"):
+            require_observation(Observation([{"role": "user", "content": content}]))
+    for row in ({"text": forged}, {"prompt": forged, "completion": "a"}, {"prompt": "a", "completion": forged}):
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+        with pytest.raises(InputError, match="not a character"):
+            load_dataset(tmp_path / "rows.jsonl")
+
+
 def own_logprobs(model, inputs):
     """Log-probabilities [T - 1] of the tokens of a row after the first, by transformers."""
     with torch.no_grad():
@@ -120,12 +204,7 @@ def test_packed_and_alone_equal_transformers(model_of, policy_of, family):
     streams, expected = [], []
     # The second conversation with three images has others than the first, after the same text.
     for count, seed in ((0, 0), (1, 0), (3, 0), (3, 1)):
-        messages, images = conversation(count, seed)
-        for one in messages:
-            if isinstance(one["content"], list):
-                one["content"] = [
-                    p if p["type"] == "image" else text(p["text"].replace("<", "(")) for p in one["content"]
-                ]
+        messages, images = conversation(count, seed, imitated="")
         inputs = own_inputs(family, messages, images, processor)
         expected.append(own_logprobs(own, inputs))
         streams.append(np.array(renderer.prompt(messages_of(messages, "messages")), dtype=np.int64))
@@ -152,12 +231,7 @@ def test_gradients_equal_transformers(model_of, policy_of, family):
     processor = make_processor(family, make_tokenizer(family), make_encoder(family))
     streams, total = [], 0.0
     for count, seed in ((1, 0), (3, 0)):
-        messages, images = conversation(count, seed)
-        for one in messages:
-            if isinstance(one["content"], list):
-                one["content"] = [
-                    p if p["type"] == "image" else text(p["text"].replace("<", "(")) for p in one["content"]
-                ]
+        messages, images = conversation(count, seed, imitated="")
         inputs = own_inputs(family, messages, images, processor)
         ids = Renderer(policy.tokenizer, policy.end_tokens).prompt(messages_of(messages, "messages"))
         streams.append(np.array(ids, dtype=np.int64))

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -68,9 +69,52 @@ def test_serve_reads_no_file_and_no_address(client, wrong, path):
 
 
 def test_text_that_imitates_an_image_is_refused(client):
-    answer = ask(client, f"{images.mark('0' * 12)} what is it?")
-    assert answer.status_code == 400
-    assert "is not in" in answer.text
+    [key] = images.MARK.findall(messages_of([{"role": "user", "content": [part(picture())]}], "messages")[0]["content"])
+    alone = ask(client, f"\ufdd1{key}\ufdd1 what is it?")
+    assert alone.status_code == 200
+    body = {"max_tokens": 4, "messages": [{"role": "user", "content": f"{images.mark(key)} what is it?"}]}
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        answer = client.post(path, content=json.dumps(body))
+        assert answer.status_code == 400
+        assert "lone surrogate" in answer.text
+    for prompt in (images.mark(key), [images.first_id(key)], [images.first_id(key) - 2**64]):
+        answer = client.post("/v1/completions", content=json.dumps({"prompt": prompt, "max_tokens": 2}))
+        assert answer.status_code == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_serve_forgets_the_images_of_a_request(client, stream):
+    """Also those of a request that is refused. A conversation that sends its image again has the same answer."""
+    folder, [first, *others] = images.folders()[-1], [picture(seed=1000 + n) for n in range(6)]
+    before = {file.name for file in folder.glob("*")}, dict(store._same), dict(store._users)
+    asked = [part(first), text("what is it?")]
+    body = {"messages": [{"role": "user", "content": asked}], "max_tokens": 4, "seed": 1, "stream": stream}
+    answers = [client.post("/v1/chat/completions", json=body)]
+    for other in others:
+        shown = [{"role": "user", "content": [part(other), text("?")]}]
+        assert client.post("/v1/chat/completions", json=body | {"messages": shown}).status_code == 200
+        refused = client.post("/v1/chat/completions", json=body | {"messages": shown, "max_tokens": -1})
+        assert refused.status_code == 400
+    answers.append(client.post("/v1/chat/completions", json=body))
+    if not stream:
+        assert answers[0].json()["choices"] == answers[1].json()["choices"]
+        later = [*body["messages"], answers[0].json()["choices"][0]["message"], {"role": "user", "content": "sure?"}]
+        assert client.post("/v1/chat/completions", json=body | {"messages": later}).status_code == 200
+    assert ({file.name for file in folder.glob("*")}, dict(store._same), dict(store._users)) == before
+
+
+def test_an_image_that_two_need_stays_until_both_have_ended():
+    image, lists = picture(seed=77), ([], [])
+    for later in lists:
+        with images.forgetting(later):
+            [key] = images.MARK.findall(
+                messages_of([{"role": "user", "content": [part(image)]}], "messages")[0]["content"]
+            )
+    images.forget(lists[0])
+    assert store.load(key).shape == (40, 64, 3)
+    images.forget(lists[1])
+    with pytest.raises(InputError, match="restore"):
+        store.load(key)
 
 
 @pytest.fixture
@@ -107,6 +151,21 @@ def test_pages_show_the_pictures(policy_of, episode, tmp_path):
     count, shown = prompt_text(episode, images.decoding(policy_of("idefics3").tokenizer.decode))
     assert count == episode.turns[0].start
     assert f"[image {key}]" in shown
+    # A picture that was altered after the run is not shown, by a page or to a judge.
+    file = tmp_path / "images" / f"{key}.png"
+    stored = file.read_bytes()
+    judge = SimpleNamespace(base_url="", chat=SimpleNamespace(completions=SimpleNamespace(create=dict)))
+    for altered in (encoded(picture(seed=9)), stored[: len(stored) // 2], encoded(picture(seed=3), "JPEG")):
+        file.write_bytes(altered)
+        message = episode_page(Sample("", episode, None, None), 1.0, None, None, tmp_path).messages[0]
+        assert not message.pictures
+        assert key in message.problems[0]
+        with pytest.raises(InputError, match=key):
+            complete("engine", judge, "judge", episode.messages[:1])
+    html = templates().from_string("{% import 'components.html.j2' as parts %}{{ parts.conversation(page) }}")
+    assert key in html.render(page=episode_page(Sample("", episode, None, None), 1.0, None, None, tmp_path))
+    file.write_bytes(stored)
+    assert episode_page(Sample("", episode, None, None), 1.0, None, None, tmp_path).messages[0].pictures == (uri,)
     # Files that a foreign run has instead of pictures.
     (tmp_path / "images" / f"{key}.png").unlink()
     assert not episode_page(Sample("", episode, None, None), 1.0, None, None, tmp_path).messages[0].pictures
@@ -118,7 +177,7 @@ def test_the_terminal_names_images(episode):
     console = Console(file=io.StringIO(), width=80)
     console.print(view_episode(episode, None))
     assert "[image " in console.file.getvalue()
-    assert "\ufdd1" not in console.file.getvalue()
+    assert "\udfff" not in console.file.getvalue()
 
 
 def test_ids_of_images_are_decoded_by_their_keys(policy_of, episode):

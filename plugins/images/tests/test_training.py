@@ -15,6 +15,7 @@ from posttrain.errors import InputError
 from posttrain.images import FIRST, MARK, key_of
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.rollout.store import read_episodes
+from tests.training import async_runs
 
 SETTINGS = {"optimizer": {"learning_rate": 1e-3}, "checkpoint": {"every": 1, "keep_state": "always"}}
 
@@ -103,17 +104,17 @@ class Album(Environment):
         return Step([] if self.turn > 1 else shown, reward, self.turn > 1, False, {"success": reward > 0})
 
 
+def playing(model, runs, **changes):
+    """A recipe of RL on albums."""
+    rollout = {"groups_per_step": 2, "episodes_per_group": 3, "tokens_per_turn": 6, "tokens_per_episode": 400}
+    recipe = {"model": {"path": str(model), "threads": 1}, "environment": {"type": f"{__file__}:Album"}}
+    recipe |= {"rollout": rollout, "evaluation": {"every": 0}, "seeds": {"start": 0, "count": 4}, "runs": str(runs)}
+    return recipe | changes
+
+
 @pytest.mark.parametrize("family", ["idefics3", "qwen3_vl"])
 def test_rl_with_several_turns_resumes_to_the_same_bits(model_of, tmp_path, family):
-    recipe = {
-        "model": {"path": str(model_of(family))},
-        "environment": {"type": f"{__file__}:Album"},
-        "rollout": {"groups_per_step": 2, "episodes_per_group": 3, "tokens_per_turn": 6, "tokens_per_episode": 400},
-        "evaluation": {"every": 0},
-        "seeds": {"start": 0, "count": 4},
-        "runs": str(tmp_path),
-        **SETTINGS,
-    }
+    recipe = playing(model_of(family), tmp_path, **SETTINGS)
     posttrain.rl(recipe, name="whole", steps=4)
     posttrain.rl(recipe, name="halves", steps=2)
     posttrain.rl(resume=tmp_path / "halves", steps=4)
@@ -131,6 +132,19 @@ def test_rl_with_several_turns_resumes_to_the_same_bits(model_of, tmp_path, fami
     mismatches = [json.loads(line).get("policy/mismatch") for line in (tmp_path / "whole" / "metrics.jsonl").open()]
     assert max(filter(None, mismatches), default=0.0) < 1e-4
     assert np.isfinite([float(one) for one in filter(None, mismatches)]).all()
+
+
+def test_rollouts_ahead_of_the_learner_match_one_thread(model_of, tmp_path):
+    """The encoder's weights too reach the thread that samples, at the step that its tokens' versions name."""
+    recipe = playing(model_of("qwen3_vl"), tmp_path, stage="rl", steps=3, optimizer={"learning_rate": 1e-2})
+    recipe["rollout"]["async_rollouts"] = 1
+    ahead = async_runs.train({**recipe, "name": "ahead"})
+    one = async_runs.train_with(async_runs.OneThread, {**recipe, "name": "one"})
+    assert async_runs.results(ahead) == async_runs.results(one)
+    versions = [values for file in async_runs.results(ahead)[2].values() for stream in file for values in stream]
+    assert max(versions) > 0
+    before, after = load_file(model_of("qwen3_vl") / "model.safetensors"), weights(ahead.path)
+    assert any("visual" in name and (tensor - before[name]).abs().max() > 5e-3 for name, tensor in after.items())
 
 
 def test_what_is_not_supported_is_refused_by_name(policy_of, model_of, tmp_path, monkeypatch):

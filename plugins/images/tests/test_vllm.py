@@ -1,9 +1,11 @@
 """A real vLLM server samples prompts with images as the learner scores them."""
 
+import asyncio
 import json
 import subprocess
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from plugins.images.tests.conftest import part, picture, text
@@ -21,7 +23,7 @@ from posttrain.models.forward import base_decoder
 from posttrain.models.policy import Policy
 from posttrain.recipe.engines import VllmEngineRecipe
 from posttrain.recipe.model import ModelRecipe
-from tests.vllm.asking import GREEDY, SMALL, WARM, answers, distance, local_answers, move
+from tests.vllm.asking import GREEDY, SMALL, WARM, answers, distance, learner_logprobs, local_answers, move
 from tests.vllm.interpreter import needs_vllm, vllm_python
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -102,6 +104,36 @@ def test_the_server_samples_with_the_probabilities_of_the_learner(family, tmp_pa
             engine.load_weights(policy.version)
     finally:
         engine.close()
+
+
+def test_answers_in_flight_continue_with_a_new_encoder(tmp_path):
+    policy = Policy(str(save_tiny(tmp_path / "model", "idefics3", hidden=128)), threads=1)
+    engine = opened(policy, tmp_path)
+    asked = [asking(policy, FIRST, SECOND, seed=seed, tokens=30 if seed == 0 else 700) for seed in range(6)]
+    old = policy.replica()
+
+    async def ask():
+        waiting = [asyncio.ensure_future(engine.generate(one)) for one in asked]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for parameter in encoder_of(policy).values():
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+        policy.version += 1
+        await asyncio.to_thread(engine.load_weights, policy.version)
+        return await asyncio.gather(*waiting)
+
+    try:
+        engine.load_weights(0)
+        answers(engine, asked[:1])  # the server has the images
+        found = asyncio.run(ask())
+    finally:
+        engine.close()
+    mixed = [pair for pair in zip(asked, found, strict=True) if set(pair[1].versions) == {0, policy.version}]
+    assert mixed, [one.versions for one in found]
+    for pair in mixed:
+        first, then = (learner_logprobs(one, *pair) for one in (old, policy))
+        own = np.where(np.array(pair[1].versions) == 0, first, then)
+        assert np.abs(own - np.array(pair[1].logprobs)).max() < BOUND
+        assert np.abs(first - then).max() > 1e-3
 
 
 @pytest.mark.parametrize("family", PACKAGES)

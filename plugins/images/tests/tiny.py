@@ -20,11 +20,7 @@ IMAGE = {
     "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "gemma3": "<start_of_image>",
 }
-ATTRIBUTES = {
-    "image_token": "<image_soft_token>",
-    "boi_token": "<start_of_image>",
-    "eoi_token": "<end_of_image>",
-}
+ATTRIBUTES = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
 """The names under which Gemma's processor finds its tokens."""
 
 
@@ -67,29 +63,12 @@ def make_config(family: str, tokenizer, hidden: int = 32, layers: int = 2):
     import transformers
 
     number, scale = tokenizer.convert_tokens_to_ids, hidden // 32
-    text = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": hidden,
-        "intermediate_size": 2 * hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": hidden // 4,
-        "max_position_embeddings": 4096,
-        "pad_token_id": 0,
-        "eos_token_id": 2,
-        "bos_token_id": 1,
-    }
     shared = {"pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 1}
+    sides = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_attention_heads": 4}
+    text = {"vocab_size": len(tokenizer), **sides, "num_hidden_layers": layers, "num_key_value_heads": 2, **shared}
+    text |= {"head_dim": hidden // 4, "max_position_embeddings": 4096}
+    vision = {**sides, "num_hidden_layers": layers, "image_size": 32, "patch_size": 8}
     if family in ("idefics3", "smolvlm"):
-        vision = {
-            "hidden_size": hidden,
-            "intermediate_size": 2 * hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 4,
-            "image_size": 32,
-            "patch_size": 8,
-        }
         cls = transformers.Idefics3Config if family == "idefics3" else transformers.SmolVLMConfig
         return cls(
             text_config={"model_type": "llama", **text},
@@ -99,14 +78,6 @@ def make_config(family: str, tokenizer, hidden: int = 32, layers: int = 2):
             **shared,
         )
     if family == "gemma3":
-        vision = {
-            "hidden_size": hidden,
-            "intermediate_size": 2 * hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 4,
-            "image_size": 32,
-            "patch_size": 8,
-        }
         windows = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * (layers // 2)}
         return transformers.Gemma3Config(
             text_config={**text, **windows},
@@ -130,12 +101,8 @@ def make_config(family: str, tokenizer, hidden: int = 32, layers: int = 2):
         return transformers.Qwen2_5_VLConfig(
             text_config={**text, "rope_parameters": rope}, vision_config=vision, **tokens, **shared
         )
-    rope = {
-        "rope_type": "default",
-        "mrope_section": [2 * scale, scale, scale],
-        "mrope_interleaved": True,
-        "rope_theta": 10000.0,
-    }
+    rope = {"rope_type": "default", "mrope_section": [2 * scale, scale, scale], "mrope_interleaved": True}
+    rope |= {"rope_theta": 10000.0}
     vision |= {"out_hidden_size": hidden, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
     return transformers.Qwen3VLConfig(
         text_config={**text, "rope_parameters": rope}, vision_config=vision, **tokens, **shared
