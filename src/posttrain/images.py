@@ -2,8 +2,8 @@
 
 In the text of a message, an image is a mark with its key, a digest of its pixels. No text can contain one: a mark has lone
 surrogates, which are not Unicode, so every reader of rows, requests, observations and tools refuses them, and no tokenizer
-decodes to them. In a stream, each token of an image is an id that no vocabulary has: the key, and the number of the token in the image. Equal ids are equal inputs, so prefix trees, caches
-and stored episodes need to know nothing of images.
+decodes to them. In a stream, each token of an image is an id that no vocabulary has: the key, and the number of the token
+in the image. Equal ids are equal inputs, so prefix trees, caches and stored episodes need to know nothing of images.
 """
 
 import re
