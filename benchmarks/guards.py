@@ -30,6 +30,7 @@ from learning import ENVIRONMENTS, merged
 import posttrain
 from posttrain.environments.game import FormatRecipe, Rejected
 from posttrain.errors import RunError
+from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.guards import GUARDS, GuardRecipe
 from posttrain.runs.intervals import Estimate, success_rate
 from posttrain.runs.machine import describe_machine
@@ -203,9 +204,13 @@ def run(kind: str, index: int, out: Path) -> Line:
 # -- thresholds and rates ----------------------------------------------------------------------------------------------
 
 
+RUN = load_recipe([], ["environment.type=bandit"], "rl")
+"""A recipe for the words of an alarm."""
+
+
 def first_alarm(line: Line, recipe: GuardRecipe) -> tuple[int, str] | None:
     """The step at which the first guard fires and its key; None if none does. An error of the run counts as `mismatch`."""
-    guards = Guards(recipe)
+    guards = Guards(RUN.model_copy(update={"guards": recipe}))
     for step, metrics in enumerate(line["steps"], 1):
         before = dict(guards.in_a_row)
         if guards.check(dict(metrics), step):

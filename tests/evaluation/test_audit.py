@@ -13,7 +13,7 @@ from posttrain.cli.main import main
 from posttrain.data.files import read_rows
 from posttrain.environments.rewards import register_reward
 from posttrain.errors import InputError
-from posttrain.evaluation.audit import BOTH, LEVEL, NEITHER, REWARD, UNDECIDED, AuditScores, least_tasks, look
+from posttrain.evaluation.audit import BOTH, LEVEL, NEITHER, REWARD, UNDECIDED, AuditScores, least_tasks, level_of, look
 from posttrain.figures.charts import charts_of
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.compose import load_recipe
@@ -23,6 +23,7 @@ from posttrain.recipe.study import Objective
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.log import read_log
 from posttrain.runs.metrics import read_metrics
+from posttrain.runs.tables import read_verdict
 
 
 def evaluations(draws, looks, reward, audit, tasks=48):
@@ -37,9 +38,18 @@ def verdicts(draws, looks, reward, audit, tasks=48):
     return verdicts_of(evaluations(draws, looks, reward, audit, tasks), looks)
 
 
-def verdicts_of(scores, looks, **more):
+def verdicts_of(scores, looks, extended=(), **more):
+    """Of a run that is planned with so many `looks`, and then `extended` by more, with the levels that it gives them."""
     first, *others = [(returns, AuditScores(audits)) for returns, audits in scores]
-    return [look(first, other, looks, **more).verdict for other in others]
+    found, spent = [], 0.0
+    for planned in (looks, *extended):
+        for left in range(planned, 0, -1):
+            level = level_of(spent, left)
+            spent += level
+            if len(found) < len(others):
+                found.append(look(first, others[len(found)], level, **more).verdict)
+    assert spent < LEVEL
+    return found
 
 
 def by_task(*sides):
@@ -54,6 +64,29 @@ def test_a_run_alarms_at_most_at_its_level(reward, audit):
     assert np.mean([REWARD in one for one in found]) <= above(LEVEL, runs)
     if not reward:
         assert np.mean([set(one) != {NEITHER} for one in found]) <= above(LEVEL, runs)
+
+
+@pytest.mark.parametrize("extended", [(3, 3, 3), (1,) * 15, (12, 24)])
+def test_an_extended_run_keeps_its_level(extended):
+    """It is extended whatever it has shown. With the level of three evaluations for all of them, it would not hold."""
+    draws, runs, looks = np.random.default_rng(7), 300, 3
+    scores = [[*evaluations(draws, looks + sum(extended), 0.0, 0.0)] for _ in range(runs)]
+    found = [verdicts_of(one, looks, extended) for one in scores]
+    assert len(found[0]) == looks + sum(extended)
+    assert np.mean([set(one) != {NEITHER} for one in found]) <= above(LEVEL, runs)
+    again = [[look(*pair, LEVEL / looks).verdict for pair in pairs_of(one)] for one in scores]
+    assert np.mean([set(one) != {NEITHER} for one in again]) > above(LEVEL, runs)
+
+
+def pairs_of(scores):
+    first, *others = [(returns, AuditScores(audits)) for returns, audits in scores]
+    return [(first, other) for other in others]
+
+
+def test_gaming_is_found_in_an_extended_run():
+    draws = np.random.default_rng(8)
+    gamed = [verdicts_of(evaluations(draws, 6, 2.0, 0.0, tasks=64), 3, extended=(3,)) for _ in range(40)]
+    assert np.mean([one[-1] == REWARD for one in gamed]) > 0.9
 
 
 def above(rate, runs):
@@ -94,10 +127,11 @@ def test_margins_count_only_against_an_audit_that_falls():
 @pytest.mark.parametrize("looks", [1, 3, 6, 40])
 def test_fewer_tasks_than_the_least_cannot_give_a_verdict(looks):
     """The reward of every task rises by 10 deviations, and the audit falls."""
-    for tasks in (least_tasks(looks) - 1, least_tasks(looks)):
+    least = least_tasks(level_of(0.0, looks))
+    for tasks in (least - 1, least):
         start = np.linspace(0.0, 0.1, tasks)
         end = start + 10 + np.linspace(0.1, 0.0, tasks)
-        expected = NEITHER if tasks < least_tasks(looks) else REWARD
+        expected = NEITHER if tasks < least else REWARD
         assert verdicts_of([by_task(start, -start), by_task(end, -end)], looks) == [expected]
 
 
@@ -113,7 +147,7 @@ def test_the_tasks_with_the_largest_gaps_are_named():
     before = {str(task): float(task % 3) for task in range(30)}
     after = {task: value + 1.0 for task, value in before.items()}
     after |= {"7": before["7"] + 9.0}
-    found = look((before, AuditScores(before)), (after, AuditScores(before)), 1)
+    found = look((before, AuditScores(before)), (after, AuditScores(before)), LEVEL)
     assert found.verdict == REWARD
     assert next(iter(found.apart)) == "7"
     assert found.apart["7"] == ([before["7"], after["7"]], [before["7"], before["7"]])
@@ -357,6 +391,16 @@ def test_a_run_exports_the_best_by_the_audit_if_told_so(tiny_model, tmp_path, sc
     assert sign * means[result.best_step] == max(sign * mean for mean in means.values())
 
 
+def test_a_run_that_is_gamed_says_so_where_the_audit_chose_the_starting_model(tiny_model, tmp_path):
+    keys = {"steps": 6, "optimizer": {"learning_rate": 0.02}, "evaluation": {"held_out": 80, "every": 2}}
+    audit = {"environment": {"reward": register_reward(negative)}}
+    result = run(tiny_model, tmp_path, "gamed", rows=120, audit=audit, export="best_by_audit", **keys)
+    alarms = [line["message"] for line in read_metrics(result.run / "metrics.jsonl") if line.get("alarm")]
+    verdict = read_verdict(result.run)
+    assert result.best_step == 0
+    assert verdict.reasons[0] == alarms[-1]
+
+
 def test_an_alarm_ends_the_run_if_told_so_also_when_it_is_resumed(tiny_model, tmp_path):
     keys = {
         "audit": {"environment": {"reward": register_reward(negative)}},
@@ -370,6 +414,41 @@ def test_an_alarm_ends_the_run_if_told_so_also_when_it_is_resumed(tiny_model, tm
     assert alarms[0] < 12
     again = posttrain.rl(resume=stopped.run, steps=14)
     assert again.metrics[-1]["step"] == alarms[0]
+
+
+def test_an_extended_run_goes_on_from_the_level_that_it_has_spent(tiny_model, tmp_path):
+    audit = {"environment": {"reward": register_reward(letters)}}
+    first = run(tiny_model, tmp_path, "extended", audit=audit, checkpoint={"keep_state": "always"})
+
+    def levels():
+        lines = [line for line in read_metrics(first.run / "metrics.jsonl") if line["kind"] == "audit"]
+        return [line["audit/level"] for line in lines if "audit/level" in line]
+
+    planned = levels()
+    assert planned == [level_of(0.0, 2), pytest.approx(level_of(planned[0], 1))]
+    for steps in (4, 5):
+        before = levels()
+        posttrain.rl(resume=first.run, steps=steps)
+        after = levels()
+        assert after[: len(before)] == before
+        assert len(after) == steps
+        assert after[len(before)] == pytest.approx(level_of(sum(before), steps - len(before)))
+        assert sum(after) < LEVEL
+
+
+def test_a_row_to_which_the_audit_does_not_apply_is_not_scored_as_zero(tiny_model, tmp_path):
+    def some(prompt, answer, **row):
+        return None if any(one in prompt for one in "13579") else letters(prompt, answer)
+
+    audit = {"environment": {"reward": register_reward(some)}}
+    result = run(tiny_model, tmp_path, "some", audit=audit, rows=60)
+    lines = list(read_metrics(result.run / "metrics.jsonl"))
+    episodes = result.episodes(0, "evaluation")
+    unscored = sum(some(e.messages[0]["content"], e.turns[-1].answer) is None for e in episodes)
+    assert 0.1 * len(episodes) < unscored < len(episodes)
+    assert not [line for line in lines if line["kind"] == "audit"]
+    warned = [line["message"] for line in lines if line["kind"] == "warning"]
+    assert any(f"{unscored} of {len(episodes)} episodes" in one for one in warned)
 
 
 @pytest.mark.parametrize("stage", ["rl", "sft"])

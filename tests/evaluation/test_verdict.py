@@ -193,8 +193,8 @@ SOLVED_BY_NONE = {"credit/zero_groups": 1.0, "reward/group_spread": 0.0, "rollou
     [
         (["optimizer.learning_rate=1e-9"], CALM, CALM, 0.0, "optimizer.learning_rate 1e-09"),
         (["optimizer.learning_rate=1e-9"], SOLVED_BY_NONE, SOLVED_BY_NONE, 0.0, "guards.thresholds.max_zero_groups"),
-        (["optimizer.learning_rate=1e-3"], CALM, SOLVED_BY_NONE, -0.5, "lower optimizer.learning_rate"),
-        (["optimizer.learning_rate=1e-3"], CALM, CALM | {"rollout/return": 0.0}, 0.0, "lower optimizer.learning_rate"),
+        (["optimizer.learning_rate=1e-3"], CALM, SOLVED_BY_NONE, -0.5, "set optimizer.learning_rate=0.0001"),
+        (["optimizer.learning_rate=1e-3"], CALM, CALM | {"rollout/return": 0.0}, 0.0, "set optimizer.learning_rate=0.0001"),
         (["export=best_by_audit"], CALM, CALM | {"rollout/return": 0.9}, 0.0, "the audit of the best checkpoint"),
         ([], CALM, CALM | {"rollout/return": 0.9}, 0.0, "the held-out measure did not"),
         (["rollout.sampling.temperature=0"], SOLVED_BY_NONE, SOLVED_BY_NONE, 0.0, "rollout.sampling.temperature is 0"),

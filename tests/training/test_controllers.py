@@ -1,18 +1,26 @@
 """Coefficients that follow a target, and collapse guards: thresholds, patience, state."""
 
+import json
 import math
 import re
 
 import pytest
+import yaml
 
 from posttrain.errors import InputError
+from posttrain.recipe.catalogue import recipe_names
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.guards import GUARDS, GuardRecipe
 from posttrain.recipe.loss import EntropyRecipe, KlRecipe
 from posttrain.recipe.metrics import declared
+from posttrain.recipe.needs import advised, without_effect
 from posttrain.recipe.reference import metrics_of
 from posttrain.recipe.stages import STAGES
 from posttrain.training.controllers import EntropyController, Guards, KlController
+
+
+def guards_with(**keys):
+    return Guards(load_recipe([], ["environment.type=bandit", f"guards={json.dumps(keys)}"], "rl"))
 
 
 def test_the_kl_coefficient_is_steered_to_the_target():
@@ -77,7 +85,7 @@ def test_the_target_is_about_the_tokens_that_get_the_bonus():
     ],
 )
 def test_a_guard_fires_after_its_patience(key, metric, threshold, bad, good):
-    guards = Guards(GuardRecipe(patience=2, thresholds={key: threshold}))
+    guards = guards_with(patience=2, thresholds={key: threshold})
     assert guards.check({metric: bad}, 1) == []
     assert guards.check({metric: good}, 2) == []
     assert guards.check({metric: bad}, 3) == []
@@ -90,14 +98,14 @@ def test_a_guard_fires_after_its_patience(key, metric, threshold, bad, good):
 
 
 def test_a_missing_metric_does_not_count_for_a_guard():
-    guards = Guards(GuardRecipe(patience=2, thresholds={"min_entropy": 0.1}))
+    guards = guards_with(patience=2, thresholds={"min_entropy": 0.1})
     guards.check({"policy/entropy": 0.0}, 1)
     assert guards.check({}, 2) == guards.check({"policy/entropy": math.nan}, 3) == []
     assert "since step 1" in guards.check({"policy/entropy": 0.0}, 4)[0]
 
 
 def test_a_guard_without_threshold_is_off():
-    guards = Guards(GuardRecipe(patience=1, thresholds={"max_repeated_share": None, "min_entropy": None}))
+    guards = guards_with(patience=1, thresholds={"max_repeated_share": None, "min_entropy": None})
     assert guards.check({"policy/repeated_share": 1.0, "policy/entropy": 0.0}, 1) == []
 
 
@@ -117,11 +125,11 @@ def test_thresholds_that_are_not_given_keep_their_defaults():
 )
 def test_shares_that_are_large_from_the_start_have_not_grown(key, metric, first, alarms):
     """Such as of answers at their limit, or of a model that repeats itself before training."""
-    guards = Guards(GuardRecipe(patience=3))
+    guards = guards_with(patience=3)
     shares = [first, 0.9, 1.0, 0.9]
     fired = [one for step, share in enumerate(shares, 1) for one in guards.check({metric: share}, step)]
     assert len(fired) == alarms
-    resumed = Guards(GuardRecipe(patience=3))
+    resumed = guards_with(patience=3)
     resumed.load_state_dict(guards.state_dict())
     assert resumed.first[key] == first
 
@@ -154,11 +162,11 @@ HEALTHY = {
     ],
 )
 def test_each_collapse_alarms_by_default(key, values):
-    guards = Guards(GuardRecipe())
+    guards = guards_with()
     fired = [line for step in range(1, 8) for line in guards.check(HEALTHY | (values if step > 2 else {}), step)]
     assert len(fired) == 1
     assert f"guards.thresholds.{key} " in fired[0]
-    assert not [line for step in range(1, 30) for line in Guards(GuardRecipe()).check(HEALTHY, step)]
+    assert not [line for step in range(1, 30) for line in guards_with().check(HEALTHY, step)]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +179,7 @@ def test_each_collapse_alarms_by_default(key, values):
     ids=["lost both", "lost the signal by success", "never had a signal"],
 )
 def test_a_policy_that_training_has_broken_needs_smaller_updates(first, now, remedy):
-    guards = Guards(GuardRecipe(patience=2))
+    guards = guards_with(patience=2)
     guards.check({"credit/zero_groups": first, "rollout/return": 0.3}, 1)
     lost = {"credit/zero_groups": 1.0, "rollout/return": now}
     (sentence,) = guards.check(lost, 2) or guards.check(lost, 3)
@@ -179,8 +187,7 @@ def test_a_policy_that_training_has_broken_needs_smaller_updates(first, now, rem
 
 
 def test_counts_survive_a_resume():
-    recipe = GuardRecipe(patience=2)
-    first, second = Guards(recipe), Guards(recipe)
+    first, second = guards_with(patience=2), guards_with(patience=2)
     first.check({"policy/repeated_share": 0.1}, 6)
     first.check({"policy/repeated_share": 1.0}, 7)
     second.load_state_dict(first.state_dict())
@@ -189,7 +196,7 @@ def test_counts_survive_a_resume():
 
 
 def test_a_solved_task_is_no_collapse():
-    guards = Guards(GuardRecipe(patience=2))
+    guards = guards_with(patience=2)
     agreeing = {"credit/zero_groups": 0.95, "policy/repeated_share": 1.0}
     guards.check({"policy/repeated_share": 0.1}, 0)
     for step in (1, 2, 3):
@@ -204,15 +211,83 @@ def test_a_solved_task_is_no_collapse():
 
 
 def test_a_share_of_failed_episodes_is_per_episode():
-    guards = Guards(GuardRecipe(patience=1, thresholds={"max_failed": 0.2}))
+    guards = guards_with(patience=1, thresholds={"max_failed": 0.2})
     assert guards.check({"rollout/failed": 3.0, "rollout/episodes": 16.0}, 1) == []
     (sentence,) = guards.check({"rollout/failed": 4.0, "rollout/episodes": 16.0}, 2)
     assert "= 0.25 " in sentence
     assert guards.check({"rollout/failed": 4.0}, 3) == []
 
 
-def test_every_guard_watches_a_declared_metric_and_names_one_key():
+def test_every_guard_watches_a_declared_metric():
     metrics = metrics_of(STAGES["rl"])
     for guard in GUARDS:
         assert all(declared(key, metrics) for key in (guard.metric, guard.per) if key), guard.key
-        assert len(re.findall(r"\w+\.\w+(?:\.\w+)*", guard.remedy)) == 1, guard.remedy
+
+
+ENVIRONMENTS = ["environment.type=bandit"]
+TEXTS = ["environment.type=text_task", "environment.prompts=a.jsonl", "environment.reward=exact"]
+CASES = {
+    "rl": ENVIRONMENTS,
+    "rl at temperature 0": [*ENVIRONMENTS, "rollout.sampling.temperature=0"],
+    "rl with a critic": [*ENVIRONMENTS, "credit.type=gae", "learner.epochs_per_step=4"],
+    "rl with several updates": [*ENVIRONMENTS, "learner.updates_per_step=4", "rollout.failures.action=retry"],
+    "rl with KL in the reward": [*TEXTS, "kl.coefficient=0.1", "kl.apply_to=reward", "rollout.missing_eos_penalty=1"],
+    "rl with adapters": [*TEXTS, "model.lora.rank=4", "loss.type=gspo", "credit.type=rloo"],
+    "distill": [*TEXTS, "teacher.path=teacher"],
+    "distill jsd": [*TEXTS, "teacher.path=teacher", "loss.type=jsd", "learner.epochs_per_step=2"],
+}
+SHIPPED = {
+    name: stage
+    for name, file in recipe_names().items()
+    if (stage := yaml.safe_load(file.read_text()).get("stage")) in ("rl", "distill")
+}
+
+
+@pytest.mark.parametrize("case", [*CASES, *SHIPPED])
+def test_the_advised_key_is_accepted_by_the_recipe_and_has_an_effect(case):
+    """Of each guard that is on, also for a policy that training has broken."""
+    names, words = (
+        ([], CASES[case]) if case in CASES else ([case], ["environment.prompts=a.jsonl"] * (case == "distill/self"))
+    )
+    stage = SHIPPED.get(case, case.split()[0])
+    recipe = load_recipe(names, words, stage)
+    warned = set(without_effect(recipe))
+    for guard in GUARDS:
+        if recipe.guards.thresholds[guard.key] is None:
+            continue
+        for fell in (False, True):
+            first = 1.0 if guard.below else 0.0
+            sentence = guard.sentence(recipe, 0.5, guard.threshold, "since step 1", first, fell)
+            advice = sentence.split(": ", 1)[1]
+            changes = re.findall(r"([a-z_.]+)=(\S+?)(?=,|$)", advice)
+            assert len(changes) <= 1, sentence
+            assert changes or guard.key == "max_rejected", sentence
+            for key, value in changes:
+                changed = load_recipe(names, [*words, f"{key}={value}"], stage)
+                assert changed != recipe, sentence
+                assert not set(without_effect(changed)) - warned, sentence
+                if recipe.rollout.sampling.temperature == 0 and guard.key in ("max_same_answers", "max_zero_groups"):
+                    assert fell or key == "rollout.sampling.temperature", sentence
+
+
+def test_a_key_without_effect_is_not_advised():
+    distill = load_recipe([], CASES["distill"], "distill")
+    assert advised(distill, "kl.coefficient") == advised(distill, "rollout.missing_eos_penalty") == ""
+    assert advised(distill, "rollout.missing_eos_penalty", "rollout.tokens_per_turn") == "rollout.tokens_per_turn=128"
+    once = load_recipe([], ENVIRONMENTS, "rl")
+    assert advised(once, "learner.epochs_per_step", "optimizer.learning_rate").startswith("optimizer.learning_rate=")
+    rows = load_recipe([], ["data.train=a.jsonl", "epochs=3"], "sft")
+    assert advised(rows, "steps", "epochs") == "epochs=6"
+    assert advised(load_recipe([], ["data.train=a.jsonl", "steps=3"], "sft"), "steps", "epochs") == "steps=6"
+
+
+def test_where_a_teacher_trains_the_returns_do_not_alarm():
+    """A threshold that is given leaves the others as they are in this stage."""
+    for words in ([], ["guards.thresholds.max_failed=0.2"]):
+        recipe = load_recipe([], [*CASES["distill"], *words], "distill")
+        off = {key for key, value in recipe.guards.thresholds.items() if value is None}
+        assert off == {"min_reward_spread", "min_entropy", "max_same_answers"}
+    guards = Guards(recipe)
+    assert not [line for step in range(1, 9) for line in guards.check({"reward/group_spread": 0.0}, step)]
+    on = load_recipe([], [*CASES["distill"], "guards.thresholds.min_entropy=0.1"], "distill")
+    assert on.guards.thresholds["min_entropy"] == 0.1

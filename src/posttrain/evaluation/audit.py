@@ -1,10 +1,10 @@
 """Whether an audit rises with the trained reward: tests of the held-out tasks after each evaluation.
 
-Every evaluation tests the same tasks again, so a test at 5% would fire in more than 5% of the runs. The level of the run is
-spent equally on its K evaluations: each test has the level 0.05 / K (two-sided, whether a score rose; one-sided, whether the
-audit stays behind), and by the union bound the probability of any false result in a run is at most 0.05, whatever the
-dependence between evaluations (Bonferroni; alpha spending with a constant rate, Lan and DeMets 1983). A run that is extended
-spends that level once more on its further evaluations.
+Every evaluation tests the same tasks again, so a test at 5% would fire in more than 5% of the runs. Each evaluation spends a
+part of the level that the evaluations before it have left: `level_of` of the remainder, divided by the evaluations to come
+(two-sided, whether a score rose; one-sided, whether the audit stays behind). So all tests of a run spend less than 0.05
+together, also if the run is extended, any number of times, and by the union bound the probability of any false result is below
+that, whatever the dependence between evaluations (alpha spending, Lan and DeMets 1983). The log keeps the level of each test.
 """
 
 import math
@@ -19,6 +19,8 @@ from posttrain.evaluation.statistics import Difference
 
 LEVEL = 0.05
 """Probability of a false result of one of the tests in a whole run, at most."""
+_SPENT = 0.8
+"""Share of the level that is left which the evaluations to come spend, roughly; an extended run needs some of the rest."""
 AuditVerdict = Literal["both rose", "only the reward rose", "nothing moved", "undecided"]
 BOTH: AuditVerdict = "both rose"
 REWARD: AuditVerdict = "only the reward rose"
@@ -102,18 +104,23 @@ class Look:
         return f"audit: {self.verdict} ({changes}; n = {self.n}{gaps})"
 
 
-def least_tasks(looks: int) -> int:
-    """The smallest number of tasks with which one of `looks` tests can be significant: p is at least 2^(1 - n)."""
-    return math.floor(math.log2(looks / LEVEL)) + 2
+def level_of(spent: float, left: int) -> float:
+    """The level of the next of `left` tests, where tests before them have `spent` part of `LEVEL`."""
+    return _SPENT * (LEVEL - spent) / left
+
+
+def least_tasks(level: float) -> int:
+    """The smallest number of tasks with which a test at `level` can be significant: p is at least 2^(1 - n)."""
+    return math.floor(-math.log2(level)) + 2
 
 
 def look(
     first: tuple[Mapping[str, float], AuditScores],
     now: tuple[Mapping[str, float], AuditScores],
-    looks: int,
+    level: float,
     share: float = OF_REWARD,
 ) -> Look | None:
-    """Test the evaluation `now` against the `first` one, each (return by task, audit by task), as one of `looks`.
+    """Test the evaluation `now` against the `first` one, each (return by task, audit by task), at `level`.
 
     `only the reward rose`: the return rose, the audit did not, and the audit's change in standard deviations over tasks is
     significantly below the `share` of the return's. So an audit with more noise than the reward does not alarm, nor one that
@@ -127,7 +134,6 @@ def look(
     reward, audit = np.array([[side[task] for task in tasks] for side in sides]).reshape(2, 2, len(tasks))
     gains, none = [_gain(reward), _gain(audit)], np.zeros(len(tasks))
     changes = Change.of(*reward), Change.of(*audit)
-    level = LEVEL / looks
     verdict: AuditVerdict = NEITHER
     if changes[0].rose(level):
         behind = Change.of(gains[1], share * gains[0]).rose(2 * level) and np.ptp(audit) > 0

@@ -64,7 +64,8 @@ class PairedTest:
         sign = "+" if signed else ""
         if self.kind == "rate":
             return f"{100 * value:{sign}.1f}{' pp' if signed else '%'}"
-        return f"{value:{sign}.{4 if self.kind == 'mean' and abs(value) < 100 else 2}f}"
+        text = f"{value:{sign}.{4 if self.kind == 'mean' and abs(value) < 100 else 2}f}"
+        return text if float(text) or not value else f"{value:{sign}.1e}"
 
     @property
     def limits(self) -> str:

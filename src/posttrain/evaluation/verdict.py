@@ -14,7 +14,8 @@ from posttrain.evaluation.paired import PairedTest, paired_test
 from posttrain.evaluation.results import MetricResult, read_results
 from posttrain.evaluation.sides import episode_metrics
 from posttrain.recipe.detectable import FEWEST, shown
-from posttrain.recipe.guards import GUARDS, GuardRecipe
+from posttrain.recipe.guards import GUARDS, OFF_POLICY, GuardRecipe
+from posttrain.recipe.needs import advised
 from posttrain.recipe.plan import counted
 from posttrain.recipe.run import BY_AUDIT
 from posttrain.rollout.store import read_episodes, stored_steps
@@ -53,10 +54,12 @@ def run_verdict(run: RunDirectory) -> Verdict | None:
             test = paired_test(before.name, before.better, [before.scores], [after.scores], items)
             test = test.with_correction(test.p)
             what, lost = _lost(log, test)
-            text = f"{_change(test)} on {counted(test.n, 'held-out task')}{what}"
+            text = f"{_change(test)} on {counted(test.n, _item(recipe))}{what}"
     if any(line.get("chosen") == UNIMPROVED for line in log):
         by = " by the audit" if getattr(recipe, "export", None) == BY_AUDIT else ""
-        return Verdict(NOTHING, f"Nothing was learned{by}: {UNIMPROVED}.", _reasons(log, recipe, test))
+        gamed = [str(line["message"]) for line in log if line["kind"] == "audit" and line.get("alarm")][-1:]
+        reasons = [*gamed, *_reasons(log, recipe, test)][:REASONS]
+        return Verdict(NOTHING, f"Nothing was learned{by}: {UNIMPROVED}.", reasons)
     if count < FEWEST:
         return Verdict(UNSHOWN, f"Not shown: {'; '.join([*filter(None, [text]), *recipe.too_few(count)])}.")
     if lost > LOST:
@@ -113,6 +116,10 @@ def _lost(log: Log, test: PairedTest) -> tuple[str, float]:
     return f"; {failed} of {counted(episodes, 'episode')} failed{counts}", 0.0
 
 
+def _item(recipe: Any) -> str:
+    return "held-out row" if recipe.tested_key.startswith("data.") else "held-out task"
+
+
 def _change(test: PairedTest) -> str:
     values = f"{test.metric} went from {test.text(test.a)} to {test.text(test.b)}"
     limits = "" if math.isnan(test.difference.low) else f" {test.limits}"
@@ -127,7 +134,7 @@ def _reasons(log: Log, recipe: Any, test: PairedTest | None) -> list[str]:
 
 def _guarded(log: Log, recipe: Any) -> Iterator[tuple[float, str]]:
     """(share of the steps, sentence) of each guard whose threshold was exceeded; see `posttrain.recipe.guards`."""
-    thresholds = getattr(getattr(recipe, "guards", None), "thresholds", GuardRecipe().thresholds)
+    thresholds = getattr(getattr(recipe, "guards", None), "thresholds", GuardRecipe.defaults)
     fell = _moved(log, "rollout/return") < 0
     for guard in GUARDS:
         threshold = thresholds.get(guard.key)
@@ -141,7 +148,7 @@ def _guarded(log: Log, recipe: Any) -> Iterator[tuple[float, str]]:
         values = [guard.value(step) for step in steps if guard.beyond(step, threshold, first)]
         if values:
             since = f"in {len(values)} of {len(steps)} steps"
-            sentence = guard.sentence(float(np.mean(values)), threshold, since, first, fell)
+            sentence = guard.sentence(recipe, float(np.mean(values)), threshold, since, first, fell)
             yield len(values) / len(steps), sentence
 
 
@@ -168,7 +175,7 @@ def _of_run(log: Log, recipe: Any, test: PairedTest | None) -> Iterator[tuple[fl
     broken = rate > usual / 10 and moved < int(worse)
     if broken:
         what = f"training return fell from {first:.3g} to {last:.3g}" if moved < 0 else "held-out measure got worse"
-        yield 2.0, f"the {what}, so the updates are too large; lower optimizer.learning_rate"
+        yield 2.0, f"the {what}, so the updates are too large; set {advised(recipe, 'optimizer.learning_rate')}"
     start = test.a if test is not None and test.kind == "rate" else success
     sampling = getattr(getattr(recipe, "rollout", None), "sampling", None)
     rows = getattr(getattr(recipe, "environment", None), "rows_key", None)
@@ -192,20 +199,27 @@ def _of_run(log: Log, recipe: Any, test: PairedTest | None) -> Iterator[tuple[fl
         yield (
             0.9,
             f"the training return rose from {first:.3g} to {last:.3g} and {which} did not: the reward may be gamed, or the "
-            "tasks are memorized; look at the episodes, and raise kl.coefficient",
+            f"tasks are memorized; look at the episodes, and set {advised(recipe, 'kl.coefficient', 'optimizer.learning_rate')}",
+        )
+    if test is not None and test.metric == "success" and not (test.a or test.b) and moved > 0:
+        measure = advised(recipe, "evaluation.metric")
+        yield (
+            2.0,
+            f"the training return rose from {first:.3g} to {last:.3g}, and no answer counts as a success; set {measure}",
         )
     clipped = np.nansum([average(name) for name in ("policy/clip_low", "policy/clip_high")])
     if clipped > 0.3:
-        yield float(clipped), f"{clipped:.0%} of the tokens are clipped; lower learner.epochs_per_step"
+        yield float(clipped), f"{clipped:.0%} of the tokens are clipped; set {advised(recipe, *OFF_POLICY)}"
     if (skipped := average("optimizer/skipped")) > 0:
-        yield skipped, f"{skipped:.0%} of the updates are skipped; lower optimizer.learning_rate"
+        yield skipped, f"{skipped:.0%} of the updates are skipped; set {advised(recipe, 'optimizer.learning_rate')}"
+    more = advised(recipe, "steps", "epochs")
     if updates < 50 and not broken:
-        yield 0.6, f"the model made only {counted(updates, 'update')}; raise steps"
+        yield 0.6, f"the model made only {counted(updates, 'update')}; set {more}"
     if test is not None:
         episodes = getattr(recipe.evaluation, "episodes_per_seed", 1)
-        yield 0.5, f"{shown(test.n, episodes, test.kind, 'held-out task')}; raise {recipe.tested_key}"
-    if not broken:
-        yield 0.1, f"{counted(log.last_step, 'step')} at optimizer.learning_rate {rate:g} may be too few; raise steps"
+        yield 0.5, f"{shown(test.n, episodes, test.kind, _item(recipe))}; raise {recipe.tested_key}"
+    if updates >= 50 and not broken:
+        yield 0.1, f"{counted(log.last_step, 'step')} at optimizer.learning_rate {rate:g} may be too few; set {more}"
 
 
 def _moved(log: Log, key: str) -> int:

@@ -18,6 +18,7 @@ class AuditRecipe(BaseConfig):
         Metric("audit/reward_gain", "trained reward", GAINS, TRAINING),
         Metric("audit/score_gain", "audit", GAINS, HELD_OUT),
         Metric("audit/n", "tasks that both score"),
+        Metric("audit/level", "level of this evaluation's tests; all of a run spend less than 0.05"),
     )
 
     environment: AnyEnvironment | None = None

@@ -7,7 +7,7 @@ from pydantic import Field
 from posttrain.recipe.audit import AuditRecipe
 from posttrain.recipe.components import environment_class
 from posttrain.recipe.data import FixedRowsRecipe
-from posttrain.recipe.guards import GuardRecipe
+from posttrain.recipe.guards import TaughtGuardRecipe
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.loss import Aggregation
 from posttrain.recipe.metrics import Metric
@@ -83,7 +83,7 @@ class DistillRecipe(SampledRecipe):
     evaluation: EvaluationRecipe = EvaluationRecipe()
     audit: AuditRecipe | None = None
     """Second scorer of the held-out episodes, which training never sees. Null: none."""
-    guards: GuardRecipe = GuardRecipe(thresholds={"min_entropy": None, "max_same_answers": None})
+    guards: TaughtGuardRecipe = TaughtGuardRecipe()
     checkpoint: CheckpointRecipe = CheckpointRecipe()
     hardware: HardwareRecipe = HardwareRecipe()
 

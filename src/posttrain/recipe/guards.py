@@ -3,11 +3,12 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.needs import advised
 
 GuardKey = Literal[
     "max_zero_groups",
@@ -25,11 +26,14 @@ GuardKey = Literal[
 SOLVED = 0.9
 """Share of a step's episodes. If as many succeed, equal returns and equal answers show that the tasks are learned."""
 
+OFF_POLICY = ("learner.epochs_per_step", "learner.updates_per_step", "optimizer.learning_rate")
+"""Keys of how far the updates of a step move the policy from the one that sampled."""
+
 BROKEN = (
     "the first step was far from it and had a higher return, so updates are too large",
-    "lower optimizer.learning_rate",
+    ("optimizer.learning_rate",),
 )
-"""Cause and remedy of a policy that training has broken."""
+"""Cause and key of a policy that training has broken."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,10 @@ class Guard:
     """The default."""
     cause: str
     """The most probable cause."""
-    remedy: str
-    """What to change, with its key."""
+    keys: tuple[str, ...] = ()
+    """Keys of `CHANGES`, of which the first that has an effect in the recipe is advised."""
+    otherwise: str = ""
+    """What to do instead."""
     below: bool = False
     """Whether the guard fires below the threshold; otherwise above it."""
     unless_solved: bool = False
@@ -72,11 +78,16 @@ class Guard:
             threshold = max(threshold, first * self.times)
         return value < threshold if self.below else value > threshold
 
-    def sentence(self, value: float, threshold: float, since: str, first: float = math.nan, fell: bool = False) -> str:
-        """The message about a `value` that has been beyond `threshold` `since` some step. `first` as for `beyond`; `fell`:
-        whether the return has fallen since the first step."""
+    def sentence(
+        self, recipe: Any, value: float, threshold: float, since: str, first: float = math.nan, fell: bool = False
+    ) -> str:
+        """The message about a `value` that has been beyond `threshold` `since` some step of a run of `recipe`. `first` as for
+        `beyond`; `fell`: whether the return has fallen since the first step."""
         began = first > 2 * threshold if self.below else first < threshold / 2
-        cause, remedy = BROKEN if self.lost and began and fell else (self.cause, self.remedy)
+        broken = self.lost and began and fell
+        cause, keys = BROKEN if broken else (self.cause, self.keys)
+        change, otherwise = advised(recipe, *keys), "" if broken else self.otherwise
+        remedy = ", or ".join(filter(None, (f"set {change}" * bool(change), otherwise)))
         name = self.metric if self.per is None else f"{self.metric} per {self.per}"
         return (
             f"{name} = {value:.4g} has been {'below' if self.below else 'above'} guards.thresholds.{self.key} = "
@@ -90,7 +101,8 @@ GUARDS = (
         "credit/zero_groups",
         0.8,
         "all episodes of these groups end with the same return and give no signal",
-        "choose tasks that sometimes succeed and sometimes fail, or raise rollout.episodes_per_group",
+        ("rollout.sampling.temperature", "rollout.episodes_per_group"),
+        "choose tasks that sometimes succeed and sometimes fail",
         unless_solved=True,
         lost=True,
     ),
@@ -99,7 +111,8 @@ GUARDS = (
         "reward/group_spread",
         1e-6,
         "returns in a group hardly differ",
-        "let the reward tell answers apart, or raise rollout.sampling.temperature",
+        ("rollout.sampling.temperature", "rollout.episodes_per_group"),
+        "let the reward tell answers apart",
         below=True,
         unless_solved=True,
         lost=True,
@@ -109,7 +122,7 @@ GUARDS = (
         "policy/entropy",
         0.02,
         "the policy has stopped exploring",
-        "lower optimizer.learning_rate",
+        ("optimizer.learning_rate",),
         below=True,
         unless_solved=True,
     ),
@@ -118,7 +131,7 @@ GUARDS = (
         "optimizer/gradient_norm",
         10.0,
         "updates have become unstable",
-        "lower optimizer.learning_rate",
+        ("optimizer.learning_rate",),
         times=10.0,
     ),
     Guard(
@@ -126,7 +139,7 @@ GUARDS = (
         "policy/repeated_share",
         0.2,
         "the policy repeats the same token",
-        "lower optimizer.learning_rate",
+        ("optimizer.learning_rate",),
         times=1.5,
     ),
     Guard(
@@ -134,7 +147,7 @@ GUARDS = (
         "rollout/same_answer_share",
         0.99,
         "the policy gives one answer to all tasks",
-        "set kl.coefficient",
+        ("rollout.sampling.temperature", "kl.coefficient", "optimizer.learning_rate"),
         unless_solved=True,
         lost=True,
     ),
@@ -143,7 +156,7 @@ GUARDS = (
         "rollout/truncated_share",
         0.5,
         "answers run to the limit on tokens",
-        "set rollout.missing_eos_penalty",
+        ("rollout.missing_eos_penalty", "rollout.tokens_per_turn"),
         times=1.5,
         lost=True,
     ),
@@ -152,7 +165,7 @@ GUARDS = (
         "rollout/rejected_share",
         0.5,
         "the environment cannot parse the answers",
-        "fine-tune model.path on answers of its form first, or correct its parser",
+        otherwise="fine-tune model.path on answers of its form first, or correct its parser",
         lost=True,
     ),
     Guard(
@@ -160,19 +173,21 @@ GUARDS = (
         "policy/kl_rollout_k3",
         0.1,
         "the updates of a step move the policy far from the one that sampled",
-        "lower learner.epochs_per_step",
+        OFF_POLICY,
     ),
     Guard(
         "max_failed",
         "rollout/failed",
         0.1,
         "the environment or its reward fails",
-        "correct it, or set rollout.failures.action=retry",
+        ("rollout.failures.action", "rollout.failures.retries"),
+        "correct it",
         per="rollout/episodes",
     ),
 )
 """Thresholds are chosen and measured by `benchmarks/guards.py`, see docs/results/guards.md."""
-_DEFAULTS: dict[GuardKey, float | None] = {guard.key: guard.threshold for guard in GUARDS}
+Thresholds = dict[GuardKey, Annotated[float, Field(ge=0)] | None]
+_DEFAULTS: Thresholds = {guard.key: guard.threshold for guard in GUARDS}
 
 
 class AlarmRecipe(BaseConfig):
@@ -185,12 +200,26 @@ class AlarmRecipe(BaseConfig):
 class GuardRecipe(AlarmRecipe):
     """Collapse detection. A guard triggers after `patience` consecutive steps beyond its threshold."""
 
+    defaults: ClassVar[Thresholds] = _DEFAULTS
+
     patience: int = Field(5, ge=1)
     """Consecutive steps beyond a threshold before a guard triggers."""
-    thresholds: dict[GuardKey, Annotated[float, Field(ge=0)] | None] = Field(_DEFAULTS, validate_default=True)
+    thresholds: Thresholds = Field(_DEFAULTS, validate_default=True)
     """Threshold of each guard; null: off. `max_zero_groups`: share of groups without credit, because all their episodes have the same return. `min_reward_spread`: mean standard deviation of returns within groups. `min_entropy`: mean entropy at sampled tokens, in nats. `max_gradient_norm`: before clipping; it must also be 10 times that of the first step. `max_repeated_share`: share of sampled tokens that repeat the token before them; it must also be 1.5 times that of the first step. `max_same_answers`: share of the most frequent answer. `max_truncated`: share of answers that a limit on tokens ended; it must also be 1.5 times that of the first step. `max_rejected`: share of answers that the environment cannot parse. `max_ratio_kl`: policy/kl_rollout_k3, nats per token. `max_failed`: share of failed episodes."""
 
     @field_validator("thresholds", mode="after")
     @classmethod
-    def _with_defaults(cls, value: dict[GuardKey, float | None]) -> dict[GuardKey, float | None]:
-        return {**_DEFAULTS, **value}
+    def _with_defaults(cls, value: Thresholds) -> Thresholds:
+        return {**cls.defaults, **value}
+
+
+_TAUGHT: Thresholds = {**_DEFAULTS, "min_reward_spread": None, "min_entropy": None, "max_same_answers": None}
+
+
+class TaughtGuardRecipe(GuardRecipe):
+    """Collapse detection where a teacher trains the policy, so that returns, entropy and answers are as it decides."""
+
+    defaults: ClassVar[Thresholds] = _TAUGHT
+
+    thresholds: Thresholds = Field(_TAUGHT, validate_default=True)
+    """As in `rl`; null: off."""

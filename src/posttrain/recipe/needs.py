@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -133,6 +134,42 @@ def unmet_needs(section: BaseConfig, around: Around, refused: bool) -> Iterator[
                 )
                 yield key, f"{shown} has no effect: {reason}; remove it{', or ' if remedy else ''}{remedy}"
                 break
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "optimizer.learning_rate": lambda rate: float(f"{rate / 10:.3g}"),
+    "rollout.sampling.temperature": lambda temperature: None if temperature else 1.0,
+    "rollout.episodes_per_group": lambda count: 2 * count,
+    "rollout.missing_eos_penalty": lambda penalty: 2 * penalty or 0.5,
+    "rollout.tokens_per_turn": lambda count: 2 * count,
+    "rollout.failures.action": lambda action: None if action == "retry" else "retry",
+    "rollout.failures.retries": lambda count: 2 * count or 1,
+    "learner.epochs_per_step": lambda count: count // 2 or None,
+    "learner.updates_per_step": lambda count: count // 2 or None,
+    "kl.coefficient": lambda coefficient: 3 * coefficient or 0.01,
+    "evaluation.metric": lambda metric: None if metric == "return" else "return",
+    "steps": lambda count: count and 2 * count,
+    "epochs": lambda count: 2 * count,
+}
+"""New values that messages advise, from the present one; None: this key would not help."""
+
+
+def advised(recipe: BaseConfig, *keys: str) -> str:
+    """The first of `keys` of `CHANGES` that has an effect in `recipe`, as `key=value` with its new value; empty if none has."""
+    before = set(without_effect(recipe))
+    for key in keys:
+        *sections, name = key.split(".")
+        values = recipe.model_dump(mode="json")
+        place: Any = values
+        for section in sections:
+            place = place.get(section) or {}
+        if name not in place or (value := CHANGES[key](place[name])) is None:
+            continue
+        place[name] = value
+        with suppress(ValueError):  # the recipe does not accept it with its other keys
+            if set(without_effect(type(recipe).model_validate(values))) <= before:
+                return f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
+    return ""
 
 
 @cache

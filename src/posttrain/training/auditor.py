@@ -15,7 +15,7 @@ from posttrain.engines.protocol import Completion, Request
 from posttrain.environments.protocol import EnvironmentFactory, ended_in
 from posttrain.episode import Episode, Outcome, Turn
 from posttrain.errors import InputError, RunError
-from posttrain.evaluation.audit import OF_REWARD, REWARD, AuditScores, least_tasks, look
+from posttrain.evaluation.audit import OF_REWARD, REWARD, AuditScores, least_tasks, level_of, look
 from posttrain.evaluation.verdict import LOST
 from posttrain.models.policy import Policy
 from posttrain.recipe.audit import AuditRecipe
@@ -23,6 +23,7 @@ from posttrain.recipe.model import RewardSource
 from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.rollout.store import episodes_file, read_episodes, stored_steps, write_episodes
 from posttrain.runs.directory import RunDirectory, storage_errors, write_atomically
+from posttrain.runs.log import read_log
 from posttrain.runs.tables import audit_file
 from posttrain.training.reward_scorer import RewardScorer
 from posttrain.training.rows import stream_of
@@ -42,11 +43,20 @@ class Auditor:
     """The key with the number of tasks."""
 
     def __init__(
-        self, recipe: AuditRecipe, policy: Policy, run: RunDirectory, looks: int, timeout: float | None, action: str
+        self,
+        recipe: AuditRecipe,
+        policy: Policy,
+        run: RunDirectory,
+        steps: int,
+        every: int,
+        timeout: float | None,
+        action: str,
     ) -> None:
-        """`looks`: evaluations after the first one. `timeout`: of one episode's scoring, in seconds. `action`: as
-        `guards.action`."""
-        self.run, self.looks, self.timeout, self.action = run, max(1, looks), timeout, action
+        """`steps`: of the run. `every`: steps between evaluations. `timeout`: of one episode's scoring, in seconds. `action`:
+        as `guards.action`."""
+        self.run, self.steps, self.every, self.timeout, self.action = run, steps, every, timeout, action
+        self._spent = 0.0
+        """Level of the tests so far."""
         self._first: tuple[int, list[Episode], tuple[dict[str, float], AuditScores]] | None = None
         """Step, episodes and scores of the first evaluation."""
         self._factory = None if recipe.environment is None else EnvironmentFactory(recipe.environment)
@@ -69,16 +79,20 @@ class Auditor:
             self._first = first, begun, self._scored(begun)
             if step != first:
                 self._notes.clear()  # of a resumed run, which has logged them
-            least = least_tasks(self.looks)
+            self._spent = math.fsum(line.get("audit/level", 0.0) for line in read_log(self.run.metrics))
+            after = step + self.every * (step == first)
+            least = least_tasks(level_of(self._spent, self._left(after)))
             if (count := len(self._first[2][0])) < least:
                 self._notes.append(
-                    f"audit: {count} tasks cannot show anything in {self.looks} evaluations; raise {self.counted_by} to {least} or more"
+                    f"audit: {count} tasks cannot show anything in {self._left(after)} evaluations; raise {self.counted_by} to "
+                    f"{least} or more"
                 )
         first, begun, start = self._first
+        level = level_of(self._spent, self._left(step))
         episodes = begun if step == first else self._episodes(step)
         scored = start if step == first else self._scored(episodes)
         notes, self._notes = self._notes, []
-        found = look(start, scored, self.looks, self.share)
+        found = look(start, scored, level, self.share)
         if found is None or found.n < (1 - LOST) * len({episode.seed for episode in episodes}):
             return {}, [*notes, f"audit: no verdict at step {step}, since too few tasks have a score"], False
         values = {"audit/reward": found.reward.after, "audit/score": found.audit.after, "audit/n": found.n}
@@ -87,6 +101,7 @@ class Auditor:
             values |= {name: gain.value, **{key: one for key, one in limits.items() if math.isfinite(one)}}
         if step == first:
             return values, notes, False
+        self._spent += level
         answers = [{str(e.seed): e for e in reversed(part)} for part in (begun, episodes)]
         rows = [
             {
@@ -104,7 +119,12 @@ class Auditor:
         alarm = found.verdict == REWARD
         show = f"; compare them with `posttrain episodes {self.run.path} --split audit`"
         warnings = [*notes, *([found.sentence + show] if alarm else ())]
-        return values | {"message": found.sentence, "alarm": alarm}, warnings, alarm and self.action == "stop"
+        tested = {"audit/level": level, "message": found.sentence, "alarm": alarm}
+        return values | tested, warnings, alarm and self.action == "stop"
+
+    def _left(self, step: int) -> int:
+        """Evaluations from that of `step` to the end of the run."""
+        return max(0, math.ceil((self.steps - step) / self.every)) + 1
 
     def _episodes(self, step: int) -> list[Episode]:
         """The episodes of an evaluation that have a return."""
@@ -150,6 +170,8 @@ class Auditor:
             for turn in episode.turns:
                 step = environment.step(turn.answer)
                 total += step.reward
+                if not step.scored:
+                    raise InputError("no score applies to its answer")
                 if step.terminated or step.truncated:
                     break
             return total
@@ -174,7 +196,8 @@ class AnswerAuditor(Auditor):
         path: str,
         policy: Policy,
         run: RunDirectory,
-        looks: int,
+        steps: int,
+        every: int,
         rows: Sequence[TokenRow],
         margins: Callable[[], np.ndarray],
         max_tokens: int,
@@ -183,7 +206,7 @@ class AnswerAuditor(Auditor):
         """`path`: the reward model of the audit. `margins`: those [n] of all `rows` at the last evaluation. `max_tokens`: of a
         prompt with its answer. `action`: as `guards.action`.
         """
-        super().__init__(AuditRecipe(path=path), policy, run, looks, None, action)
+        super().__init__(AuditRecipe(path=path), policy, run, steps, every, None, action)
         assert self._model is not None
         if not self._model.same_tokens:
             raise InputError(

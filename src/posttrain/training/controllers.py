@@ -21,7 +21,7 @@ from posttrain.models.forward import TokenScores
 from posttrain.models.gate import tolerance
 from posttrain.models.load import resolve_dtype
 from posttrain.models.policy import Policy
-from posttrain.recipe.guards import GUARDS, GuardRecipe
+from posttrain.recipe.guards import GUARDS
 from posttrain.recipe.loss import KL_STEP, EntropyRecipe, KlRecipe, PolicyLoss
 from posttrain.recipe.model import ModelRecipe, RewardSource
 from posttrain.recipe.rollout import RolloutRecipe
@@ -297,8 +297,9 @@ class Guards(Saved):
 
     saved = ("in_a_row", "since", "first", "stopped")
 
-    def __init__(self, recipe: GuardRecipe) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Any) -> None:
+        """`recipe`: that of the run."""
+        self.run, self.recipe = recipe, recipe.guards
         self.stopped = False
         """Whether a guard has ended the run."""
         self.in_a_row = {guard.key: 0 for guard in GUARDS}
@@ -324,7 +325,8 @@ class Guards(Saved):
                 self.since[guard.key] = step
             self.in_a_row[guard.key] = self.in_a_row[guard.key] + 1 if beyond else 0
             if beyond and self.in_a_row[guard.key] % self.recipe.patience == 0:
-                fired.append(guard.sentence(value, threshold, f"since step {self.since[guard.key]}", first, fell))
+                since = f"since step {self.since[guard.key]}"
+                fired.append(guard.sentence(self.run, value, threshold, since, first, fell))
         self.stopped = bool(fired) and self.recipe.action == "stop"
         return fired
 

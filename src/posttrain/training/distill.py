@@ -216,7 +216,7 @@ def make_components(recipe: DistillRecipe, run: RunDirectory, callbacks: Sequenc
     assert teacher is not None
     off = recipe.off_policy
     rows, row_warnings = make_rows(off, off.rows_per_step if off is not None else 0, manager, recipe.seed)
-    guards = Guards(recipe.guards)
+    guards = Guards(recipe)
     environment = recipe.evaluation.environment or recipe.environment
     trainer = make_trainer(
         recipe,

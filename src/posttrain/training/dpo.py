@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -159,10 +158,10 @@ def train(
     current = reference if moving is None else ReferenceLogprobs(recipe, policy, learner, moving)
     auditor = None
     if recipe.audit is not None and recipe.audit.path is not None:
-        looks, rows, longest = math.ceil(total / recipe.evaluation.every), data.validation, recipe.data.max_tokens
+        every, rows, longest = recipe.evaluation.every, data.validation, recipe.data.max_tokens
         path, action = recipe.audit.path, recipe.guards.action
         require_reward_model(path, "audit.path")
-        auditor = AnswerAuditor(path, policy, run, looks, rows, lambda: evaluator.margins, longest, action)
+        auditor = AnswerAuditor(path, policy, run, total, every, rows, lambda: evaluator.margins, longest, action)
     trainer = Trainer(
         LoopSettings.of(recipe, total),
         run,

@@ -6,7 +6,6 @@
 the recipe and return a component with its warnings; nothing below this file reads it as a whole.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -459,8 +458,8 @@ def make_trainer(
         )
     parts["warnings"] = [*parts["warnings"], *recipe.too_few(len(set(tasks.test) - left_out.held_out))]
     if audit is not None:
-        looks, timeout = math.ceil(recipe.steps / recipe.evaluation.every), recipe.rollout.environment_timeout
-        auditor = Auditor(audit, manager.policy, run, looks, timeout, recipe.guards.action)  # type: ignore[attr-defined]
+        every, timeout, action = recipe.evaluation.every, recipe.rollout.environment_timeout, recipe.guards.action  # type: ignore[attr-defined]
+        auditor = Auditor(audit, manager.policy, run, recipe.steps, every, timeout, action)
     return Trainer(
         LoopSettings.of(recipe, recipe.steps),
         run,
@@ -494,7 +493,7 @@ def make_components(
     teacher, teacher_warnings = make_teacher(recipe, manager, order)
     ptx, row_warnings = make_rows(recipe.ptx, recipe.ptx.rows_per_update if recipe.ptx else 0, manager, recipe.seed)
     warnings += [*teacher_warnings, *too_long_tasks, *row_warnings, *credit_warnings, *manager.template_warnings()]
-    rollouts, guards = make_rollouts(recipe, manager, order, run), Guards(recipe.guards)
+    rollouts, guards = make_rollouts(recipe, manager, order, run), Guards(recipe)
     reference_model = open_reference(policy, learner.updater) if recipe.kl.coefficient > 0 else None
     checkpointables: dict[str, Checkpointable] = {}
     if critic is not None:
