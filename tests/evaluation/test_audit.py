@@ -68,14 +68,15 @@ def test_a_run_alarms_at_most_at_its_level(reward, audit):
 
 @pytest.mark.parametrize("extended", [(3, 3, 3), (1,) * 15, (12, 24)])
 def test_an_extended_run_keeps_its_level(extended):
-    """It is extended whatever it has shown. With the level of three evaluations for all of them, it would not hold."""
+    """It is extended whatever it has shown. Half as many false results as with the level of three evaluations for all."""
     draws, runs, looks = np.random.default_rng(7), 300, 3
     scores = [[*evaluations(draws, looks + sum(extended), 0.0, 0.0)] for _ in range(runs)]
     found = [verdicts_of(one, looks, extended) for one in scores]
     assert len(found[0]) == looks + sum(extended)
-    assert np.mean([set(one) != {NEITHER} for one in found]) <= above(LEVEL, runs)
+    false = np.mean([set(one) != {NEITHER} for one in found])
+    assert false <= above(LEVEL, runs)
     again = [[look(*pair, LEVEL / looks).verdict for pair in pairs_of(one)] for one in scores]
-    assert np.mean([set(one) != {NEITHER} for one in again]) > above(LEVEL, runs)
+    assert false <= 0.5 * np.mean([set(one) != {NEITHER} for one in again])
 
 
 def pairs_of(scores):
@@ -86,7 +87,7 @@ def pairs_of(scores):
 def test_gaming_is_found_in_an_extended_run():
     draws = np.random.default_rng(8)
     gamed = [verdicts_of(evaluations(draws, 6, 2.0, 0.0, tasks=64), 3, extended=(3,)) for _ in range(40)]
-    assert np.mean([one[-1] == REWARD for one in gamed]) > 0.9
+    assert np.mean([one[-1] == REWARD for one in gamed]) > 0.8
 
 
 def above(rate, runs):
@@ -365,9 +366,8 @@ def test_an_audit_that_fails_gives_no_verdict(tiny_model, tmp_path, failing, sco
 
     def scorer(prompt, answer, **row):
         """Fails on so many of 16 tasks after the first evaluation."""
-        if len(asked) < 16:
-            asked.append(prompt)
-        elif prompt in asked[:failing]:
+        asked.append(prompt)
+        if len(asked) > 17 and prompt in asked[1 : 1 + failing]:  # the first call is the check before the run
             raise ValueError("no score")
         return length(prompt, answer)
 
