@@ -117,24 +117,6 @@ def test_a_chat_is_the_engines_answer_to_the_rendered_prompt(client: Any, policy
     assert parts[-1].usage == answer.usage
 
 
-def test_messages_of_anthropic_are_the_same_answer(url: str, client: Any) -> None:
-    anthropic = pytest.importorskip("anthropic")
-    expected = client.chat.completions.create(model="m", messages=MESSAGES, temperature=0, max_tokens=12)
-    given: Any = {"model": "m", "messages": MESSAGES, "max_tokens": 12, "extra_body": {"temperature": 0}}
-    with anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="secret", max_retries=0) as other:
-        message = other.messages.create(**given)
-        with other.messages.stream(**given) as stream:
-            pieces = list(stream.text_stream)
-            streamed = stream.get_final_message()
-        with pytest.raises(anthropic.BadRequestError, match="fewer than the model's"):
-            other.messages.create(**given | {"messages": [{"role": "user", "content": "word " * 20_000}]})
-    assert message.content[0].text == "".join(pieces) == expected.choices[0].message.content
-    assert len(pieces) > 3
-    assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 12)
-    assert message.usage.input_tokens == expected.usage.prompt_tokens
-    assert (streamed.content[0].text, streamed.usage) == (message.content[0].text, message.usage)
-
-
 def test_seeds_and_several_answers(client: Any) -> None:
     def sampled(**more: Any) -> list[str]:
         answer = client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=8, n=3, **more)

@@ -146,7 +146,10 @@ def connections(seed: int, folder: Path) -> None:
     draw = random.Random(seed)
     kind, port, headers, path = draw.choice(_servers())
     parts = [b"", b"G", b"GET / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"y" * 70_000, b"\x16\x03\x01\x02"]
-    parts += [b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999\r\n\r\n{", b"\r\n" * 2_000]
+    parts += [
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999\r\n\r\n{",
+        b"\r\n" * 2_000,
+    ]
     with ExitStack() as stack:
         for _ in range(draw.randrange(1, 300)):
             with suppress(OSError):
@@ -246,7 +249,7 @@ def requests(seed: int, folder: Path) -> None:
         "/list",
         "/events",
         "/static/page.js",
-        "/v1/messages",
+        "/v1/completions",
         "/v1/chat/completions",
         "/x",
         f"{path}/..",

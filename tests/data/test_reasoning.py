@@ -7,7 +7,7 @@ from posttrain.data.problems import Problems
 from posttrain.data.rendering import render_conversation
 from posttrain.data.tokens import tokenize
 from posttrain.recipe.data import DataRecipe
-from posttrain.serving.formats import AnthropicFormat, OpenAIFormat
+from posttrain.serving.formats import read_chat
 
 from ..conftest import CHATML
 from .test_chat import DROPS_THINKING
@@ -98,10 +98,13 @@ def test_other_values_under_these_names_are_left_alone():
 
 def test_reasoning_in_calls_of_agents():
     history = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "Up", "reasoning": "hm"}]
-    assert OpenAIFormat.read({"messages": history}).messages[1]["reasoning_content"] == "hm"
+    assert read_chat({"messages": history}).messages[1]["reasoning_content"] == "hm"
     history[1] = {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, TEXT]}
-    call = AnthropicFormat.read({"messages": history, "max_tokens": 5})
-    assert call.messages[1] == {"role": "assistant", "content": "Up", "reasoning_content": "hm"}
+    assert read_chat({"messages": history}).messages[1] == {
+        "role": "assistant",
+        "content": "Up",
+        "reasoning_content": "hm",
+    }
 
 
 @pytest.mark.parametrize("template", ["reasoning_content", "tags"])

@@ -27,10 +27,6 @@ def ask(messages, tools, streamed):
     return [*messages, {"role": "assistant", "content": text}]
 
 
-def ask_anthropic(client, text):
-    client.messages.create(model="policy", max_tokens=5, messages=[{"role": "user", "content": text}])
-
-
 def next_call(number):
     messages = list(draw.choice(conversations[-6:]))
     if draw.random() < 0.2:
@@ -46,10 +42,10 @@ def next_call(number):
 conversations = [[{"role": "user", "content": os.environ["POSTTRAIN_TASK"]}]]
 calls, number = int(sys.argv[1]), 0
 if draw.random() < 0.25:
-    import anthropic
-
     for number in range(1, 9):
-        ask_anthropic(anthropic.Anthropic(), f"question {number}")
+        client.chat.completions.create(
+            model="policy", max_tokens=5, messages=[{"role": "user", "content": f"question {number}"}]
+        )
 with ThreadPoolExecutor(2) as threads:
     while number < calls:
         asked = [next_call(number + i) for i in range(min(2, calls - number))]

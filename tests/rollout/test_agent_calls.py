@@ -1,4 +1,4 @@
-"""Calls of agents: both wire formats with their published clients, and the streams that calls become."""
+"""Calls of agents: the wire format with its published client, and the streams that calls become."""
 
 import asyncio
 import contextlib
@@ -237,40 +237,6 @@ def test_tools_stop_strings_and_streaming_of_openai(tokenizer):
     assert_streams_are_what_was_sampled(engine, streams, turns)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_messages_of_anthropic(tokenizer, streaming):
-    import anthropic  # takes two seconds, in every process that collects this file
-
-    engine = RecordingEngine(tokenizer, texts=[f"I look. {CALL}{CALL}", "done"])
-    tools = [{"name": "look", "description": "Look.", "input_schema": TOOL["parameters"]}]
-    with served(engine, tokenizer) as (session, url, key):
-        client = anthropic.Anthropic(base_url=url, api_key=key, max_retries=0)
-
-        def ask(messages):
-            given = {"model": "m", "max_tokens": 20, "system": "Be brief.", "messages": messages, "tools": tools}
-            if not streaming:
-                return client.messages.create(**given)
-            with client.messages.stream(**given) as stream:
-                return stream.get_final_message()
-
-        message = ask(QUESTION)
-        assert message.stop_reason == "tool_use"
-        assert [block.type for block in message.content] == ["text", "tool_use", "tool_use"]
-        assert message.content[1].input == {"arm": "dragon"}
-        results = [
-            {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "gold"}]}
-            for block in message.content[1:]
-        ]
-        sent = [*QUESTION, {"role": "assistant", "content": message.content}, {"role": "user", "content": results}]
-        last = ask(sent)
-        assert (last.content[0].text, last.stop_reason) == ("done", "end_turn")
-        assert last.usage.output_tokens == len(engine.sampled[1][1].ids)
-        streams, turns, _ = finish(session)
-    assert len(streams) == 1
-    assert engine.sampled[0][0].max_tokens == 20
-    assert_streams_are_what_was_sampled(engine, streams, turns)
-
-
 def test_a_retry_gets_the_answer_that_was_lost(tokenizer):
     """The client repeats a request whose answer it did not receive: the answer is sent again and not sampled again."""
     engine = RecordingEngine(tokenizer, texts=["one", "two"])
@@ -308,10 +274,10 @@ def test_a_client_that_gives_up_leaves_no_turn(tokenizer):
     assert (session.info["abandoned"], streams, turns) == (1, [], [])
 
 
-def refusal(url, key, body, path="/v1/chat/completions"):
+def refusal(url, key, body):
     """Status and error of a refused request."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(url + path, data, {"Authorization": f"Bearer {key}"})
+    request = urllib.request.Request(f"{url}/v1/chat/completions", data, {"Authorization": f"Bearer {key}"})
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(request, timeout=10)
     return caught.value.code, json.load(caught.value)["error"]
@@ -332,7 +298,7 @@ def test_refusals(tokenizer):
         )
         long = {"messages": [{"role": "user", "content": "arm " * 50}]}
         assert refusal(url, key, long)[1]["code"] == "context_length_exceeded"
-        assert refusal(url, key, {**good, "max_tokens": 0}, "/v1/messages")[1]["type"] == "invalid_request_error"
+        assert refusal(url, key, {**good, "max_tokens": 0})[0] == 400
         finish(session)
         status, error = refusal(url, key, good)
     assert (status, error["message"]) == (403, "the episode of this key has ended")
@@ -355,7 +321,9 @@ def test_a_body_that_never_ends_is_refused_and_its_connection_closed(
         monkeypatch.setattr(f"posttrain.serving.server.{name}", value)
     with served(RecordingEngine(tokenizer), tokenizer) as (_, url, key):
         address = url.removeprefix("http://")
-        head = f"POST /v1/messages HTTP/1.1\r\nHost: {address}\r\nAuthorization: Bearer {key}\r\n{length}\r\n\r\n"
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: {address}\r\nAuthorization: Bearer {key}\r\n{length}\r\n\r\n"
+        )
         with socket.create_connection(("127.0.0.1", int(address.partition(":")[2])), timeout=20) as connection:
             connection.sendall(head.encode() + body)
             answer = b""
@@ -418,7 +386,7 @@ def test_random_agents_record_every_token(tiny_policy):
 
 def test_messages_of_requests_are_read_as_those_of_rows():
     from posttrain.data.messages import messages_of
-    from posttrain.serving.formats import OpenAIFormat
+    from posttrain.serving.formats import read_chat
 
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -428,7 +396,7 @@ def test_messages_of_requests_are_read_as_those_of_rows():
         {"role": "assistant", "content": "", "tool_calls": [{"id": "x", "name": "add", "arguments": {"a": 1}}]},
         {"role": "tool", "content": None, "tool_call_id": "x"},
     ]
-    call = OpenAIFormat.read({"messages": messages})
+    call = read_chat({"messages": messages})
     assert call.messages == messages_of(messages, "messages")
     assert call.messages[0] == {"role": "system", "content": "ab"}
     assert call.messages[5] == {"role": "tool", "content": "", "tool_call_id": "x", "name": "add"}

@@ -28,7 +28,7 @@ def serve(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of requests that have none.", min=0)] = 0,
 ) -> None:
-    """Serve a model to clients of OpenAI and Anthropic on this machine: chats with tools, completions, models.
+    """Serve a model to OpenAI clients on this machine: chats with tools, completions, models.
 
     Answers stream token by token with the local engine, and whole with vLLM. Over SSH, forward the port.
 

@@ -34,8 +34,7 @@ class AgentRecipe(BaseConfig):
     command: Executes = Field(min_length=1)
     """Command line of the agent, run in the current folder without a shell. `{task}` and `{seed}` are replaced by the
     task's last message and by its seed. The agent gets them in `POSTTRAIN_TASK` and `POSTTRAIN_SEED` and the task on
-    its standard input as well, and the endpoint in `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL` and
-    `ANTHROPIC_API_KEY`.
+    its standard input as well, and the endpoint in `OPENAI_BASE_URL` and `OPENAI_API_KEY`.
     """
     timeout: float = Field(600.0, gt=0)
     """Seconds after which the agent and its child processes are ended and the episode fails."""

@@ -1,7 +1,4 @@
-"""The two wire formats: chat completions of OpenAI and messages of Anthropic.
-
-Each reads a request as a `ChatCall`, and writes answers, the events of a streamed answer, and errors.
-"""
+"""The wire format: chat completions of OpenAI, read as a `ChatCall` and written as an answer, its events or an error."""
 
 import hashlib
 import json
@@ -12,11 +9,10 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
-from posttrain.data.messages import UnusableRow, messages_of, read_parts, without_training_keys
+from posttrain.data.messages import UnusableRow, messages_of, without_training_keys
 from posttrain.data.rendering import Message
 from posttrain.data.tools import ToolCall
 from posttrain.episode import CUT_OFF, StopReason
-from posttrain.images import joined
 from posttrain.recipe.compose import section
 from posttrain.recipe.rollout import SamplingRecipe
 
@@ -95,7 +91,7 @@ class Options(BaseModel):
 
 @dataclass(frozen=True)
 class ChatCall:
-    """A request for an answer to messages, in the same form for both formats."""
+    """A request for an answer to messages."""
 
     messages: list[Message]
     """Roles system, user, assistant and tool. Content is text; arguments of tool calls are objects."""
@@ -119,7 +115,6 @@ class ChatAnswer:
     calls: list[tuple[str, ToolCall]]
     """Tool calls with their ids."""
     stop_reason: StopReason
-    stop_string: str | None
     prompt_tokens: int
     tokens: int
     logprobs: list[dict[str, Any]] | None = None
@@ -131,18 +126,16 @@ def digest(*parts: Any) -> str:
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def shown_text(text: str, reason: StopReason, stops: Sequence[str]) -> tuple[str, str | None]:
-    """The text of an answer up to its stop string, which servers leave out, and that string."""
+def shown_text(text: str, reason: StopReason, stops: Sequence[str]) -> str:
+    """The text of an answer up to its stop string, which servers leave out."""
     if reason is not StopReason.STOP_STRING:
-        return text, None
-    place, stop = min((text.find(stop), stop) for stop in stops if stop in text)
-    return text[:place], stop
+        return text
+    return text[: min(text.find(stop) for stop in stops if stop in text)]
 
 
 def event(value: dict[str, Any]) -> str:
-    """A server-sent event. In the format of Anthropic, values have a type, which names their event."""
-    name = f"event: {value['type']}\n" if "type" in value else ""
-    return f"{name}data: {json.dumps(value)}\n\n"
+    """A server-sent event."""
+    return f"data: {json.dumps(value)}\n\n"
 
 
 def _get(values: Mapping[str, Any], key: str, kind: type | tuple[type, ...], default: Any) -> Any:
@@ -161,28 +154,6 @@ def _mapping(value: Any, what: str) -> dict[str, Any]:
     return value
 
 
-def _text(content: Any, what: str) -> str:
-    """Content as text: a string, or a list of text parts."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise CallRefused(f"{what} must be text or a list of parts")
-    parts = []
-    try:
-        content = read_parts(content, what)
-    except UnusableRow as error:
-        raise CallRefused(str(error)) from error
-    for part in content:
-        if isinstance(part, str):
-            parts.append(part)
-            continue
-        kind = _mapping(part, f"a part of {what}").get("type")
-        if kind not in ("text", "input_text", "output_text"):
-            raise CallRefused(f"{what} has a part of type {kind}; only text is supported")
-        parts.append(_get(part, "text", str, ""))
-    return joined(parts, "\n")
-
-
 def _messages(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages = values.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -196,9 +167,6 @@ def _as_in_rows(messages: list[dict[str, Any]]) -> list[Message]:
         return [without_training_keys(message) for message in messages_of(messages, "messages")]
     except UnusableRow as error:
         raise CallRefused(str(error)) from error
-
-
-# -- OpenAI -----------------------------------------------------------------------------------------------------------
 
 
 def openai_usage(prompt_tokens: int, tokens: int) -> dict[str, int]:
@@ -216,210 +184,69 @@ def openai_error(message: str, kind: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": kind}}
 
 
-class OpenAIFormat:
-    """Chat completions."""
-
-    error = staticmethod(openai_error)
-
-    @staticmethod
-    def read(body: dict[str, Any]) -> ChatCall:
-        """Parse a request. CallRefused for unsupported features."""
-        if body.get("functions"):
-            raise CallRefused("functions is not supported; use tools")
-        if _get(body, "response_format", dict, {}).get("type", "text") != "text":
-            raise CallRefused("response_format is not supported; the policy samples freely")
-        tools = [_mapping(tool, "a tool") for tool in _get(body, "tools", list, [])]
-        for tool in tools:
-            if not isinstance(_mapping(tool.get("function"), "the function of a tool").get("name"), str):
-                raise CallRefused("a tool has no name")
-        # Clients send null or no parts where a message has no text.
-        messages = [
-            {**message, "content": ""} if message.get("content") in (None, []) else message
-            for message in _messages(body)
-        ]
-        tools = [] if body.get("tool_choice") == "none" else tools
-        return ChatCall(_as_in_rows(messages), tools, Options.read(body))
-
-    @classmethod
-    def write(cls, call: ChatCall, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
-        """The answers as a chat completion."""
-        choices = []
-        for index, answer in enumerate(answers):
-            message = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}
-            calls = {"tool_calls": cls._calls(answer)} if answer.calls else {}
-            choices.append({"index": index, "message": message | calls, **cls._ending(answer)})
-        usage = openai_usage(answers[0].prompt_tokens, sum(answer.tokens for answer in answers))
-        head = openai_head(f"chatcmpl-{call.number}", "chat.completion", call.options.model)
-        return head | {"choices": choices, "usage": usage}
-
-    @classmethod
-    async def events(
-        cls, call: ChatCall, prompt_tokens: int, parts: AsyncIterator[str | ChatAnswer]
-    ) -> AsyncIterator[str]:
-        """The parts as server-sent events of a streamed chat completion."""
-        head = openai_head(f"chatcmpl-{call.number}", "chat.completion.chunk", call.options.model)
-
-        def chunk(delta: dict[str, Any], **ending: Any) -> str:
-            return event(head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None, **ending}]})
-
-        yield chunk({"role": "assistant", "content": ""})
-        sent = 0
-        async for part in parts:
-            text = part if isinstance(part, str) else part.text[sent:]
-            sent += len(text)
-            if text:
-                yield chunk({"content": text})
-            if isinstance(part, ChatAnswer):
-                for index, one in enumerate(cls._calls(part)):
-                    yield chunk({"tool_calls": [{"index": index, **one}]})
-                yield chunk({}, **cls._ending(part))
-                if call.options.wants_usage:
-                    yield event(head | {"choices": [], "usage": openai_usage(prompt_tokens, part.tokens)})
-        yield "data: [DONE]\n\n"
-
-    @staticmethod
-    def _calls(answer: ChatAnswer) -> list[dict[str, Any]]:
-        return [
-            {"id": id, "type": "function", "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
-            for id, call in answer.calls
-        ]
-
-    @staticmethod
-    def _ending(answer: ChatAnswer) -> dict[str, Any]:
-        reason = "tool_calls" if answer.calls else "length" if answer.stop_reason in CUT_OFF else "stop"
-        return {
-            "finish_reason": reason,
-            "logprobs": None if answer.logprobs is None else {"content": answer.logprobs},
-        }
+def read_chat(body: dict[str, Any]) -> ChatCall:
+    """Parse a request. CallRefused for unsupported features."""
+    if body.get("functions"):
+        raise CallRefused("functions is not supported; use tools")
+    if _get(body, "response_format", dict, {}).get("type", "text") != "text":
+        raise CallRefused("response_format is not supported; the policy samples freely")
+    tools = [_mapping(tool, "a tool") for tool in _get(body, "tools", list, [])]
+    for tool in tools:
+        if not isinstance(_mapping(tool.get("function"), "the function of a tool").get("name"), str):
+            raise CallRefused("a tool has no name")
+    # Clients send null or no parts where a message has no text.
+    messages = [
+        {**message, "content": ""} if message.get("content") in (None, []) else message for message in _messages(body)
+    ]
+    tools = [] if body.get("tool_choice") == "none" else tools
+    return ChatCall(_as_in_rows(messages), tools, Options.read(body))
 
 
-# -- Anthropic --------------------------------------------------------------------------------------------------------
+def write_chat(call: ChatCall, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
+    """The answers as a chat completion."""
+    choices = []
+    for index, answer in enumerate(answers):
+        message = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}
+        calls = {"tool_calls": _tool_calls(answer)} if answer.calls else {}
+        choices.append({"index": index, "message": message | calls, **_ending(answer)})
+    usage = openai_usage(answers[0].prompt_tokens, sum(answer.tokens for answer in answers))
+    head = openai_head(f"chatcmpl-{call.number}", "chat.completion", call.options.model)
+    return head | {"choices": choices, "usage": usage}
 
 
-class AnthropicFormat:
-    """Messages."""
+async def chat_events(call: ChatCall, prompt_tokens: int, parts: AsyncIterator[str | ChatAnswer]) -> AsyncIterator[str]:
+    """The parts as server-sent events of a streamed chat completion."""
+    head = openai_head(f"chatcmpl-{call.number}", "chat.completion.chunk", call.options.model)
 
-    @staticmethod
-    def error(message: str, kind: str) -> dict[str, Any]:
-        """An error in the form of Anthropic."""
-        return {"type": "error", "error": {"type": kind, "message": message}}
+    def chunk(delta: dict[str, Any], **ending: Any) -> str:
+        return event(head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None, **ending}]})
 
-    @staticmethod
-    def read(body: dict[str, Any]) -> ChatCall:
-        """Parse a request. CallRefused for unsupported features."""
-        messages: list[Message] = []
-        if system := _text(body.get("system"), "system"):
-            messages.append({"role": "system", "content": system})
-        for message in _messages(body):
-            role = message.get("role")
-            if role not in ("user", "assistant", "system"):
-                raise CallRefused(f"a message has the role {role!r}")
-            messages += _blocks(role, message.get("content"))
-        described = []
-        for tool in (_mapping(tool, "a tool") for tool in _get(body, "tools", list, [])):
-            if not isinstance(tool.get("name"), str) or "input_schema" not in tool:
-                raise CallRefused("a tool needs a name and an input_schema; tools of the server are not supported")
-            function = {
-                "name": tool["name"],
-                "description": _get(tool, "description", str, ""),
-                "parameters": _mapping(tool["input_schema"], "input_schema"),
-            }
-            described.append({"type": "function", "function": function})
-        tools = [] if _get(body, "tool_choice", dict, {}).get("type") == "none" else described
-        fields = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
-        options = {name: body.get(name) for name in fields} | {"stop": body.get("stop_sequences")}
-        return ChatCall(_as_in_rows(messages), tools, Options.read(options))
-
-    @classmethod
-    def write(cls, call: ChatCall, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
-        """The first answer as a message."""
-        answer = answers[0]
-        text = [{"type": "text", "text": answer.text}] if answer.text or not answer.calls else []
-        usage = {"input_tokens": answer.prompt_tokens, "output_tokens": answer.tokens}
-        return cls._head(call, [*text, *cls._uses(answer)], usage) | cls._ending(answer)
-
-    @classmethod
-    async def events(
-        cls, call: ChatCall, prompt_tokens: int, parts: AsyncIterator[str | ChatAnswer]
-    ) -> AsyncIterator[str]:
-        """The parts as server-sent events of a streamed message."""
-
-        def block(kind: str, index: int, **values: Any) -> str:
-            return event({"type": f"content_block_{kind}", "index": index, **values})
-
-        usage = {"input_tokens": prompt_tokens, "output_tokens": 0}
-        begun = cls._head(call, [], usage) | {"stop_reason": None, "stop_sequence": None}
-        yield event({"type": "message_start", "message": begun})
-        sent, blocks = 0, 0
-        async for part in parts:
-            text = part if isinstance(part, str) else part.text[sent:]
-            sent += len(text)
-            if not blocks and (text or (isinstance(part, ChatAnswer) and not part.calls)):
-                blocks = 1
-                yield block("start", 0, content_block={"type": "text", "text": ""})
-            if text:
-                yield block("delta", 0, delta={"type": "text_delta", "text": text})
-            if isinstance(part, ChatAnswer):
-                if blocks:
-                    yield block("stop", 0)
-                for index, use in enumerate(cls._uses(part), blocks):
-                    delta = {"type": "input_json_delta", "partial_json": json.dumps(use["input"])}
-                    yield block("start", index, content_block=use | {"input": {}})
-                    yield block("delta", index, delta=delta)
-                    yield block("stop", index)
-                usage = {"output_tokens": part.tokens}
-                yield event({"type": "message_delta", "delta": cls._ending(part), "usage": usage})
-        yield event({"type": "message_stop"})
-
-    @staticmethod
-    def _head(call: ChatCall, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
-        named = {"id": f"msg_{call.number}", "type": "message", "role": "assistant", "model": call.options.model}
-        return named | {"content": content, "usage": usage}
-
-    @staticmethod
-    def _uses(answer: ChatAnswer) -> list[dict[str, Any]]:
-        return [{"type": "tool_use", "id": id, "name": call.name, "input": call.arguments} for id, call in answer.calls]
-
-    @staticmethod
-    def _ending(answer: ChatAnswer) -> dict[str, Any]:
-        if answer.calls:
-            reason = "tool_use"
-        elif answer.stop_reason in CUT_OFF:
-            reason = "max_tokens"
-        else:
-            reason = "stop_sequence" if answer.stop_reason is StopReason.STOP_STRING else "end_turn"
-        return {"stop_reason": reason, "stop_sequence": answer.stop_string}
+    yield chunk({"role": "assistant", "content": ""})
+    sent = 0
+    async for part in parts:
+        text = part if isinstance(part, str) else part.text[sent:]
+        sent += len(text)
+        if text:
+            yield chunk({"content": text})
+        if isinstance(part, ChatAnswer):
+            for index, one in enumerate(_tool_calls(part)):
+                yield chunk({"tool_calls": [{"index": index, **one}]})
+            yield chunk({}, **_ending(part))
+            if call.options.wants_usage:
+                yield event(head | {"choices": [], "usage": openai_usage(prompt_tokens, part.tokens)})
+    yield "data: [DONE]\n\n"
 
 
-def _blocks(role: str, content: Any) -> list[Message]:
-    """The messages of one message of Anthropic, in which tool results are blocks of a user message."""
-    if not isinstance(content, list):
-        return [{"role": role, "content": _text(content, "the content of a message")}]
-    results: list[Message] = []
-    texts: list[str] = []
-    thoughts: list[str] = []
-    calls = []
-    for block in content:
-        block = _mapping(block, "a block")
-        kind = block.get("type")
-        if kind == "tool_use" and role == "assistant":
-            if not isinstance(block.get("name"), str) or not block["name"]:
-                raise CallRefused("a tool call has no name")
-            function = {"name": block["name"], "arguments": _get(block, "input", dict, {})}
-            calls.append({"id": str(block.get("id")), "type": "function", "function": function})
-        elif kind == "tool_result" and role == "user":
-            text = _text(block.get("content"), "a tool result")
-            results.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": text})
-        elif kind == "thinking" and role == "assistant":
-            thoughts.append(_get(block, "thinking", str, ""))
-        elif kind != "redacted_thinking":
-            texts.append(_text([block], "a message"))
-    text = joined(texts, "\n")
-    reasoning = {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
-    if role == "assistant" and calls:
-        return [{"role": role, "content": text, "tool_calls": calls, **reasoning}]
-    return [*results, *([{"role": role, "content": text, **reasoning}] if text or not results else [])]
+def _tool_calls(answer: ChatAnswer) -> list[dict[str, Any]]:
+    return [
+        {"id": id, "type": "function", "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
+        for id, call in answer.calls
+    ]
 
 
-FORMATS = {"/v1/chat/completions": OpenAIFormat, "/v1/messages": AnthropicFormat}
-"""Path -> the format of its requests."""
+def _ending(answer: ChatAnswer) -> dict[str, Any]:
+    reason = "tool_calls" if answer.calls else "length" if answer.stop_reason in CUT_OFF else "stop"
+    return {
+        "finish_reason": reason,
+        "logprobs": None if answer.logprobs is None else {"content": answer.logprobs},
+    }

@@ -1,6 +1,6 @@
-"""`posttrain serve`: the answers of one policy to OpenAI and Anthropic clients, on the loopback address.
+"""`posttrain serve`: the answers of one policy to OpenAI clients, on the loopback address.
 
-Chat completions and messages (with tools and streaming), completions and models. Log-probabilities are those of the sampled tokens,
+Chat completions (with tools and streaming), completions and models. Log-probabilities are those of the sampled tokens,
 at the request's temperature and before top-p, top-k and min-p, as the learner computes them.
 """
 
@@ -26,7 +26,6 @@ from posttrain.serving.formats import (
     ChatCall,
     Options,
     event,
-    openai_error,
     openai_head,
     openai_usage,
     shown_text,
@@ -49,7 +48,6 @@ class _Choice:
     logprobs: tuple[float, ...]
     text: str
     """Without the stop string."""
-    stop: str | None
     reason: StopReason
     sampled: int
     """Number of sampled tokens, with the end token."""
@@ -81,7 +79,7 @@ class PolicyServer:
                 return self._text_stream(options)
             return await unless_gone(request, asyncio.ensure_future(self._texts(options)))
 
-        add_route(app, "/v1/completions", texts, openai_error)
+        add_route(app, "/v1/completions", texts)
         return app
 
     # -- sampling -----------------------------------------------------------------------------------------------------
@@ -109,8 +107,8 @@ class PolicyServer:
                 completion = await self.engine.generate(request)
         ids, reason = completion.ids, completion.stop_reason
         kept = len(ids) - (reason is StopReason.END_TOKEN)
-        text, stop = shown_text(self.renderer.answer_text(ids), reason, options.stops)
-        return _Choice(ids[:kept], completion.logprobs[:kept], text, stop, reason, len(ids))
+        text = shown_text(self.renderer.answer_text(ids), reason, options.stops)
+        return _Choice(ids[:kept], completion.logprobs[:kept], text, reason, len(ids))
 
     async def _pieces(self, prompt: Sequence[int], options: Options, limit: int | None) -> AsyncIterator[str | _Choice]:
         """The text of a completion in pieces, then the completion. Text that may be part of a stop string, or of what the
@@ -187,7 +185,7 @@ class PolicyServer:
                 | {"top_logprobs": []}
                 for token, value in zip(tokens, choice.logprobs, strict=True)
             ]
-        return ChatAnswer(text, calls, choice.reason, choice.stop, prompt_tokens, choice.sampled, logprobs)
+        return ChatAnswer(text, calls, choice.reason, prompt_tokens, choice.sampled, logprobs)
 
     # -- completions --------------------------------------------------------------------------------------------------
 

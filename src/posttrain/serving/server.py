@@ -1,4 +1,4 @@
-"""The HTTP application of `posttrain serve` and of the endpoint of agents: requests in either format, answered by a backend."""
+"""The HTTP application of `posttrain serve` and of the endpoint of agents: chats of OpenAI, answered by a backend."""
 
 import asyncio
 import itertools
@@ -12,7 +12,16 @@ from posttrain.data.messages import UnusableRow, check_value
 from posttrain.errors import InputError, PosttrainError
 from posttrain.images import forget, forgetting
 from posttrain.loopback import App, Guard, Refusal, Scope, header
-from posttrain.serving.formats import FORMATS, CallRefused, ChatAnswer, ChatCall, event, openai_error
+from posttrain.serving.formats import (
+    CallRefused,
+    ChatAnswer,
+    ChatCall,
+    chat_events,
+    event,
+    openai_error,
+    read_chat,
+    write_chat,
+)
 
 _T = TypeVar("_T")
 MAX_BODY = 32 << 20
@@ -38,26 +47,22 @@ class ChatBackend(Protocol):
 
 
 def application(backend: ChatBackend) -> Any:
-    """A FastAPI application that answers chat completions of OpenAI and messages of Anthropic with `backend`."""
+    """A FastAPI application that answers chat completions with `backend`."""
     from fastapi import FastAPI
     from starlette.responses import JSONResponse
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     numbers = itertools.count()
 
-    def route(path: str, form: Any) -> None:
-        async def answer(request: Any, body: dict[str, Any]) -> dict[str, Any] | AsyncIterator[str]:
-            retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-            call = form.read(body | {"model": body.get("model") or backend.name})
-            call = replace(call, number=next(numbers), retry=retry)
-            if call.options.stream:
-                return form.events(call, *await backend.stream(call, request))
-            return form.write(call, await backend.answers(call, request))
+    async def chat(request: Any, body: dict[str, Any]) -> dict[str, Any] | AsyncIterator[str]:
+        retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+        call = read_chat(body | {"model": body.get("model") or backend.name})
+        call = replace(call, number=next(numbers), retry=retry)
+        if call.options.stream:
+            return chat_events(call, *await backend.stream(call, request))
+        return write_chat(call, await backend.answers(call, request))
 
-        add_route(app, path, answer, form.error)
-
-    for path, form in FORMATS.items():
-        route(path, form)
+    add_route(app, "/v1/chat/completions", chat)
     model = {"id": backend.name, "object": "model", "created": 0, "owned_by": "posttrain"}
     models = {"object": "list", "data": [model]}
     app.add_route("/v1/models", lambda request: JSONResponse(models), methods=["GET"])
@@ -65,9 +70,8 @@ def application(backend: ChatBackend) -> Any:
 
 
 def key_of(scope: Scope) -> str:
-    """The API key of a request, in the header of either format; empty if it has none."""
-    given = [*header(scope, b"x-api-key"), *header(scope, b"authorization")]
-    return next(filter(None, given), b"").decode("latin-1").removeprefix("Bearer ").strip()
+    """The API key of a request; empty if it has none."""
+    return next(filter(None, header(scope, b"authorization")), b"").decode("latin-1").removeprefix("Bearer ").strip()
 
 
 def guarded(app: App, port: int, check: Callable[[str], str | None]) -> Guard:
@@ -78,20 +82,16 @@ def guarded(app: App, port: int, check: Callable[[str], str | None]) -> Guard:
         return None if why is None else (401, why)
 
     def write(why: str, status: int) -> str:
-        # Clients of both formats read the status only.
         return json.dumps(openai_error(why, "authentication_error" if status == 401 else "permission_error"))
 
     return Guard(app, port, refuse, write)
 
 
 def add_route(
-    app: Any,
-    path: str,
-    answer: Callable[[Any, dict[str, Any]], Awaitable[dict[str, Any] | AsyncIterator[str]]],
-    refusal: Callable[[str, str], dict[str, Any]],
+    app: Any, path: str, answer: Callable[[Any, dict[str, Any]], Awaitable[dict[str, Any] | AsyncIterator[str]]]
 ) -> None:
     """Answer the requests to `path` of an application of starlette with what `answer` makes of the request and its JSON
-    body: an object, or the events of a stream. `refusal` writes errors, of a sentence and a machine-readable reason.
+    body: an object, or the events of a stream.
     """
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -136,12 +136,12 @@ def add_route(
 
     def refused(error: Exception) -> tuple[int, dict[str, Any]]:
         if isinstance(error, CallRefused):
-            return error.status, refusal(str(error), error.kind)
+            return error.status, openai_error(str(error), error.kind)
         status, kind = (400, "invalid_request_error") if isinstance(error, InputError) else (500, "api_error")
         why = str(error) if isinstance(error, PosttrainError) else f"unexpected {type(error).__name__}: {error}"
         if status == 500:
             print(f"posttrain: {path} failed: {why}", file=sys.stderr)
-        return status, refusal(why, kind)
+        return status, openai_error(why, kind)
 
     async def whole(first: str, events: AsyncIterator[str]) -> AsyncIterator[str]:
         """The events. After an error, its event is the last: the status of the answer is sent already."""

@@ -17,7 +17,7 @@ _REMEMBERED = 10_000
 
 
 class AgentEndpoint:
-    """Serves chat completions and messages in a thread, as a context manager. A key selects the session that answers."""
+    """Serves chat completions in a thread, as a context manager. A key selects the session that answers."""
 
     name = "policy"
 
@@ -29,7 +29,7 @@ class AgentEndpoint:
         self._socket = open_listener(0, "agent.command")  # now, so that calls wait until the thread accepts them
         port = self._socket.getsockname()[1]
         self.url = f"http://{ADDRESS}:{port}"
-        """Without the path `/v1`: OpenAI clients expect it in their base URL, Anthropic clients add it."""
+        """Without the path `/v1`."""
         unknown = "unknown key; use the one in the environment of the agent"
         app = guarded(application(self), port, lambda key: None if key in self._sessions else unknown)
         self._server = http_server(app)

@@ -147,7 +147,7 @@ class AgentSession:
         builder.append(prompt[len(builder.ids) :])
         start = len(builder.ids)
         builder.append(completion.ids, completion.logprobs, number, completion.versions)
-        shown, stop_string = shown_text(answer, completion.stop_reason, stops)
+        shown = shown_text(answer, completion.stop_reason, stops)
         parsed = self.renderer.parse(shown, call.tools) if call.tools else None
         calls = [(call_id(number, i), one) for i, one in enumerate(parsed.calls)] if parsed else []
         content = parsed.text if parsed else shown
@@ -163,7 +163,7 @@ class AgentSession:
         self._recorded[_next(key, message, call.tools)].append(_Recorded(text, answer, list(builder.ids), ended))
         self._conversations[stream] = [*call.messages, {"role": "assistant", "content": answer}]
         self.info |= {"calls": len(self.turns), "streams": len(self._builders)}
-        reply = ChatAnswer(content, calls, completion.stop_reason, stop_string, len(prompt), len(completion.ids))
+        reply = ChatAnswer(content, calls, completion.stop_reason, len(prompt), len(completion.ids))
         self._replies[call.digest] = reply
         return reply
 

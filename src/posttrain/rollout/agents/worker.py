@@ -201,8 +201,6 @@ class AgentWorker(RolloutWorker):
         variables = {
             "OPENAI_BASE_URL": f"{self.endpoint.url}/v1",
             "OPENAI_API_KEY": key,
-            "ANTHROPIC_BASE_URL": self.endpoint.url,
-            "ANTHROPIC_API_KEY": key,
             "POSTTRAIN_SEED": str(request.seed),
             "POSTTRAIN_REPORT": str(folder / "report"),
             "POSTTRAIN_TASK": task,
@@ -274,6 +272,4 @@ def _check_exit(exit: AgentExit, session: AgentSession, timeout: float) -> None:
         how = f"exited with code {exit.code}" if exit.code > 0 else f"was ended by signal {-exit.code}"
         raise _AgentFailure(AgentEnding.CRASHED, how + (f": {lines[-1][:300]}" if lines else ""))
     if not session.turns:
-        raise _AgentFailure(
-            AgentEnding.NEVER_CALLED, "exited without a call; it must use OPENAI_BASE_URL or ANTHROPIC_BASE_URL"
-        )
+        raise _AgentFailure(AgentEnding.NEVER_CALLED, "exited without a call; it must use OPENAI_BASE_URL")
