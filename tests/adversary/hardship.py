@@ -30,7 +30,7 @@ _TINY = ["rollout.tokens_per_turn=6", "model.threads=1"]
 COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     "hf": (["export", "run", "--out", "out"], ["out"]),
     "sharded": (["export", "run", "--shard-gigabytes", "0.0001", "--out", "out"], ["out"]),
-    "ollama": (["export", "run", "--to", "ollama", "--out", "out"], ["out"]),
+    "gguf": (["export", "run", "--to", "gguf", "--out", "out"], ["out"]),
     "jsonl": (["data", "convert", "pairs", "rows.jsonl", "--out", "out.jsonl"], ["out.jsonl"]),
     "parquet": (["data", "convert", "pairs", "rows.jsonl", "--out", "out.parquet"], ["out.parquet"]),
     "generate": (

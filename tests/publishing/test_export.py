@@ -1,7 +1,6 @@
 """Exports load in the programs that they are for and compute what the model computes; cards have the facts of the run."""
 
 import hashlib
-import json
 
 import pytest
 import torch
@@ -127,24 +126,18 @@ def test_tokenizers_have_the_names_of_llama_cpp():
         pre_tokenizer({"model": {"type": "BPE"}, "pre_tokenizer": {"type": "Whitespace"}}, "m")
 
 
-def test_an_ollama_export_has_a_model_file(played, tmp_path, capsys):
-    assert main(["export", str(played.path), "--to", "ollama", "--out", str(tmp_path / "out"), "--type", "f32"]) == 0
-    text = (tmp_path / "out/Modelfile").read_text()
-    assert text.startswith("FROM ./played.gguf\n")
-    assert f"PARAMETER stop {json.dumps('<|im_end|>')}" in text
+def test_a_gguf_export_has_its_own_card(played, tmp_path, capsys):
+    assert main(["export", str(played.path), "--to", "gguf", "--out", str(tmp_path / "out"), "--type", "f32"]) == 0
     assert (tmp_path / "out/played.gguf").is_file()
     card = (tmp_path / "out/README.md").read_text()
     assert metadata(card)["library_name"] == "gguf"
-    assert "ollama create played -f Modelfile" in card
     assert "from_pretrained" not in card
-    said = capsys.readouterr().out
-    assert "checked: logits of the loaded file differ by" in said
-    assert f"use it with: ollama create played -f {tmp_path}/out/Modelfile" in said
+    assert "checked: logits of the loaded file differ by" in capsys.readouterr().out
 
 
 def test_a_folder_that_is_used_and_an_unknown_form_are_refused(played, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="exists and is not an empty folder; choose another --out"):
         export_run(played, "hf", tmp_path)
-    with pytest.raises(InputError, match="--to onnx is not supported; use hf, gguf, ollama"):
+    with pytest.raises(InputError, match="--to onnx is not supported; use hf, gguf"):
         export_run(played, "onnx", tmp_path / "out")

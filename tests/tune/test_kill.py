@@ -1,4 +1,4 @@
-"""A study that is killed anywhere resumes to the same trials, values, retests and best values."""
+"""A study that is killed anywhere resumes to the same trials, values and best values."""
 
 import multiprocessing
 import random
@@ -15,28 +15,25 @@ GROUPS = [
     {"name": "one", "grid": {"rollout.groups_per_step": [2, 4], "rollout.episodes_per_group": [4, 6]}},
     {"name": "two", "grid": {"optimizer.learning_rate": [1e-5, 1e-4]}},
 ]
-RETEST = {"best": 2, "seeds": [1, 2]}
 KILLED = {
     "search": {
-        "retest": RETEST,
         "pruner": {"type": "median", "startup_trials": 2},
         "start": [{"optimizer.learning_rate": 9e-3}],
     },
-    "groups": {"search": None, "trials": None, "groups": GROUPS, "retest": RETEST},
+    "groups": {"search": None, "trials": None, "groups": GROUPS},
 }
 COMMIT = "sqlalchemy.engine.default:DefaultDialect.do_commit"
 PLACES = {
     "early": (COMMIT, 5, 30),
     "storage": (COMMIT, 30, 60),
     "late": (COMMIT, 60, 90),
-    "run": ("posttrain.runs.directory:RunDirectory.create", 1, 8),
+    "run": ("posttrain.runs.directory:RunDirectory.create", 1, 6),
     "file": ("posttrain.tune.study:write_atomically", 1, 1),
-    "retest": ("posttrain.tune.run:retest", 1, 1),
     "report": ("posttrain.tune.run:write_report", 1, 1),
     "best": ("posttrain.tune.run:write_best", 1, 1),
 }
 """Where the study is killed, and at which call: the first and the last that is tried."""
-QUICK = [("search", "late"), ("search", "run"), ("groups", "retest"), ("groups", "best")]
+QUICK = [("search", "late"), ("search", "run"), ("groups", "report"), ("groups", "best")]
 """Kinds and places that are not slow tests."""
 
 
@@ -99,7 +96,6 @@ def test_it_resumes_after_a_kill(tmp_path, whole, kind, place, request):
     what, first, last = PLACES[place]
     assert kill_and_go_on(tmp_path, kind, [(what, draw.randint(first, last))]) == [-9]
     assert (studies.summary(tmp_path), best(tmp_path)) == whole[kind]
-    assert len(list((tmp_path / "runs/s/retest").iterdir())) == 4
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from optuna.trial import TrialState
 from posttrain.recipe.compose import load_recipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import read_metrics
-from posttrain.tune.best import _RetestJob
 from posttrain.tune.run import TrialJob
 from tests.training import preferences, small
 
@@ -170,22 +169,16 @@ def stored(folder):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("retest", [None, pytest.param({"best": 2, "seeds": [1, 2]}, marks=pytest.mark.slow)])
-def test_a_study_of_full_weights_stores_the_best_model_and_what_it_resumes_from(
-    tiny_model, tmp_path, monkeypatch, retest
-):
+def test_a_study_of_full_weights_stores_the_best_model_and_what_it_resumes_from(tiny_model, tmp_path, monkeypatch):
     search = {"optimizer.learning_rate": {"low": 1e-4, "high": 1e-2, "log": True}}
-    changes = {"keys": keys(tiny_model, steps=3), "search": search, "trials": 2, "retest": retest}
-    sizes, ends = [], {TrialJob: TrialJob.end, _RetestJob: _RetestJob.end}
-    for kind, end in ends.items():
-        monkeypatch.setattr(kind, "end", lambda job, end=end: (end(job), sizes.append(stored(job.study.directory))))
+    changes = {"keys": keys(tiny_model, steps=3), "search": search, "trials": 2}
+    sizes, end = [], TrialJob.end
+    monkeypatch.setattr(TrialJob, "end", lambda job: (end(job), sizes.append(stored(job.study.directory))))
     for name in ("whole", "stopped"):
         (tmp_path / name).mkdir()
     assert studies.tune(tmp_path / "whole", **changes) == 0
     model, _ = stored(min((tmp_path / "whole").rglob("model")))
-    # The best trial's, the best retested point's, and that of the point that is being retested.
-    most = [1, 1] + ([2, 2, 3, 2] if retest else [])
-    assert [weights // model for weights, _ in sizes] == most
+    assert [weights // model for weights, _ in sizes] == [1, 1]  # that of the best trial
     assert max(weights % model for weights, _ in sizes) == 0
     assert sizes[-1][1] < 400_000 * len(sizes)
 

@@ -1,4 +1,4 @@
-"""Studies on simulated runs: trials, chained groups, pruning, limits and retests."""
+"""Studies on simulated runs: trials, chained groups, pruning and limits."""
 
 import re
 
@@ -223,27 +223,6 @@ def test_a_group_without_successful_trials_ends_the_study_with_its_table(begun, 
     assert "group rates: none of its 2 trials can be chained" in capsys.readouterr().err
     assert report(tmp_path).count("| failed |") == 2
     assert not (tmp_path / "runs/s/best.yaml").exists()
-
-
-@pytest.mark.parametrize("distance", [0.2, 0.0])
-def test_a_retest_reports_whether_the_best_trial_is_significantly_better(monkeypatch, tmp_path, distance, capsys):
-    def measure(recipe, step):
-        noise = 0.01 * ((recipe.seed * 7 + recipe.rollout.episodes_per_group * 5) % 4)
-        return {"return": distance * (recipe.rollout.episodes_per_group == 4) + noise}
-
-    studies.stand_in(monkeypatch, measure)
-    search = {"rollout.episodes_per_group": [2, 4]}
-    start = [{"rollout.episodes_per_group": 2}, {"rollout.episodes_per_group": 4}]
-    retest = {"best": 2, "seeds": [1, 2, 3, 4, 5]}
-    assert studies.tune(tmp_path, search=search, start=start, trials=2, retest=retest) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert ("the difference is significant" in said) == (distance > 0)
-    assert ("do not differ significantly" in said) == (distance == 0)
-    table = report(tmp_path).split("## retest")[1]
-    assert re.search(r"\| 1 \| 0\.\d+ \| \[", table)
-    assert sorted(path.name for path in (tmp_path / "runs/s/retest").iterdir()) == [
-        f"{trial}-seed{seed}" for trial in ("0000", "0001") for seed in (1, 2, 3, 4, 5)
-    ]
 
 
 def test_resuming_a_finished_study_runs_nothing_and_may_add_trials(begun, tmp_path, capsys):

@@ -12,7 +12,7 @@ def export(
         str,
         typer.Option(
             metavar="FORM",
-            help="hf: safetensors and tokenizer. gguf: one file for llama.cpp. ollama: that file and a Modelfile.",
+            help="hf: safetensors and tokenizer. gguf: one file for llama.cpp and Ollama.",
         ),
     ] = "hf",
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder to write. Default: RUN-FORM.")] = None,
@@ -47,8 +47,6 @@ def export(
 
     posttrain export runs/run --to gguf --type q8_0
 
-    posttrain export runs/run --to ollama --out my-model
-
     posttrain export runs/run --push user/name --public --licence apache-2.0
     """
     from posttrain.errors import InputError
@@ -70,9 +68,5 @@ def export(
     )
     for file in files:
         typer.echo(f"{file}  {file.stat().st_size / 1e6:.1f} MB")
-    uses = {
-        "ollama": f"ollama create {run.name} -f {folder}/Modelfile",
-        "gguf": f"llama-cli -m {folder}/{run.name}.gguf",
-    }
-    if to in uses:
-        typer.echo(f"use it with: {uses[to]}")
+    if to == "gguf":
+        typer.echo(f"use it with: llama-cli -m {folder}/{run.name}.gguf")

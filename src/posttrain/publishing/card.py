@@ -25,7 +25,6 @@ _TAGS = {"rl": "reinforcement-learning", "reward": "reward-model", "distill": "d
 
 _USES = {
     "gguf": "```\nllama-cli -m {name}.gguf\n```",
-    "ollama": "```\nollama create {name} -f Modelfile\n```",
 }
 """Kind of export -> its use, in the folder of the card."""
 
@@ -47,7 +46,7 @@ def model_card(run: RunDirectory, licence: str | None = None, target: str = "hf"
     base, known = base_model(recipe)
     adapter = is_adapter(run.path / "model")
     metadata: dict[str, Any] = {
-        "library_name": "gguf" if target in ("gguf", "ollama") else "peft" if adapter else "transformers",
+        "library_name": "gguf" if target == "gguf" else "peft" if adapter else "transformers",
         "pipeline_tag": "text-classification" if recipe.stage == "reward" else "text-generation",
         "tags": ["posttrain", recipe.stage, *([_TAGS[recipe.stage]] if recipe.stage in _TAGS else [])],
     }

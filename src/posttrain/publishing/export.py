@@ -1,6 +1,5 @@
-"""Write the model of a run for another program: transformers and vLLM, GGUF or Ollama."""
+"""Write the model of a run for another program: transformers and vLLM, or GGUF."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from posttrain.publishing.card import is_adapter, model_card
 from posttrain.runs.directory import RunDirectory, atomic_folder, exported_model, is_used, remove_partials
 from posttrain.runs.reader import is_file, read_text
 
-TARGETS = ("hf", "gguf", "ollama")
+TARGETS = ("hf", "gguf")
 GIGABYTE = 1_000_000_000
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
@@ -49,11 +48,11 @@ def export_run(
     if is_used(out):
         raise InputError(f"{out} exists and is not an empty folder; choose another --out")
     adapter, stage = is_adapter(model), run.load_recipe().stage
-    if target in ("gguf", "ollama") and adapter:
+    if target == "gguf" and adapter:
         raise InputError(
             f"{model} has adapters only, and GGUF needs whole weights; train with model.lora.export=merged"
         )
-    if target in ("gguf", "ollama") and stage == "reward":
+    if target == "gguf" and stage == "reward":
         raise InputError(f"{model} is a reward model, which GGUF does not support; use --to hf")
     for path in (model, *sorted(model.iterdir())):
         if path.is_symlink():  # a link could put any file of this machine into an export
@@ -61,15 +60,13 @@ def export_run(
     card = model_card(run, licence, target, address)
     remove_partials(out)
     with atomic_folder(out) as folder:
-        if target in ("gguf", "ollama"):
+        if target == "gguf":
             from posttrain.publishing.gguf import progress, write_gguf  # imports torch
 
             check = write_gguf(model, folder / f"{run.path.name}.gguf", kind, run.path.name)
             tell(progress(check, kind))
         else:
             copy_model(model, folder, int(shard_gigabytes * GIGABYTE))
-        if target == "ollama":
-            (folder / "Modelfile").write_text(modelfile(model, f"{run.path.name}.gguf"), encoding="utf-8")
         (folder / "README.md").write_text(card, encoding="utf-8")
         (folder / "recipe.yaml").write_text(read_text(run.recipe_file, run=run.path), encoding="utf-8")
     return sorted(file for file in out.rglob("*") if file.is_file())
@@ -95,16 +92,3 @@ def copy_model(model: Path, out: Path, shard_bytes: int) -> None:
             with safe_open(file, "pt") as content:
                 tensors |= {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 (not a mapping)
         save_torch_state_dict(tensors, out, max_shard_size=shard_bytes, metadata={"format": "pt"})
-
-
-def modelfile(model: Path, weights: str) -> str:
-    """Ollama's Modelfile: the weights file, the stop strings, and the context length."""
-    from transformers import AutoConfig, AutoTokenizer
-
-    tokenizer, config = AutoTokenizer.from_pretrained(model), AutoConfig.from_pretrained(model)
-    file = model / "generation_config.json"
-    given = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
-    ids = given if isinstance(given, list) else [] if given is None else [given]
-    ends = {tokenizer.eos_token, *map(tokenizer.convert_ids_to_tokens, ids)} - {None}
-    lines = [f"FROM ./{weights}", *(f"PARAMETER stop {json.dumps(text)}" for text in sorted(ends))]
-    return "\n".join([*lines, f"PARAMETER num_ctx {min(config.max_position_embeddings, 8192)}"]) + "\n"

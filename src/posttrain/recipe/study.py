@@ -126,19 +126,6 @@ class SamplerRecipe(BaseConfig):
     """Random trials before TPE starts."""
 
 
-class Retest(BaseConfig):
-    """Repeat the best points with other seeds, since the best of many noisy trials is partly luck."""
-
-    best: int = Field(3, ge=1)
-    """Number of best points to repeat."""
-    seeds: list[Annotated[int, Field(ge=0)]] = Field([1, 2, 3], min_length=2)
-    """Run seeds; each point runs once per seed."""
-
-    def _check(self) -> None:
-        if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError("`seeds` contains a seed twice; remove one")
-
-
 class Group(BaseConfig):
     """Keys that are searched together, on the full grid of their values."""
 
@@ -178,10 +165,7 @@ class StudyRecipe(BaseConfig):
     devices: list[Text] = []
     """GPUs assigned to workers in turn, as in CUDA_VISIBLE_DEVICES. Empty: every worker sees all GPUs of the study."""
     weights: Literal["best", "all"] = "best"
-    """`best`: keep the exported model of the best trial so far, and of the best run of a retest. `all`: of every run, with
-    its checkpoints."""
-    retest: Retest | None = None
-    """Repeat the best points with several seeds. Null: no retest."""
+    """`best`: keep the exported model of the best trial so far. `all`: of every trial, with its checkpoints."""
 
     def _check(self) -> None:
         if bool(self.search) == bool(self.groups):
@@ -208,12 +192,10 @@ class StudyRecipe(BaseConfig):
             for key in point:
                 if key not in self.search:
                     raise ValueError(f"`start` gives {key}, which is not searched; put it under `keys` or `search`")
-        if self.retest is not None and self.retest.best > self.number_of_trials:
-            raise ValueError(f"`retest.best` is {self.retest.best}, but there are {self.number_of_trials} trials")
 
     @property
     def number_of_trials(self) -> int:
-        """Trials of the whole study, retests not counted."""
+        """Trials of the whole study."""
         if self.groups:
             return sum(len(points) for points in (grid_of(group) for group in self.groups))
         return self.trials or 20

@@ -1,6 +1,5 @@
-"""The report of a study: tables of trials and retests, `best.yaml` and report.md."""
+"""The report of a study: table of trials, `best.yaml` and report.md."""
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ from posttrain.recipe.study_file import Study, nested, shown
 from posttrain.runs.directory import write_atomically
 from posttrain.runs.report import Report
 from posttrain.runs.tables import IMPROVED, Table
-from posttrain.tune.best import RetestResult, best_of, feasible, verdict
+from posttrain.tune.best import best_of, feasible
 from posttrain.tune.study import from_storage
 
 _STATES = {
@@ -76,36 +75,11 @@ def short_names(keys: Sequence[str]) -> list[str]:
     return names
 
 
-def retest_table(study: Study, results: Sequence[RetestResult]) -> Table:
-    """The retested points, best first, with their means over seeds."""
-    assert study.recipe.retest is not None
-    seeds, objective = study.recipe.retest.seeds, study.recipe.objective
-    headings = ("trial", "mean", "95% interval", "n", *(f"seed {seed}" for seed in seeds), *objective.within, "note")
-    rows = []
-    for result in results:
-        estimate = result.estimate
-        cells = [str(result.trial.number), "–" if estimate is None else f"{estimate.value:.4g}"]
-        cells += ["–" if estimate is None or math.isnan(estimate.low) else f"[{estimate.low:.4g}, {estimate.high:.4g}]"]
-        cells += [str(len(result.outcomes))]
-        cells += [f"{result.outcomes[seed].value:.4g}" if seed in result.outcomes else "–" for seed in seeds]
-        for metric in objective.within:
-            values = [one.limited[metric] for one in result.outcomes.values()]
-            cells.append(f"{sum(values) / len(values):.4g}" if values else "–")
-        failed = "; ".join(f"seed {seed}: {reason}" for seed, reason in result.failed.items())
-        rows.append((*cells, failed or ("" if result.feasible else "exceeds its limits")))
-    note = f"{objective.metric} with other seeds; `n` is the number of runs; intervals are 95%, over runs."
-    return Table(f"{study.recipe.name}: retest", headings, rows, note, ("note",))
-
-
-def write_best(study: Study, trial: FrozenTrial, retested: RetestResult | None, file: Path) -> None:
+def write_best(study: Study, trial: FrozenTrial, file: Path) -> None:
     """Write the searched keys of `trial` to `file`, for `posttrain STAGE RECIPE.yaml best.yaml`."""
     values = study.keys_of(from_storage(study, trial.params))
     objective = study.recipe.objective
     result = f"{objective.metric} {trial.value:.6g}"
-    estimate = retested.estimate if retested is not None else None
-    if estimate is not None and estimate.n > 1:
-        limits = "" if math.isnan(estimate.low) else f" [{estimate.low:.4g}, {estimate.high:.4g}]"
-        result += f"; with other seeds {estimate.value:.4g}{limits}, n = {estimate.n}"
     files = " ".join(study.recipe.recipe) or "RECIPE.yaml"
     lines = [
         f"# Trial {trial.number} of the study {study.recipe.name}: {result}.",
@@ -116,8 +90,8 @@ def write_best(study: Study, trial: FrozenTrial, retested: RetestResult | None, 
     write_atomically(file, "\n".join(lines) + "\n" + dump_values(content))
 
 
-def summary_sentences(study: Study, trials: Sequence[FrozenTrial], results: Sequence[RetestResult]) -> list[str]:
-    """Summary of the study: counts of trials, the best trial, and the verdict of the retest."""
+def summary_sentences(study: Study, trials: Sequence[FrozenTrial]) -> list[str]:
+    """Summary of the study: counts of trials, and the best trial."""
     counts = Counter(_STATES[trial.state] for trial in trials)
     summary = [
         f"{len(trials)} {'trial' if len(trials) == 1 else 'trials'}: {', '.join(f'{count} {state}' for state, count in counts.items())}."
@@ -127,8 +101,6 @@ def summary_sentences(study: Study, trials: Sequence[FrozenTrial], results: Sequ
         finished = counts["finished"]
         noisy = f", which is optimistic as the best of {finished} noisy values" if finished > 1 else ""
         summary.append(f"Best is trial {best.number} with {study.recipe.objective.metric} {best.value:.4g}{noisy}.")
-    if results:
-        summary.append(verdict(study, results))
     return summary
 
 

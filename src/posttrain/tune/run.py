@@ -13,9 +13,8 @@ from posttrain.planning.dry_run import batch_arithmetic
 from posttrain.recipe.study import Group, Range, choices_of, grid_of
 from posttrain.recipe.study_file import Study, shown
 from posttrain.runs.tables import Table, read_verdict, show_line
-from posttrain.tune.best import RetestResult, best_of, no_best_reason, ranked, retest
+from posttrain.tune.best import best_of, no_best_reason
 from posttrain.tune.report import (
-    retest_table,
     short_names,
     summary_sentences,
     trial_table,
@@ -35,8 +34,7 @@ from posttrain.tune.trial import Attempt, Job, MissingMetric, curve, outcome, ru
 
 
 def run_study(study: Study, resume: bool, console: Console, group: str | None = None) -> None:
-    """Run the remaining trials, retest the best points, and write tables, plots, `best.yaml`, and `best_GROUP.yaml` of
-    groups.
+    """Run the remaining trials, and write tables, plots, `best.yaml`, and `best_GROUP.yaml` of groups.
 
     `group`: run only the trials of this group, given by its number from 1 or by its name.
 
@@ -62,48 +60,37 @@ def run_study(study: Study, resume: bool, console: Console, group: str | None = 
                 run_jobs(search.take, study.recipe.workers, study.recipe.devices)
             except RunError as error:
                 chain_error = str(error)
-            trials = optuna_study.get_trials(deepcopy=False)
-            results: list[RetestResult] = []
-            points = ranked(study, trials)
-            if study.recipe.retest is not None and points and not chain_error:
-                results = retest(study, points[: study.recipe.retest.best], console)
         except KeyboardInterrupt:
             console.print(f"continue the study {study.directory} with `--resume`", highlight=False, soft_wrap=True)
             raise
-        _conclude(study, optuna_study, results, chain_error, console)
+        _conclude(study, optuna_study, chain_error, console)
 
 
-def _conclude(
-    study: Study, optuna_study: optuna.Study, results: list[RetestResult], chain_error: str, console: Console
-) -> None:
+def _conclude(study: Study, optuna_study: optuna.Study, chain_error: str, console: Console) -> None:
     from posttrain.tune.plots import draw_study
 
     trials = optuna_study.get_trials(deepcopy=False)
-    retest_tables = [retest_table(study, results)] if results else []
-    summary = summary_sentences(study, trials, results)
+    summary = summary_sentences(study, trials)
     best = best_of(study, trials)
     if best is None:
         summary.append(no_best_reason(study, trials))
     plots = draw_study(study, optuna_study)
-    report = write_report(study, [trial_table(study, trials), *retest_tables], summary, plots)
-    for table in [trial_table(study, trials, narrow=True), *retest_tables]:
-        console.print(table)
+    report = write_report(study, [trial_table(study, trials)], summary, plots)
+    console.print(trial_table(study, trials, narrow=True))
     for text in summary if best is not None else summary[:-1]:
         show_line(console, text)
     file = study.directory / "best.yaml"
     for group in study.recipe.groups:
         best_of_group = best_of(study, _of_group(optuna_study, group))
         if best_of_group is not None:
-            write_best(study, best_of_group, None, study.directory / f"best_{group.name}.yaml")
+            write_best(study, best_of_group, study.directory / f"best_{group.name}.yaml")
     if best is None or chain_error:
         file.unlink(missing_ok=True)
         console.print(f"report: {report}", highlight=False, markup=False, soft_wrap=True)
         raise RunError(chain_error or no_best_reason(study, trials))
-    winner = next((result for result in results if result.outcomes and result.feasible), None)
-    chosen = winner.trial if winner is not None else best
-    write_best(study, chosen, winner, file)
+    write_best(study, best, file)
     console.print(
-        f"report: {report}\nbest: {file} (trial {chosen.number})", highlight=False, markup=False, soft_wrap=True
+        f"report: {report}\nbest: {file} (trial {best.number})", highlight=False, markup=False, soft_wrap=True
     )
 
 
@@ -143,10 +130,6 @@ def show_study(study: Study, console: Console, group: str | None = None) -> None
         console.print(_search_table(study))
         for point in recipe.start:
             say(f"start point: {', '.join(f'{name}={shown(value)}' for name, value in point.items())}")
-    if recipe.retest is not None:
-        runs = recipe.retest.best * len(recipe.retest.seeds)
-        seeds = ", ".join(map(str, recipe.retest.seeds))
-        say(f"retest: the best {recipe.retest.best} points with seeds {seeds}, {runs} more runs")
     plural = "trials at a time" if recipe.workers > 1 else "trial at a time"
     say(f"{recipe.workers} {plural}, pruner {recipe.pruner.type}")
     say("a trial without the searched values:")

@@ -26,7 +26,7 @@ from posttrain.recipe.study_file import Point, Study, shown
 from posttrain.runs.directory import storage_errors, write_atomically
 from posttrain.seeds import derive_seed, random_stream
 
-_MAY_CHANGE = ("trials", "workers", "devices", "weights", "retest", "runs", "name")
+_MAY_CHANGE = ("trials", "workers", "devices", "weights", "runs", "name")
 """Keys that may change when a study is resumed."""
 _LOCK = ".lock"
 
