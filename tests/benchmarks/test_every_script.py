@@ -13,7 +13,7 @@ ELSEWHERE = {
     "test_benchmarks": "learning speed_trl",
     "test_engine_benchmarks": "generation growth limits turns",
     "test_gpu_script": "gpu",
-    **{f"test_{name}": name for name in ("contention", "coverage", "credit_quality", "crosscheck")},
+    **{f"test_{name}": name for name in ("contention", "coverage", "crosscheck")},
     **{f"test_{name}": name for name in ("memory_turns", "profiles")},
 }
 """File of tests -> the scripts that it runs."""
