@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -144,96 +143,6 @@ def test_generation_compares_the_engines_and_reports_which_are_missing(cache):
     assert all(1 < row["per processor s"] < 1e6 for row in rows.values())
 
 
-def test_the_interpreter_of_make_vllm_is_found(tmp_path, monkeypatch):
-    from sides import vllm_side
-
-    root = Path(__file__).parents[2]
-    assert root / ".venv-vllm" / "bin" / "python" == vllm_side.MADE
-    assert "VLLM := .venv-vllm\n" in (root / "Makefile").read_text()
-    monkeypatch.delenv("POSTTRAIN_VLLM_PYTHON", raising=False)
-    monkeypatch.setattr(vllm_side.importlib.util, "find_spec", lambda name: None)
-    made = tmp_path / "python"
-    monkeypatch.setattr(vllm_side, "MADE", made)
-    assert vllm_side.find_python(None) is None
-    for has_vllm in (True, False):
-        made.write_text(f"#!/bin/sh\nexit {int(not has_vllm)}\n")
-        made.chmod(0o755)
-        assert vllm_side.find_python(None) == (str(made) if has_vllm else None)
-    assert vllm_side.find_python("/nonexistent/python") is None
-
-
-def test_vllm_never_has_more_in_flight_than_the_others():
-    from types import SimpleNamespace
-
-    from sides.vllm_worker import answer_all
-
-    class Fake:
-        """An engine whose requests end after as many steps as their parameters say."""
-
-        def __init__(self):
-            self.open, self.most = {}, 0
-
-        def add_request(self, name, prompt, steps):
-            self.open[name] = steps
-            self.most = max(self.most, len(self.open))
-
-        def step(self):
-            self.open = {name: steps - 1 for name, steps in self.open.items()}
-            over = [name for name, steps in self.open.items() if not steps]
-            self.open = {name: steps for name, steps in self.open.items() if steps}
-            return [SimpleNamespace(name=name, finished=True) for name in over]
-
-    engine = Fake()
-    lengths = [3, 1, 4, 1, 5, 9, 2]
-    outputs = answer_all(engine, [(str(i), {}, length) for i, length in enumerate(lengths)], 3)
-    assert sorted(output.name for output in outputs) == [str(i) for i in range(7)]
-    assert engine.most == 3
-
-
-def test_llama_cpp_never_has_more_in_flight_than_the_others():
-    import threading
-
-    from sides.llama_worker import answer_all
-
-    lock, full = threading.Lock(), threading.Barrier(3, timeout=10)
-    now, most = 0, 0
-
-    def ask(request):
-        nonlocal now, most
-        with lock:
-            now += 1
-            most = max(most, now)
-        full.wait()
-        with lock:
-            now -= 1
-        return {"tokens_predicted": request["n_predict"], "timings": {"cache_n": len(request["prompt"])}}
-
-    job = {"prompts": [[1, 2]] * 6, "lengths": [5] * 6, "in_flight": 3, "temperature": 1.0, "seed": 0}
-    outcome = answer_all(ask, job)
-    assert most == 3
-    assert outcome["tokens"] == 30
-    assert outcome["reused"] == 12
-    assert 0 < outcome["first"] <= outcome["seconds"]
-
-
-def test_a_worker_that_is_not_waited_for_is_ended(tmp_path, monkeypatch):
-    from sides.process import Worker
-
-    sleeper = tmp_path / "python"
-    sleeper.write_text("#!/bin/sh\nexec sleep 60\n")
-    sleeper.chmod(0o755)
-    started = []
-
-    def interrupted(worker):
-        started.append(worker.process)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Worker, "_answer", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        Worker("sides.none", {}, 1, str(sleeper))
-    assert started[0].poll() is not None
-
-
 @pytest.mark.slow
 def test_turns_are_not_read_twice_by_ours_and_are_by_the_loop(cache):
     table, _ = run(
@@ -248,32 +157,6 @@ def test_turns_are_not_read_twice_by_ours_and_are_by_the_loop(cache):
     assert theirs["reused"] == 0
     assert theirs["computed"] > 2 * ours["computed"]
     assert ours["x lock-step"] == pytest.approx(ours["tokens/s"] / theirs["tokens/s"])
-
-
-def test_a_measured_product_follows_the_options_and_its_limit():
-    import torch
-    from harness.timing import OverLimit
-    from limits import layers_speed
-
-    def of(weights):
-        calls.append(0)
-        number = len(calls) - 1
-
-        def product(x):
-            calls[number] += 1
-            time.sleep(0.01)
-
-        return product
-
-    for memory, repeats, layers in ((16 << 10, 1, 4), (4 << 10, 3, 1), (1 << 10, 1, 1)):
-        calls = []
-        assert layers_speed((1, 32, 32), torch.float32, of, memory, repeats, limit=60) > 0
-        # One pass that is not counted comes first.
-        assert calls == [1 + repeats] * layers
-    calls = []
-    with pytest.raises(OverLimit, match=r"take more than 0.001 s"):
-        layers_speed((1, 32, 32), torch.float32, of, 4 << 10, 5, limit=0.001)
-    assert calls == [1]
 
 
 @pytest.mark.slow

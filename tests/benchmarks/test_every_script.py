@@ -13,8 +13,7 @@ ELSEWHERE = {
     "test_benchmarks": "learning speed_trl",
     "test_engine_benchmarks": "generation growth limits turns",
     "test_gpu_script": "gpu",
-    **{f"test_{name}": name for name in ("contention", "coverage", "crosscheck")},
-    **{f"test_{name}": name for name in ("memory_turns", "profiles")},
+    **{f"test_{name}": name for name in ("coverage", "crosscheck", "profiles")},
 }
 """File of tests -> the scripts that it runs."""
 HERE = {
@@ -28,6 +27,7 @@ HERE = {
     "board": ("--table {docs}/results/board.jsonl", "| after RL"),
     # A run takes half a minute of one core; the stored ones are on the page.
     "claims": ("--table {docs}/results/claims.jsonl", "| credit |"),
+    "contention": ("--seconds 1 --rounds 1 --busy 0,1", "of the quiet speed"),
     "credit_toy": ("--seeds 1 --steps 2 --rewards 5 --tasks additive", "additive"),
     "distillation": ("--seeds 1 --steps 1 --rows 64 --out {out}", "| method | held-out success"),
     "driver": ("--episodes 8 --tokens 4 --only bandit", "turns per processor second"),
@@ -44,6 +44,7 @@ HERE = {
     "learning_trl": ("--tasks bandit --seeds 1 --learning-rates 1e-3 --out {out}", "posttrain"),
     "long_context": ("--only 4096-False", "peak, GiB"),
     "memory": ("--only 4B", "peak of an update, GiB"),
+    "memory_turns": ("--rounds 1 --turns 8 --players 2", "calls/turn"),
     "power": ("--entries bandit --comparisons 20", "| bandit |"),
     "prefixes": ("{run} --model {model} --rounds 1 --threads 1 --dtype float32", "times as fast"),
     "router_replay": ("--seeds 1 --steps 1", "router/changed"),
