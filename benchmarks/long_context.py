@@ -7,9 +7,7 @@ gradients reduced after the pass, flash attention, logits of 512 positions at a 
 """
 
 import argparse
-import json
 import sys
-import tempfile
 from pathlib import Path
 
 from harness.table import show
@@ -25,15 +23,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="expression of pytest for the rows, such as 4096-False")
     parser.add_argument("--json", metavar="FILE", help="also write the table there")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) / "results.json"
-        table = started.run(results, "-o", "python_files=table_long_context.py", "-k", options.only, timeout=7200)
-        reports = json.loads(results.read_text()) if results.exists() else {}
-    if not reports or any(report["outcome"] != "passed" for report in reports.values()):
-        sys.exit(table.stdout[-3000:] + table.stderr[-3000:])
     rows = []
-    for report in reports.values():
-        row = json.loads(report["printed"].splitlines()[-1])
+    for row in started.printed_rows("table_long_context", options.only):
         rows.append(
             {
                 "trained": "adapters of rank 16" if row["lora"] else "all weights",

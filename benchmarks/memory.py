@@ -8,9 +8,7 @@ GPUs sleep while the learner learns, and have the rest of the memory while it wa
 """
 
 import argparse
-import json
 import sys
-import tempfile
 from pathlib import Path
 
 from harness.table import show
@@ -28,14 +26,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="expression of pytest for the rows, such as 8B")
     parser.add_argument("--json", metavar="FILE", help="also write the table there")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) / "results.json"
-        table = started.run(results, "-o", "python_files=table_memory.py", "-k", options.only, timeout=7200)
-        reports = json.loads(results.read_text()) if results.exists() else {}
-    if not reports or any(report["outcome"] != "passed" for report in reports.values()):
-        sys.exit(table.stdout[-3000:] + table.stderr[-3000:])
     rows, memory = [], DEVICES["h100"].memory
-    for row in [json.loads(report["printed"].splitlines()[-1]) for report in reports.values()]:
+    for row in started.printed_rows("table_memory", options.only):
         rows.append(
             {
                 "model": row["model"],

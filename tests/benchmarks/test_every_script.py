@@ -1,6 +1,5 @@
 """Every script of `benchmarks/` runs at its smallest size: here, or in the test named beside it."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,6 @@ HERE = {
     "families": ("llama stablelm doge", "| llama | packed | paged |"),
     # A run takes seconds to a minute of one core; the stored ones are on the page.
     "guards": ("--table {docs}/results/guards.jsonl", "| all planted |"),
-    "helpsteer3_rows": ("{pairs} {out}", ""),
     "house": ("--stages sft --files", "training/updater.py"),
     "intervals": ("--samples 5 --groups Differences", "mean of paired differences"),
     # A kill takes a minute; the stored ones are lines of the file.
@@ -62,14 +60,7 @@ def test_every_script_is_run_by_a_test():
 @pytest.fixture(scope="module")
 def places(tiny_model, tmp_path_factory):
     """What the options name."""
-    place = tmp_path_factory.mktemp("scripts")
-    pairs = place / "pairs"
-    pairs.mkdir()
-    said = {"chosen": [{"role": "assistant", "content": "2 + 2 = 4\nA: 4"}]}
-    row = {"prompt": [{"role": "user", "content": "2 + 2?"}], "rejected": [{"role": "assistant", "content": "A: 5"}]}
-    for name in ("pairs_train", "pairs_val"):
-        (pairs / f"{name}.jsonl").write_text(json.dumps(row | said) + "\n")
-    return {"docs": FOLDER.parent / "docs", "model": tiny_model, "pairs": pairs, "place": place}
+    return {"docs": FOLDER.parent / "docs", "model": tiny_model, "place": tmp_path_factory.mktemp("scripts")}
 
 
 @pytest.fixture(scope="module")

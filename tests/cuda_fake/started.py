@@ -1,9 +1,12 @@
 """Start the checks in a process of their own, in which CUDA is the fake device."""
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,3 +36,15 @@ def run(results: Path, *options: str, timeout: float = 880) -> "subprocess.Compl
         timeout=timeout,
         check=False,
     )
+
+
+def printed_rows(table: str, only: str) -> list[dict[str, Any]]:
+    """The row that each check of the file `table` prints as JSON; `only` selects checks, as the option `-k` of pytest.
+    SystemExit if one fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.json"
+        done = run(results, "-o", f"python_files={table}.py", "-k", only, timeout=7200)
+        reports = json.loads(results.read_text()) if results.exists() else {}
+    if not reports or any(report["outcome"] != "passed" for report in reports.values()):
+        sys.exit(done.stdout[-3000:] + done.stderr[-3000:])
+    return [json.loads(report["printed"].splitlines()[-1]) for report in reports.values()]

@@ -1,10 +1,10 @@
 """The journey of docs/migrating/helpsteer3.md: from the published files to a reward model and a policy, in one command."""
 
+import gzip
 import json
 from pathlib import Path
 
 import pytest
-from benchmarks.helpsteer3_rows import preference_row, write_split
 
 from posttrain.runs.metrics import read_metrics
 from tests.conftest import save_tiny_model
@@ -48,11 +48,30 @@ def rows(start, count):
                 {"role": "assistant", "content": "Do you mean the lake?"},
                 {"role": "user", "content": "Yes, the lake."},
             ]
-        more = {"domain": "stem" if number % 3 else "general", "language": "german" if number % 10 == 4 else "english"}
-        strength = 0 if number % 10 == 7 else 1 + number % 3
-        better, worse = f"Goal, the lake with {number % 7} boats.", "Holes Holes Holes."
-        made.append(preference_row(context, better, worse, number % 2 == 0, strength, "it names the place.", **more))
+        answers = [f"Goal, the lake with {number % 7} boats.", "Holes Holes Holes."]
+        first = number % 2 == 0  # response 1 is the better one, which is a negative preference
+        preference = (0 if number % 10 == 7 else 1 + number % 3) * (-1 if first else 1)
+        why = f"@Response {1 if first else 2} is better than @Response {2 if first else 1}: it names the place."
+        opinion = {"score": preference, "reasoning": why, "feedback1": "", "feedback2": ""}
+        made.append(
+            {
+                "domain": "stem" if number % 3 else "general",
+                "language": "german" if number % 10 == 4 else "english",
+                "context": context,
+                "response1": answers[not first],
+                "response2": answers[first],
+                "overall_preference": preference,
+                "individual_preference": [opinion] * 3,
+            }
+        )
     return made
+
+
+def write_split(file, rows):
+    """Write rows as gzipped JSON lines, the format of the published files."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with gzip.open(file, "wt", encoding="utf-8") as out:
+        out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def author_files(folder, count=ROWS):
