@@ -37,16 +37,15 @@ def test_the_best_evaluation_after_the_start_counts_with_its_limits():
     assert (found.step, found.value) == (4, 2.0)
     assert found.limited == {"policy/kl": pytest.approx(0.4)}
     assert found.violations == {"policy/kl": pytest.approx(0.1)}
-    assert not found.feasible
 
 
 def test_a_limit_on_an_evaluation_metric_reads_the_evaluation():
     limit = {"tokens_per_answer": Limit(min=5)}
     lines = [line(1, **{"return": 1.0}, tokens_per_answer=4.0), line(2, **{"return": 0.0}, tokens_per_answer=9.0)]
     found = outcome(lines, Objective(metric="return", direction="minimize", within=limit))
-    assert (found.step, found.violations, found.feasible) == (2, {"tokens_per_answer": -4.0}, True)
+    assert (found.step, found.violations) == (2, {"tokens_per_answer": -4.0})
     found = outcome(lines, Objective(metric="return", direction="maximize", within=limit))
-    assert (found.step, found.violations, found.feasible) == (1, {"tokens_per_answer": 1.0}, False)
+    assert (found.step, found.violations) == (1, {"tokens_per_answer": 1.0})
 
 
 @pytest.mark.parametrize(

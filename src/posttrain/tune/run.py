@@ -30,7 +30,7 @@ from posttrain.tune.study import (
     study_lock,
     to_storage,
 )
-from posttrain.tune.trial import Attempt, Job, MissingMetric, curve, outcome, run_jobs
+from posttrain.tune.trial import Attempt, MissingMetric, curve, outcome, run_jobs
 
 
 def run_study(study: Study, resume: bool, console: Console, group: str | None = None) -> None:
@@ -257,12 +257,12 @@ class Search:
         return {key: value for key, value in from_storage(self.study, best.params).items() if key in group.grid}
 
 
-class TrialJob(Job):
+class TrialJob:
     """Runs one Optuna trial, or resumes it after an interruption. Prints its result and its warnings, except those in
     `warned`."""
 
     def __init__(self, search: "Search", trial: optuna.Trial, attempt: Attempt) -> None:
-        super().__init__(search.study, attempt)
+        self.study, self.attempt = search.study, attempt
         self.optuna_study, self.console, self.warned = search.optuna_study, search.console, search.warned
         self.trial = trial
         self._reported = set(_frozen(self.optuna_study, trial).intermediate_values)

@@ -13,14 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from posttrain.distributed.launch import without_current_folder
 from posttrain.distributed.world import Interrupts
 from posttrain.errors import InputError, PosttrainError, RunError
 from posttrain.recipe.stages import Recipe
 from posttrain.recipe.study import Objective
-from posttrain.recipe.study_file import Study
 from posttrain.runs.directory import RunDirectory, recipe_hash
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.reader import is_file
@@ -187,23 +186,19 @@ def _await_lock(run: RunDirectory) -> None:
             time.sleep(0.2)
 
 
-class Job:
+class Job(Protocol):
     """A run, and how its metrics are handled."""
 
-    def __init__(self, study: Study, attempt: Attempt) -> None:
-        self.study = study
-        self.attempt = attempt
+    attempt: Attempt
 
     def begin(self, device: str | None) -> None:
         """Start the run, unless it is finished or pruned."""
-        self.attempt.start(device)
 
     def poll(self) -> None:
         """Read the metrics that are new since the last call."""
 
     def end(self) -> None:
         """Record the result; called when the process has ended or was never started."""
-        raise NotImplementedError
 
 
 _POLL_SECONDS = 0.25
@@ -265,11 +260,6 @@ class Outcome:
     """Limited metric -> its value at `step`."""
     violations: dict[str, float]
     """Limited metric -> amount by which its value exceeds the limit; at most 0 if the limit is satisfied."""
-
-    @property
-    def feasible(self) -> bool:
-        """Whether all limits are satisfied."""
-        return all(distance <= 0 for distance in self.violations.values())
 
 
 def curve(lines: Sequence[Line], objective: Objective) -> list[tuple[int, float]]:
