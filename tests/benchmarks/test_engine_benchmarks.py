@@ -90,17 +90,6 @@ def test_useful_work_counts_prompts_for_each_answer_and_a_reference():
     assert dpo == pytest.approx(4 * (reward / 3 + 0.65 * 400 * head))
 
 
-@pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0])
-def test_a_power_law_is_recovered(power):
-    from growing.series import TOLERANCE, Series
-
-    series = Series("engine", "n", "seconds", expected=1.0)
-    for x in (1, 2, 4, 8):
-        series.add(x, 3.0 * x**power)
-    assert series.exponent == pytest.approx(power, abs=1e-9)
-    assert series.verdict == ("as it must" if power <= 1 + TOLERANCE else "faster than it must")
-
-
 def test_jobs_share_prompts_in_groups_and_never_repeat_them(cache, monkeypatch):
     monkeypatch.setenv("POSTTRAIN_CACHE", str(cache))
     from harness.models import model_directory
@@ -167,16 +156,3 @@ def test_limits_are_measured(cache):
     assert all(row[column] > 0.01 for row in table["rows"] for column in columns)
     assert "reading memory" in printed
     assert "9 of 9: peak" in printed
-
-
-@pytest.mark.slow
-def test_growth_fits_counts_exactly(cache):
-    table, _ = run(cache, "growth", "--points=2", "--steps=20", "--parts=engine,memory")
-    rows = {(row["against"], row["cost"]): row for row in table["rows"]}
-    # The shared prompt of 256 tokens is computed once; the last token by each answer for itself.
-    group = rows["group size", "prompt tokens computed"]
-    assert (group["at the first"], group["at the last"]) == (257, 259)
-    turns = rows["turns", "prompt tokens computed, 4 episodes"]
-    assert turns["verdict"] == "as it must"
-    assert rows["steps", "resident MB, float32"]["at the last"] > 50
-    assert rows["steps", "resident MB, bfloat16"]["at the last"] > 50

@@ -10,7 +10,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 ELSEWHERE = {
     "test_benchmarks": "learning speed_trl",
-    "test_engine_benchmarks": "generation growth limits turns",
+    "test_engine_benchmarks": "generation limits turns",
     "test_gpu_script": "gpu",
     **{f"test_{name}": name for name in ("coverage", "crosscheck", "profiles")},
 }
