@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-WRITTEN_WORDS, OUTSIDE_RESULTS = 35_850, 29_200
+WRITTEN_WORDS, OUTSIDE_RESULTS = 35_800, 29_100
 GENERATED = (
     "reference/recipes.md",
     "reference/families.md",
