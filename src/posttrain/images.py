@@ -37,12 +37,6 @@ def mark(key: str) -> Pictured:
     return Pictured(f"\udfff{key}\udfff")
 
 
-def joined(texts: Sequence[str], by: str = "") -> str:
-    """`texts` as one, which is `Pictured` if one of them is."""
-    text = by.join(texts)
-    return Pictured(text) if any(isinstance(one, Pictured) for one in texts) else text
-
-
 def parts_of(content: Any) -> Any:
     """A content with marks as the list of its parts, `{"type": "text", "text": ...}` and `{"type": "image", "key": ...}`;
     another one unchanged."""

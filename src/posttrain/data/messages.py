@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.images import Pictured, forget, forgetting, joined, mark
+from posttrain.images import Pictured, forget, forgetting, mark
 from posttrain.plugins import entry_points, load, more
 from posttrain.recipe.data import DEPTH
 
@@ -355,7 +355,8 @@ def content_text(value: Any, optional: bool, where: str) -> str:
             shown = f"a part of type {kind[:40]}" if isinstance(kind, str) else kind_of(value)
             raise UnusableRow("content is not text", f"{where} holds {shown}, and only text is supported{more()}")
         texts.append(text)
-    return joined(texts)
+    text = "".join(texts)
+    return Pictured(text) if any(isinstance(one, Pictured) for one in texts) else text
 
 
 def reasoning_of(message: Message) -> str:
