@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 KEY_DIGITS = 12
-MARK = re.compile(f"\udfff([0-9a-f]{{{KEY_DIGITS}}})\udfff")
+EDGE = "\udfff"
+"""What a mark begins and ends with."""
+MARK = re.compile(f"{EDGE}([0-9a-f]{{{KEY_DIGITS}}}){EDGE}")
 """The mark of an image in text; group 1 is its key."""
 FIRST = 1 << 62
 """The smallest id of a token of an image."""
@@ -34,7 +36,7 @@ class Pictured(str):
 
 def mark(key: str) -> Pictured:
     """The text that stands for the image `key`."""
-    return Pictured(f"\udfff{key}\udfff")
+    return Pictured(f"{EDGE}{key}{EDGE}")
 
 
 def parts_of(content: Any) -> Any:

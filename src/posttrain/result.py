@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import InputError, NothingLearned
+from posttrain.images import readable
 from posttrain.plugins import pip_command
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import read_metrics
@@ -108,7 +109,7 @@ class Result:
                 "return": episode.total_reward if episode.has_return else None,
                 "success": episode.success,
                 "outcome": str(episode.outcome),
-                "prompt": asked[0] if asked else "",
+                "prompt": readable(asked[0]) if asked else "",
                 "answer": last.answer if last else "",
             }
             rows.append(row | (last.info.get("scores", {}) if last else {}))

@@ -72,10 +72,9 @@ def test_text_that_imitates_an_image_is_refused(client):
     alone = ask(client, f"\ufdd1{key}\ufdd1 what is it?")
     assert alone.status_code == 200
     body = {"max_tokens": 4, "messages": [{"role": "user", "content": f"{images.mark(key)} what is it?"}]}
-    for path in ("/v1/chat/completions", "/v1/messages"):
-        answer = client.post(path, content=json.dumps(body))
-        assert answer.status_code == 400
-        assert "lone surrogate" in answer.text
+    answer = client.post("/v1/chat/completions", content=json.dumps(body))
+    assert answer.status_code == 400
+    assert "lone surrogate" in answer.text
     for prompt in (images.mark(key), [images.first_id(key)], [images.first_id(key) - 2**64]):
         answer = client.post("/v1/completions", content=json.dumps({"prompt": prompt, "max_tokens": 2}))
         assert answer.status_code == 400
@@ -140,11 +139,8 @@ def test_pages_show_the_pictures(policy_of, episode, tmp_path):
     assert base64.b64decode(uri.partition(",")[2]) == next((tmp_path / "images").glob("*.png")).read_bytes()
     key = images.MARK.findall(episode.messages[0]["content"])[0]
     assert page.messages[0].text == f"[image {key}]<b>what</b>?"
-    html = (
-        templates()
-        .from_string("{% import 'components.html.j2' as parts %}{{ parts.conversation(page) }}")
-        .render(page=page)
-    )
+    drawn = templates().from_string("{% import 'components.html.j2' as parts %}{{ parts.conversation(page) }}")
+    html = drawn.render(page=page)
     assert f'<img class="shown" src="{uri}"' in html
     assert "<b>what" not in html
     count, shown = prompt_text(episode, images.decoding(policy_of("idefics3").tokenizer.decode))
@@ -161,8 +157,7 @@ def test_pages_show_the_pictures(policy_of, episode, tmp_path):
         assert key in message.problems[0]
         with pytest.raises(InputError, match=key):
             complete("engine", judge, "judge", episode.messages[:1])
-    html = templates().from_string("{% import 'components.html.j2' as parts %}{{ parts.conversation(page) }}")
-    assert key in html.render(page=episode_page(Sample("", episode, None, None), 1.0, None, None, tmp_path))
+    assert key in drawn.render(page=episode_page(Sample("", episode, None, None), 1.0, None, None, tmp_path))
     file.write_bytes(stored)
     assert episode_page(Sample("", episode, None, None), 1.0, None, None, tmp_path).messages[0].pictures == (uri,)
     # Files that a foreign run has instead of pictures.

@@ -1,6 +1,7 @@
 """Every training stage on rows and environments with images, resume to the same bits, export, and what a run stores."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -10,14 +11,29 @@ from safetensors.torch import load_file
 
 import posttrain
 from posttrain.data.messages import messages_of
+from posttrain.data.rendering import Renderer
+from posttrain.environments.players import joined, play_episode
 from posttrain.environments.protocol import Environment, Observation, Step
-from posttrain.errors import InputError
-from posttrain.images import FIRST, MARK, key_of
+from posttrain.errors import InputError, PosttrainError
+from posttrain.evaluation.judges import _cut
+from posttrain.evaluation.predictions import read_predictions
+from posttrain.images import EDGE, FIRST, MARK, key_of
 from posttrain.recipe.components import EnvironmentRecipe
+from posttrain.recipe.compose import load_recipe
 from posttrain.rollout.store import read_episodes
+from posttrain.training.experts import expert_episodes, expert_rows
 from tests.training import async_runs
 
 SETTINGS = {"optimizer": {"learning_rate": 1e-3}, "checkpoint": {"every": 1, "keep_state": "always"}}
+
+
+AGENT = """
+import json, os, urllib.request
+body = json.dumps({"messages": json.loads(os.environ["POSTTRAIN_MESSAGES"])}).encode()
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"] + os.environ["POSTTRAIN_TASK"])
+"""
 
 
 def write_rows(folder, count=6):
@@ -103,6 +119,9 @@ class Album(Environment):
         shown = [{"role": "user", "content": [part(picture(32, 32, self.seed)), text("and this?")]}]
         return Step([] if self.turn > 1 else shown, reward, self.turn > 1, False, {"success": reward > 0})
 
+    def expert(self) -> str:
+        return "red"
+
 
 def playing(model, runs, **changes):
     """A recipe of RL on albums."""
@@ -147,6 +166,38 @@ def test_rollouts_ahead_of_the_learner_match_one_thread(model_of, tmp_path):
     assert any("visual" in name and (tensor - before[name]).abs().max() > 5e-3 for name, tensor in after.items())
 
 
+def test_experts_players_and_teachers_see_the_pictures(model_of, policy_of, tmp_path):
+    recipe = load_recipe([], [f"environment.type={__file__}:Album", "model.path=m"], "sft")
+    policy = policy_of("idefics3")
+    for episode in expert_episodes(recipe, [0, 1], Renderer(policy.tokenizer, policy.end_tokens)):
+        keys = {key_of(int(token)) for token in episode.streams[0].ids if token >= FIRST}
+        assert keys == {key for one in episode.messages for key in MARK.findall(one["content"])}
+        assert len(keys) == 2
+    played = play_episode(Album, recipe.environment, 0, lambda _, seen: joined(seen.newest), 2)
+    assert [len(MARK.findall(answer)) for answer in played.answers] == [1, 1]
+    [row] = json.loads(json.dumps(expert_rows(recipe.environment, range(1), "optimal", "episode", 0)))
+    assert row["messages"][0]["content"][0]["type"] == "image"
+    posttrain.distill(playing(model_of("idefics3"), tmp_path, teacher={"path": str(model_of("idefics3"))}), steps=1)
+
+
+def test_agents_and_predictions_have_the_pictures(model_of, tmp_path, monkeypatch):
+    (tmp_path / "agent.py").write_text(AGENT)
+    task = {"type": "text_task", "prompts": str(write_rows(tmp_path / "data")), "reward": "exact"}
+    agent = {"command": f"{sys.executable} {tmp_path / 'agent.py'}"}
+    recipe = playing(model_of("idefics3"), tmp_path, environment=task, agent=agent, steps=1, seeds={})
+    posttrain.rl(recipe, name="agents")
+    stored = read_episodes(tmp_path / "agents" / "episodes" / "step_000001.train.jsonl.zst").episodes
+    assert all((episode.streams[0].ids >= FIRST).any() for episode in stored)
+    monkeypatch.setattr("posttrain.rollout.agents.worker._MAX_VARIABLE", 200)
+    with pytest.raises(PosttrainError, match="images of its task"):
+        posttrain.rl(recipe, name="large")
+    asked = {"data": {"test": task["prompts"]}, "rollout": {"tokens_per_turn": 2}, "out": str(tmp_path / "a.jsonl")}
+    posttrain.generate(model={"path": str(model_of("idefics3"))}, runs=str(tmp_path), name="asked", **asked)
+    contents = [row.prompt[0]["content"] for row in read_predictions(asked["out"]).rows]
+    assert len({MARK.search(one)[1] for one in contents}) == 3
+    assert all(_cut(contents[0], count).count(EDGE) in (0, 2) for count in range(len(contents[0])))
+
+
 def test_what_is_not_supported_is_refused_by_name(policy_of, model_of, tmp_path, monkeypatch):
     from posttrain.distributed import world
     from posttrain.engines.vllm.engine import VllmEngine
@@ -168,7 +219,6 @@ def test_a_model_without_its_processor_reads_text(model_of, tmp_path):
     """As before: the text of a composite model is trained, and a message with an image is refused."""
     import shutil
 
-    from posttrain.data.rendering import Renderer
     from posttrain.models.policy import Policy
 
     shutil.copytree(model_of("gemma3"), tmp_path / "model")

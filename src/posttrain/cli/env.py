@@ -275,5 +275,7 @@ def _play(environment: "Environment", seed: int) -> None:
 
 
 def _show(messages: "list[Message]") -> None:
+    from posttrain.images import readable
+
     for message in messages:
-        typer.echo(f"\n{typer.style(message['role'], bold=True)}\n{message['content']}")
+        typer.echo(f"\n{typer.style(message['role'], bold=True)}\n{readable(message['content'])}")

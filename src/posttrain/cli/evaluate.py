@@ -239,6 +239,7 @@ def judge(
         questions_of,
     )
     from posttrain.evaluation.predictions import column_names, read_predictions
+    from posttrain.images import readable
     from posttrain.recipe.compose import section
     from posttrain.recipe.judge import JudgeServerRecipe
     from posttrain.recipe.sources import merge, read_overrides
@@ -275,7 +276,7 @@ def judge(
     if dry_run:
         questions = questions_of(rows, options, others)
         for message in questions[0].prompt if questions else []:
-            typer.echo(f"--- {message['role']}\n{message['content']}")
+            typer.echo(f"--- {message['role']}\n{readable(message['content'])}")
         typer.echo(f"--- {len(questions):,} requests, fewer if replies are cached")
         return
     check_judge(server)

@@ -151,17 +151,17 @@ def complete(
     where = f"{what} {model} at {str(client.base_url).rstrip('/')}"
     with request_errors(where, client, "the messages", [*sent, *(extra or {})]):
         response = client.chat.completions.create(
-            model=model, messages=list(map(_for_servers, messages)), **sent, extra_body=dict(extra) if extra else None
+            model=model, messages=list(map(for_servers, messages)), **sent, extra_body=dict(extra) if extra else None
         )
     require_same_model(client, model, response, where)
     return _completion(response, where)
 
 
-def _for_servers(message: Mapping[str, Any]) -> dict[str, Any]:
+def for_servers(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message in the form of OpenAI-compatible servers, with its images as parts. InputError for one that is not stored, or
     altered."""
     parts = parts_of(message.get("content"))
-    if not isinstance(parts, list):
+    if parts is message.get("content"):
         return dict(message)
     shown = []
     for part in parts:

@@ -145,7 +145,8 @@ def play_episode(kind: type[Environment], recipe: EnvironmentRecipe, seed: int, 
             began = perf_counter()
             step = environment.step(answer)
             played.seconds.append(perf_counter() - began)
-            played.steps.append(require_step(step))
+            step = require_step(step)
+            played.steps.append(step)
             if step.new_conversation:
                 conversation.first = step.messages
             conversation.newest, conversation.turn = step.messages or conversation.first, conversation.turn + 1

@@ -21,7 +21,7 @@ from functools import partial
 from numbers import Real
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -30,7 +30,7 @@ from posttrain.data.held_out import TaskRow, TaskSplit, split_tasks, training_ta
 from posttrain.data.messages import UnusableRow, content_text, read_parts
 from posttrain.data.tools import ParsedAnswer
 from posttrain.errors import InputError, PosttrainError, RunError
-from posttrain.images import MARK, Pictured
+from posttrain.images import EDGE, MARK, Pictured
 from posttrain.recipe.components import EnvironmentRecipe, Factory, environment_class
 from posttrain.recipe.rollout import EvaluationRecipe, SeedRange, same_tasks
 
@@ -85,6 +85,9 @@ class Step:
     """Whether a reward applies to the episode. False, in the last step: it is left out of updates and of means."""
 
 
+_T = TypeVar("_T")
+
+
 class ProtocolError(TypeError):
     """An environment returned something that the protocol does not allow."""
 
@@ -123,6 +126,14 @@ def require_step(returned: object) -> Step:
         info["scores"] = _scores(info["scores"])
     _require_json(info, "`info`", default=str)
     return replace(returned, messages=messages, reward=number(returned.reward), info=info, **flags)
+
+
+def allowed(check: Callable[[object], _T], returned: object, environment: EnvironmentRecipe, seed: int) -> _T:
+    """`check(returned)`, of `require_observation` or `require_step`, with InputError instead of ProtocolError."""
+    try:
+        return check(returned)
+    except ProtocolError as error:
+        raise InputError(f"{environment.type}, seed {seed}: {error}; correct the environment") from error
 
 
 def number(value: object) -> float:
@@ -187,7 +198,10 @@ def _require_json(value: object, name: str, default: Callable[[object], str] | N
         json.dumps(value, ensure_ascii=False, default=default).encode()
     except UnicodeEncodeError as error:
         at = error.object[max(0, error.start - 20) : error.start + 1]
-        raise ProtocolError(f"{name} has a lone surrogate, which is no text, in {short(at)}") from error
+        image = (
+            "; only an unchanged content keeps its image, so put other text in another message" if EDGE in at else ""
+        )
+        raise ProtocolError(f"{name} has a lone surrogate, which is no text, in {short(at)}{image}") from error
     except Exception as error:
         raise ProtocolError(f"{name} cannot be written as JSON ({described(error)})") from error
 

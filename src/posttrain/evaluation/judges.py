@@ -28,6 +28,7 @@ from posttrain.errors import InputError
 from posttrain.evaluation.predictions import Prediction, Predictions, digest_of
 from posttrain.evaluation.results import MetricResult, Results
 from posttrain.evaluation.statistics import item_means
+from posttrain.images import EDGE
 from posttrain.recipe.judge import FIELD, Anchor, JudgeServerRecipe, PointsScale, Rubric
 from posttrain.recipe.sources import Layer, read_text
 from posttrain.recipe.validation import validation_errors
@@ -152,7 +153,11 @@ def _prompt(row: Prediction) -> Texts:
 
 
 def _cut(text: str, longest: int) -> str:
-    return text if len(text) <= longest else f"{text[:longest]}\n({len(text) - longest} more characters)"
+    if len(text) <= longest:
+        return text
+    kept = text[:longest]
+    kept = kept[: kept.rindex(EDGE)] if kept.count(EDGE) % 2 else kept  # not in the middle of an image
+    return f"{kept}\n({len(text) - len(kept)} more characters)"
 
 
 UNREADABLE, NO_REPLY, NOT_ASKED = "unreadable reply", "no reply from the server", "not asked"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from posttrain.errors import InputError, RunError
+from posttrain.images import readable
 from posttrain.plugins import require_module
 from posttrain.runs.directory import RunDirectory, write_atomically
 from posttrain.runs.reader import read_json
@@ -93,7 +94,7 @@ def _conversation(episode: "Episode") -> tuple[str, str]:
             return part[0]["content"]
         return "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in part)
 
-    return text(messages[:first]), text(messages[first:])
+    return readable(text(messages[:first])), readable(text(messages[first:]))
 
 
 class SentRecord:

@@ -10,6 +10,7 @@ from posttrain.data.examples import read_examples
 from posttrain.data.problems import Problems
 from posttrain.data.rendering import Renderer
 from posttrain.engines.openai import chat_client, require_reachable
+from posttrain.environments.protocol import allowed, require_observation
 from posttrain.errors import InputError
 from posttrain.models.adapters import check_targets
 from posttrain.models.files import on_disk
@@ -194,5 +195,5 @@ class _Checks:
 
 def _render(environment: EnvironmentRecipe, seed: int, renderer: Renderer) -> None:
     made = environment_class(environment.type)(environment)
-    first = made.reset(seed)
+    first = allowed(require_observation, made.reset(seed), environment, seed)
     renderer.prompt(first.messages, made.primer, first.tools)

@@ -14,7 +14,7 @@ from posttrain.data.convert import reference_answer
 from posttrain.data.messages import PromptExample
 from posttrain.data.problems import Problems
 from posttrain.data.rendering import Renderer
-from posttrain.engines.openai import chat_client
+from posttrain.engines.openai import chat_client, for_servers
 from posttrain.engines.protocol import Engine
 from posttrain.environments.protocol import EnvironmentFactory
 from posttrain.environments.text_task import TextTask, TextTaskRecipe, prompt_table
@@ -63,7 +63,8 @@ class PromptRow:
         if recipe.remote is not None:
             sends_seed = recipe.remote.sends_seed and recipe.sampling.temperature > 0
             seed = server_seed(request, 0, 0) if sends_seed else None
-        return {"id": self.id, "prompt": self.messages, "sample": sample, "seed": seed}
+        shown = list(map(for_servers, self.messages))  # with pictures that every reader of rows reads
+        return {"id": self.id, "prompt": shown, "sample": sample, "seed": seed}
 
 
 CompletionRequest = tuple[PromptRow, int]

@@ -11,7 +11,8 @@ from typing import Any, Literal
 from posttrain.data.files import read_rows
 from posttrain.data.rendering import Renderer
 from posttrain.data.tools import parse_hermes
-from posttrain.environments.protocol import Environment
+from posttrain.engines.openai import for_servers
+from posttrain.environments.protocol import Environment, allowed, require_observation, require_step
 from posttrain.episode import Episode, Outcome, StopReason
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
@@ -55,7 +56,7 @@ def _expert_episode(recipe: SftRecipe, renderer: Renderer, seed: int, group: int
         """Systematic sampling: uniform for each trace, and evenly spread over the traces of a seed."""
         return (draws.random() + index / recipe.experts.per_seed) % 1.0
 
-    first = environment.reset(seed)
+    first = allowed(require_observation, environment.reset(seed), recipe.environment, seed)
     transcript = TokenTranscript(renderer, first.messages, environment.primer, first.state, first.tools)
     while True:
         try:
@@ -74,7 +75,7 @@ def _expert_episode(recipe: SftRecipe, renderer: Renderer, seed: int, group: int
             )
         ids = transcript.written(text)
         transcript.answer(ids, [0.0] * len(ids), StopReason.END_TOKEN)
-        step = environment.take(transcript.action)
+        step = allowed(require_step, environment.take(transcript.action), recipe.environment, seed)
         transcript.reward(step.reward, dict(step.info))
         if step.terminated or step.truncated:
             return Episode(
@@ -135,7 +136,7 @@ def _conversations(
         first = environment.reset(seed)
     except InputError as error:
         raise InputError(f"--start and --count: {error}") from error
-    conversations: list[list[dict[str, Any]]] = [list(first.messages)]
+    conversations: list[list[dict[str, Any]]] = [list(map(for_servers, first.messages))]
     turn = 0
     while True:
         try:
@@ -154,7 +155,7 @@ def _conversations(
             return first.tools, conversations
         if step.new_conversation:
             conversations.append([])
-        conversations[-1] += step.messages
+        conversations[-1] += map(for_servers, step.messages)
 
 
 def _answer(environment: Environment, expert: Expert, draw: Callable[[], float]) -> str:

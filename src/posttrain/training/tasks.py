@@ -10,7 +10,14 @@ from functools import partial
 from posttrain.data.held_out import TaskSplit
 from posttrain.data.problems import Problems
 from posttrain.data.rendering import Renderer
-from posttrain.environments.protocol import CallTimeout, Environment, completed, return_range
+from posttrain.environments.protocol import (
+    CallTimeout,
+    Environment,
+    allowed,
+    completed,
+    require_observation,
+    return_range,
+)
 from posttrain.environments.rewards import load_reward
 from posttrain.errors import InputError
 from posttrain.recipe.agent import AgentRecipe
@@ -156,6 +163,7 @@ def _too_long(
         for seed in seeds:
             one = completed(partial(kind, environment), f"the constructor of {environment.type}")
             first = completed(partial(one.reset, seed), f"`reset` of {environment.type} on seed {seed}")
+            first = allowed(require_observation, first, environment, seed)
             tokens = len(renderer.prompt(first.messages, one.primer, first.tools))
             if tokens > room:
                 left_out.add(seed)

@@ -307,7 +307,7 @@ def open_teacher(
         InputError: there is no such model or server, its tokenizer differs, or the task lacks a field of the context.
     """
     warnings: list[str] = []
-    vocabulary = int(transformer(policy.model).config.vocab_size)
+    vocabulary = int(transformer(policy.model).config.get_text_config().vocab_size)
     scorer: ModelScorer | ServerScorer
     if recipe.urls:
         if top_k == WHOLE:
@@ -324,7 +324,7 @@ def open_teacher(
         teacher = policy
         if recipe.path is not None:
             teacher = _load(recipe, policy)
-            vocabulary = min(vocabulary, int(transformer(teacher.model).config.vocab_size))
+            vocabulary = min(vocabulary, int(transformer(teacher.model).config.get_text_config().vocab_size))
         scorer = ModelScorer(
             teacher,
             temperature,

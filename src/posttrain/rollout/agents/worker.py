@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.distributed.process import ChildProcess
+from posttrain.engines.openai import for_servers
 from posttrain.environments.protocol import Environment, Observation, Step
 from posttrain.environments.rewards import SCORE, RewardFailure, RewardFunction, Scores, finite_scores, load_reward
 from posttrain.episode import Episode, Outcome
+from posttrain.images import MARK, readable
 from posttrain.recipe.agent import AgentRecipe
 from posttrain.rollout.agents.endpoint import AgentEndpoint
 from posttrain.rollout.agents.session import AgentSession
@@ -196,7 +198,7 @@ class AgentWorker(RolloutWorker):
     ) -> AgentReport:
         """Run the agent; returns its report. _AgentFailure if it does not finish."""
         folder = Path(tempfile.mkdtemp(prefix="posttrain-agent-"))
-        task = observation.messages[-1]["content"] if observation.messages else ""
+        task = readable(observation.messages[-1]["content"]) if observation.messages else ""
         key = self.endpoint.open(session)
         variables = {
             "OPENAI_BASE_URL": f"{self.endpoint.url}/v1",
@@ -204,11 +206,18 @@ class AgentWorker(RolloutWorker):
             "POSTTRAIN_SEED": str(request.seed),
             "POSTTRAIN_REPORT": str(folder / "report"),
             "POSTTRAIN_TASK": task,
-            "POSTTRAIN_MESSAGES": json.dumps(observation.messages),
+            "POSTTRAIN_MESSAGES": json.dumps(list(map(for_servers, observation.messages))),
             "POSTTRAIN_ROW": json.dumps(dict(await self._call(environment.row, environment.blocking)), default=str),
         }
         variables = {name: value for name, value in variables.items() if len(value) <= _MAX_VARIABLE}
         try:
+            if "POSTTRAIN_MESSAGES" not in variables and any(
+                MARK.search(one["content"]) for one in observation.messages
+            ):
+                raise _AgentFailure(
+                    AgentEnding.NOT_STARTED,
+                    f"cannot get the images of its task, which are longer than {_MAX_VARIABLE:,} characters; make them smaller",
+                )
             exit = await run_agent(
                 self.agent.command, task, request.seed, variables, folder, self.agent.timeout, session.failed
             )
