@@ -5,7 +5,7 @@
     python benchmarks/audit_scorer.py --table docs/results/audit_scorer.jsonl
 
 See docs/results/audit_scorer.md. Every run is a short run of reinforcement learning, with an evaluation and an audit every other
-step: of a small model on one thread, for `gsm8k` of SmolLM2-135M on the files that recipes/results/gsm8k.yaml names. One line of OUT/audit_scorer.jsonl is a run; runs that are there are not made again.
+step (`rationales`: every step): of a small model on one thread, for `gsm8k` of SmolLM2-135M on the files that recipes/results/gsm8k.yaml names. One line of OUT/audit_scorer.jsonl is a run; runs that are there are not made again.
 """
 
 import argparse
@@ -130,7 +130,7 @@ def rationales(out: Path) -> Keys:
         here["ppo"],
         {
             "evaluation": {
-                "every": 2,
+                "every": 1,
                 "seeds": {"start": 5000, "count": 400},
                 "final_seeds": {"start": 5400, "count": 32},
             },
