@@ -414,6 +414,12 @@ def test_an_alarm_ends_the_run_if_told_so_also_when_it_is_resumed(tiny_model, tm
     assert alarms[0] < 12
     again = posttrain.rl(resume=stopped.run, steps=14)
     assert again.metrics[-1]["step"] == alarms[0]
+    warned = [
+        (line["step"], line["message"])
+        for line in read_metrics(again.run / "metrics.jsonl")
+        if line["kind"] == "warning"
+    ]
+    assert len(warned) == len(set(warned))
 
 
 def test_an_extended_run_goes_on_from_the_level_that_it_has_spent(tiny_model, tmp_path):
@@ -532,7 +538,9 @@ def test_an_alarm_ends_preference_optimization_if_told_so(tiny_model, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    "audit", [{"environment": {"type": "bandit"}}, {"path": "rm"}], ids=["no environment", "no validation rows"]
+    "audit",
+    [{"environment": {"type": "bandit"}}, {"environment": {"type": "text_task", "reward": "exact"}}, {"path": "rm"}],
+    ids=["no environment", "an unfinished environment", "no validation rows"],
 )
 def test_an_audit_of_preferences_needs_pairs_and_a_model(tiny_model, tmp_path, pairs, audit):
     with pytest.raises(InputError, match=r"audit\.path"):

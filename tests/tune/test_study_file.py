@@ -54,6 +54,8 @@ def objective(metric, **more):
         ({"objective": objective("return", within={"policy/kl": {}})}, "exactly one of `max` and `min`"),
         ({"objective": objective("policy/kl")}, "metric: policy/kl is not measured .*success"),
         ({"objective": objective("rollout/return")}, "metric: rollout/return is not measured"),
+        ({"objective": objective("audit/score")}, "metric: audit/score is not measured"),
+        ({"objective": objective("return", within={"audit/score": {"min": 0}})}, "within: audit/score is not measured"),
         ({"objective": objective("validation/loss")}, "validation/loss is not measured .*stage rl"),
         ({"keys": ROWS, "objective": objective("test/loss")}, "test/loss is not measured.*validation/loss"),
         ({"keys": ROWS, "objective": objective("success")}, "success is not measured .*stage sft.*validation/loss"),

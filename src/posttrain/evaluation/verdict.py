@@ -66,10 +66,11 @@ def run_verdict(run: RunDirectory) -> Verdict | None:
         return Verdict(UNSHOWN, f"Not shown: {text}; correct the environment, then evaluate again.")
     if test is None:
         return None
-    exported = next((line.get("best_step") for line in log if line["kind"] == "final"), None)
-    alarms = [line for line in log if line["kind"] == "audit" and line.get("alarm") and line["step"] == exported]
-    if test.better_side == "B" and alarms:
-        return Verdict(NOTHING, f"The reward rose and the audit did not: {text}.", [str(alarms[-1].get("message"))])
+    exported = next((line.get("best_step") for line in log if line["kind"] == "final"), None) or 0
+    # An audit that fails from then on does not take back its last verdict.
+    audits = [line for line in log if line["kind"] == "audit" and "alarm" in line and line["step"] <= exported]
+    if test.better_side == "B" and any(line["alarm"] for line in audits[-1:]):
+        return Verdict(NOTHING, f"The reward rose and the audit did not: {text}.", [str(audits[-1].get("message"))])
     if test.better_side == "B":
         return Verdict(IMPROVED, f"The model improved: {text}.")
     words = {None: (NOTHING, "Nothing was learned"), "A": (WORSE, "The model got worse")}[test.better_side]

@@ -193,11 +193,10 @@ def typed_recipe(given: Layer, stage: str) -> Recipe:
             # found as well.
             sentences, rest = [*sentences, *errors], _without(rest, path)
             if path[0] == "audit":
-                # With the environment that is played, the section has its scorer.
+                # With the environment that is played or a model, the section has its scorer.
                 played = (rest.get("evaluation") or {}).get("environment") or rest.get("environment")
-                rest = (
-                    {**rest, "audit": {**rest["audit"], "environment": played}} if played else _without(rest, path[:1])
-                )
+                audit = {"environment": played} if played else {"path": "path", **rest["audit"]}
+                rest = {**rest, "audit": {**rest["audit"], **audit}}
     try:
         recipe = checked(Layer(rest, given.origins), schema)
     except InputError as error:
@@ -304,6 +303,8 @@ def _environment_errors(given: Layer, schema: type[BaseConfig], path: KeyPath) -
         return []
     name, written, key = values.get("type"), given.origin((*path, "type")), ".".join(path)
     place = f"{written}: " if written else ""
+    if path[0] == "audit" and "environment" not in schema.model_fields:
+        return [f"{place}{key}: this stage plays no environment; set `audit.path` to a reward model instead"]
     if name is None:
         return [f"{place}{key}.type is missing; name an environment, for example `{key}.type=bandit`"]
     if not isinstance(name, str):

@@ -225,7 +225,7 @@ _BY_DOMAIN = ("loss", "accuracy", "margin")
 
 def trained_metrics(stage: str) -> list[Metric]:
     """The metrics that training steps of `stage` may have; which of them a run has depends on its recipe."""
-    held_out = (SCORES, "validation/", "test/")
+    held_out = (SCORES, "validation/", "test/", "audit/")
     metrics = metrics_of(STAGES[stage])
     return [metric for metric in metrics if "/" in metric.name and not metric.name.startswith(held_out)]
 

@@ -68,13 +68,14 @@ class Report:
         log = Log.of(lines)
         self.scores, self.warnings = score_table(log), run_warnings(log, warnings)
         audits = [line for line in log if line["kind"] == "audit" and "message" in line]
+        evaluated = max((line["step"] for line in log if line["kind"] == "evaluation"), default=0)
         try:
             verdict = read_verdict(run.path)
             self.rows = read_samples(run)
             self.verdict = [
                 *(verdict.lines if verdict is not None else ()),
                 *(
-                    str(one["message"])
+                    str(one["message"]) + (f"; no verdict after step {one['step']}" if one["step"] < evaluated else "")
                     for one in audits[-1:]
                     if verdict is None or one["message"] not in verdict.reasons
                 ),

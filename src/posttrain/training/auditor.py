@@ -73,16 +73,17 @@ class Auditor:
         which is scored once per process, has no verdict, and neither has one of which the audit scores too few tasks. The
         tasks that differ most are written to `audit_file`.
         """
-        if self._first is None:
+        if self._first is None or _lost(self._first[1], len(self._first[2][0])):  # such as by a server that failed then
             first = min(stored.step for stored in stored_steps(self.run.episodes) if stored.split == "evaluation")
             begun = self._episodes(first)
             self._first = first, begun, self._scored(begun)
-            if step != first:
-                self._notes.clear()  # of a resumed run, which has logged them
-            self._spent = math.fsum(line.get("audit/level", 0.0) for line in read_log(self.run.metrics))
+            log = read_log(self.run.metrics)
+            logged = [str(line.get("message")) for line in log if line["kind"] == "warning"]
+            self._notes = [note for note in self._notes if note not in logged]
+            self._spent = math.fsum(line.get("audit/level", 0.0) for line in log)
             after = step + self.every * (step == first)
-            least = least_tasks(level_of(self._spent, self._left(after)))
-            if (count := len(self._first[2][0])) < least:
+            least, count = least_tasks(level_of(self._spent, self._left(after))), len(self._first[2][0])
+            if count < least and not any(f"{count} tasks cannot show" in one for one in logged):
                 self._notes.append(
                     f"audit: {count} tasks cannot show anything in {self._left(after)} evaluations; raise {self.counted_by} to "
                     f"{least} or more"
@@ -93,8 +94,10 @@ class Auditor:
         scored = start if step == first else self._scored(episodes)
         notes, self._notes = self._notes, []
         found = look(start, scored, level, self.share)
-        if found is None or found.n < (1 - LOST) * len({episode.seed for episode in episodes}):
-            return {}, [*notes, f"audit: no verdict at step {step}, since too few tasks have a score"], False
+        if found is None or _lost(episodes, found.n):
+            both = len(start[0].keys() & scored[0].keys())
+            missed = f"audit: no verdict at step {step}, since {both} of {len(_seeds(episodes))} tasks have a score"
+            return {}, [*notes, missed + (f" there and at step {first}" if step != first else "")], False
         values = {"audit/reward": found.reward.after, "audit/score": found.audit.after, "audit/n": found.n}
         for name, gain in zip(("audit/reward_gain", "audit/score_gain"), found.gains, strict=True):
             limits = {f"{name}_low": gain.low, f"{name}_high": gain.high}
@@ -180,6 +183,15 @@ class Auditor:
         if error is None and not math.isfinite(score):
             error = InputError(f"its score is {score}")
         return (math.nan, f"seed {episode.seed}: {error}") if error is not None else (score, "")
+
+
+def _seeds(episodes: Sequence[Episode]) -> set[int]:
+    return {episode.seed for episode in episodes}
+
+
+def _lost(episodes: Sequence[Episode], scored: int) -> bool:
+    """Whether too few of the tasks of `episodes` are `scored` for a verdict."""
+    return scored < (1 - LOST) * len(_seeds(episodes))
 
 
 class AnswerAuditor(Auditor):

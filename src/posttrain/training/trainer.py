@@ -214,6 +214,8 @@ class Trainer(Generic[Output]):
         """Whether all steps are done. The newest checkpoint is then the last, and the weights may be those of the best."""
         self._lost: list[str] = []
         """Lines that are missing in the log of a resumed run."""
+        self._warned: set[tuple[int, str]] = set()
+        """Steps and warnings in the log of a resumed run, such as why it stopped; they are not logged again."""
         self._state: dict[str, Any] = {}
         self._random: dict[str, torch.Tensor] = {}
         self._seed_process(0)
@@ -269,7 +271,9 @@ class Trainer(Generic[Output]):
         self._log = MetricsLog(self.run, self.settings.sinks)
 
     def _forget_after(self, step: int) -> None:
-        logged = {line["step"] for line in read_metrics(self.run.metrics) if line["kind"] == "train"}
+        lines = read_metrics(self.run.metrics)
+        self._warned = {(line["step"], str(line.get("message"))) for line in lines if line["kind"] == "warning"}
+        logged = {line["step"] for line in lines if line["kind"] == "train"}
         if lost := len(set(range(1, step + 1)) - logged):
             self._lost = [
                 f"{self.run.metrics} lacks {lost} of the {step} steps before the checkpoint: curves, tables and the report "
@@ -388,7 +392,8 @@ class Trainer(Generic[Output]):
         """Show and log sentences about the step that was just counted."""
         for message in messages:
             self.progress.message(f"step {self.step}: {message}")
-            self._log.write(self.step, "warning", {"message": message})
+            if (self.step, message) not in self._warned:
+                self._log.write(self.step, "warning", {"message": message})
 
     def evaluate_and_save(self, metrics: Mapping[str, Any]) -> None:
         """Pass the `metrics` of this step to the callbacks. Then evaluate and save a checkpoint, each if it is due. The

@@ -12,7 +12,7 @@ from posttrain.errors import InputError, PosttrainError, RunError
 from posttrain.planning.dry_run import batch_arithmetic
 from posttrain.recipe.study import Group, Range, choices_of, grid_of
 from posttrain.recipe.study_file import Study, shown
-from posttrain.runs.tables import Table, read_verdict, show_line
+from posttrain.runs.tables import IMPROVED, Table, read_verdict, show_line
 from posttrain.tune.best import best_of, no_best_reason
 from posttrain.tune.report import (
     short_names,
@@ -344,7 +344,9 @@ class TrialJob:
         result = outcome(known, self.study.recipe.objective)
         self.trial.set_user_attr("step", result.step)
         if (verdict := read_verdict(self.attempt.run.path)) is not None:
-            self.trial.set_user_attr("verdict", verdict.outcome)
+            what = verdict.sentence.partition(":")[0]  # such as "The reward rose and the audit did not"
+            improved = verdict.outcome == IMPROVED
+            self.trial.set_user_attr("verdict", IMPROVED if improved else what[0].lower() + what[1:])
         self.trial.set_user_attr("limited", result.limited)
         have = _frozen(self.optuna_study, self.trial).constraints
         for metric, distance in result.violations.items():
