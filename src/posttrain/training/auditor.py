@@ -20,6 +20,7 @@ from posttrain.evaluation.verdict import LOST
 from posttrain.models.policy import Policy
 from posttrain.recipe.audit import AuditRecipe
 from posttrain.recipe.model import RewardSource
+from posttrain.recipe.plan import counted
 from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.rollout.store import episodes_file, read_episodes, stored_steps, write_episodes
 from posttrain.runs.directory import RunDirectory, storage_errors, write_atomically
@@ -83,11 +84,10 @@ class Auditor:
             self._spent = math.fsum(line.get("audit/level", 0.0) for line in log)
             after = step + self.every * (step == first)
             least, count = least_tasks(level_of(self._spent, self._left(after))), len(self._first[2][0])
-            if count < least and not any(f"{count} tasks cannot show" in one for one in logged):
-                self._notes.append(
-                    f"audit: {count} tasks cannot show anything in {self._left(after)} evaluations; raise {self.counted_by} to "
-                    f"{least} or more"
-                )
+            few = f"audit: {counted(count, 'task')} cannot show anything in "
+            if count < least and not any(one.startswith(few) for one in logged):
+                looks = counted(self._left(after), "evaluation")
+                self._notes.append(f"{few}{looks}; raise {self.counted_by} to {least} or more")
         first, begun, start = self._first
         level = level_of(self._spent, self._left(step))
         episodes = begun if step == first else self._episodes(step)
@@ -95,9 +95,10 @@ class Auditor:
         notes, self._notes = self._notes, []
         found = look(start, scored, level, self.share)
         if found is None or _lost(episodes, found.n):
-            both = len(start[0].keys() & scored[0].keys())
-            missed = f"audit: no verdict at step {step}, since {both} of {len(_seeds(episodes))} tasks have a score"
-            return {}, [*notes, missed + (f" there and at step {first}" if step != first else "")], False
+            both, of = len(start[0].keys() & scored[0].keys()), counted(len(_seeds(episodes)), "task")
+            where = f" there and at step {first}" * (step != first) + "; two or more are needed" * (both < 2)
+            missed = f"audit: no verdict at step {step}, since {both} of {of} have a score{where}"
+            return {}, [*notes, missed], False
         values = {"audit/reward": found.reward.after, "audit/score": found.audit.after, "audit/n": found.n}
         for name, gain in zip(("audit/reward_gain", "audit/score_gain"), found.gains, strict=True):
             limits = {f"{name}_low": gain.low, f"{name}_high": gain.high}
