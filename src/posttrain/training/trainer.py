@@ -272,7 +272,8 @@ class Trainer(Generic[Output]):
 
     def _forget_after(self, step: int) -> None:
         lines = read_metrics(self.run.metrics)
-        self._warned = {(line["step"], str(line.get("message"))) for line in lines if line["kind"] == "warning"}
+        kept = [line for line in lines if line["kind"] == "warning" and line["step"] <= step]
+        self._warned = {(line["step"], str(line.get("message"))) for line in kept}
         logged = {line["step"] for line in lines if line["kind"] == "train"}
         if lost := len(set(range(1, step + 1)) - logged):
             self._lost = [

@@ -25,7 +25,7 @@ _STATES = {
 }
 
 
-_NARROW_NOTE = 44
+_NARROW_NOTE = 40
 """Maximum length of a note in a terminal. The full reason was printed when the trial failed."""
 
 
