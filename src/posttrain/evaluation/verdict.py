@@ -117,6 +117,11 @@ def _lost(log: Log, test: PairedTest) -> tuple[str, float]:
     return f"; {failed} of {counted(episodes, 'episode')} failed{counts}", 0.0
 
 
+def _set(recipe: Any, *keys: str) -> str:
+    """The end of a sentence with what `advised` gives, if one of `keys` has an effect."""
+    return f"; set {change}" if (change := advised(recipe, *keys)) else ""
+
+
 def _item(recipe: Any) -> str:
     return "held-out row" if recipe.tested_key.startswith("data.") else "held-out task"
 
@@ -176,7 +181,7 @@ def _of_run(log: Log, recipe: Any, test: PairedTest | None) -> Iterator[tuple[fl
     broken = rate > usual / 10 and moved < int(worse)
     if broken:
         what = f"training return fell from {first:.3g} to {last:.3g}" if moved < 0 else "held-out measure got worse"
-        yield 2.0, f"the {what}, so the updates are too large; set {advised(recipe, 'optimizer.learning_rate')}"
+        yield 2.0, f"the {what}, so the updates are too large{_set(recipe, 'optimizer.learning_rate')}"
     start = test.a if test is not None and test.kind == "rate" else success
     sampling = getattr(getattr(recipe, "rollout", None), "sampling", None)
     rows = getattr(getattr(recipe, "environment", None), "rows_key", None)
@@ -200,27 +205,26 @@ def _of_run(log: Log, recipe: Any, test: PairedTest | None) -> Iterator[tuple[fl
         yield (
             0.9,
             f"the training return rose from {first:.3g} to {last:.3g} and {which} did not: the reward may be gamed, or the "
-            f"tasks are memorized; look at the episodes, and set {advised(recipe, 'kl.coefficient', 'optimizer.learning_rate')}",
+            f"tasks are memorized; look at the episodes{_set(recipe, 'kl.coefficient', 'optimizer.learning_rate')}",
         )
     if test is not None and test.metric == "success" and not (test.a or test.b) and moved > 0:
-        measure = advised(recipe, "evaluation.metric")
         yield (
             2.0,
-            f"the training return rose from {first:.3g} to {last:.3g}, and no answer counts as a success; set {measure}",
+            f"the training return rose from {first:.3g} to {last:.3g}, and no answer counts as a success{_set(recipe, 'evaluation.metric')}",
         )
     clipped = np.nansum([average(name) for name in ("policy/clip_low", "policy/clip_high")])
     if clipped > 0.3:
-        yield float(clipped), f"{clipped:.0%} of the tokens are clipped; set {advised(recipe, *OFF_POLICY)}"
+        yield float(clipped), f"{clipped:.0%} of the tokens are clipped{_set(recipe, *OFF_POLICY)}"
     if (skipped := average("optimizer/skipped")) > 0:
-        yield skipped, f"{skipped:.0%} of the updates are skipped; set {advised(recipe, 'optimizer.learning_rate')}"
-    more = advised(recipe, "steps", "epochs")
+        yield skipped, f"{skipped:.0%} of the updates are skipped{_set(recipe, 'optimizer.learning_rate')}"
+    more = _set(recipe, "steps", "epochs")
     if updates < 50 and not broken:
-        yield 0.6, f"the model made only {counted(updates, 'update')}; set {more}"
+        yield 0.6, f"the model made only {counted(updates, 'update')}{more}"
     if test is not None:
         episodes = getattr(recipe.evaluation, "episodes_per_seed", 1)
         yield 0.5, f"{shown(test.n, episodes, test.kind, _item(recipe))}; raise {recipe.tested_key}"
     if updates >= 50 and not broken:
-        yield 0.1, f"{counted(log.last_step, 'step')} at optimizer.learning_rate {rate:g} may be too few; set {more}"
+        yield 0.1, f"{counted(log.last_step, 'step')} at optimizer.learning_rate {rate:g} may be too few{more}"
 
 
 def _moved(log: Log, key: str) -> int:
