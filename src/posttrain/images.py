@@ -9,7 +9,7 @@ in the image. Equal ids are equal inputs, so prefix trees, caches and stored epi
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import cache
 from itertools import groupby
@@ -109,7 +109,7 @@ def decoding(decode: Callable[[Sequence[int]], str]) -> Callable[[Sequence[int]]
 
 _folders: list[Path] = []
 _rows_from: ContextVar[Path | None] = ContextVar("rows_from", default=None)
-_forgetting: ContextVar[list[Callable[[], None]] | None] = ContextVar("forgetting", default=None)
+_forgetting: ContextVar[ExitStack | None] = ContextVar("forgetting", default=None)
 
 
 @cache
@@ -143,8 +143,8 @@ def folder_of_rows() -> Path | None:
 
 
 @contextmanager
-def forgetting(later: list[Callable[[], None]]) -> Iterator[None]:
-    """In this context, images are stored until `forget(later)`."""
+def forgetting(later: ExitStack) -> Iterator[None]:
+    """In this context, images are stored until `later` is closed, unless something else has stored them too."""
     before = _forgetting.set(later)
     try:
         yield
@@ -152,12 +152,6 @@ def forgetting(later: list[Callable[[], None]]) -> Iterator[None]:
         _forgetting.reset(before)
 
 
-def forget(later: list[Callable[[], None]]) -> None:
-    """Forget images that were stored in `forgetting(later)`, and that nothing else has stored."""
-    while later:
-        later.pop()()
-
-
-def when_forgotten() -> list[Callable[[], None]] | None:
-    """To which a function that forgets a stored image is added; None: it is kept."""
+def when_forgotten() -> ExitStack | None:
+    """That of `forgetting`, whose callbacks forget stored images; None: they are kept."""
     return _forgetting.get()

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -102,15 +103,15 @@ def test_serve_forgets_the_images_of_a_request(client, stream):
 
 
 def test_an_image_that_two_need_stays_until_both_have_ended():
-    image, lists = picture(seed=77), ([], [])
-    for later in lists:
+    image, both = picture(seed=77), (ExitStack(), ExitStack())
+    for later in both:
         with images.forgetting(later):
             [key] = images.MARK.findall(
                 messages_of([{"role": "user", "content": [part(image)]}], "messages")[0]["content"]
             )
-    images.forget(lists[0])
+    both[0].close()
     assert store.load(key).shape == (40, 64, 3)
-    images.forget(lists[1])
+    both[1].close()
     with pytest.raises(InputError, match="restore"):
         store.load(key)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from plugins.images.tests.conftest import part, picture, text
 from plugins.images.tests.test_training import SETTINGS, weights, write_rows
-from plugins.images.tests.tiny import save_tiny
+from plugins.images.tests.tiny import encoder_of, save_tiny
 from safetensors.torch import load_file
 
 import posttrain
@@ -19,7 +19,6 @@ from posttrain.data.rendering import Renderer
 from posttrain.engines.protocol import Request
 from posttrain.engines.vllm.engine import open_vllm, sends_adapters
 from posttrain.errors import InputError, RunError
-from posttrain.models.forward import base_decoder
 from posttrain.models.policy import Policy
 from posttrain.recipe.engines import VllmEngineRecipe
 from posttrain.recipe.model import ModelRecipe
@@ -47,13 +46,6 @@ def asking(policy, *images, sampling=WARM, seed=1, tokens=12, before=()):
     shown = messages_of([{"role": "user", "content": [*map(part, images), text("what shape?")]}], "messages")
     ids = Renderer(policy.tokenizer, policy.end_tokens).prompt(shown)
     return Request((*before, *ids), sampling, seed, tokens)
-
-
-def encoder_of(policy):
-    """Parameters that only images go through."""
-    base = base_decoder(policy.model)
-    inside = {id(one) for one in getattr(base, base.family.decoder).parameters()}
-    return {name: one for name, one in base.named_parameters() if id(one) not in inside}
 
 
 @cache

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from posttrain.models.forward import base_decoder
+
 FAMILIES = ("idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl", "gemma3")
 CORPUS = [
     "What shape is in the image? What color is the shape? Is there a red circle? yes no",
@@ -22,6 +24,13 @@ IMAGE = {
 }
 ATTRIBUTES = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
 """The names under which Gemma's processor finds its tokens."""
+
+
+def encoder_of(policy):
+    """Parameters that only images go through."""
+    base = base_decoder(policy.model)
+    inside = {id(one) for one in getattr(base, base.family.decoder).parameters()}
+    return {name: one for name, one in base.named_parameters() if id(one) not in inside}
 
 
 def template(family: str) -> str:

@@ -3,11 +3,11 @@
 import base64
 import json
 import re
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.images import Pictured, forget, forgetting, mark
+from posttrain.images import Pictured, forgetting, mark
 from posttrain.plugins import entry_points, load, more
 from posttrain.recipe.data import DEPTH
 
@@ -201,15 +201,11 @@ def read_parts(content: Any, where: str) -> Any:
 
 def picture_url(key: str, png: bytes) -> str:
     """The PNG file of a stored image as a data URL. UnusableRow if it does not have the pixels of its key."""
-    later: list[Callable[[], None]] = []
     where = f"the picture {key}.png"
     if "image" not in entry_points("posttrain.parts"):
         raise UnusableRow("image cannot be checked", f"{where} needs posttrain-images{more()}")
-    try:
-        with forgetting(later):
-            shown = load("posttrain.parts", "image")({"type": "image", "bytes": png}, where)
-    finally:
-        forget(later)
+    with ExitStack() as later, forgetting(later):
+        shown = load("posttrain.parts", "image")({"type": "image", "bytes": png}, where)
     if shown != mark(key):
         raise UnusableRow("image was altered", f"{where} does not have the pixels of its name; restore it")
     return f"data:image/png;base64,{base64.b64encode(png).decode()}"

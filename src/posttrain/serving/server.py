@@ -5,12 +5,13 @@ import itertools
 import json
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from posttrain.data.messages import UnusableRow, check_value
 from posttrain.errors import InputError, PosttrainError
-from posttrain.images import forget, forgetting
+from posttrain.images import forgetting
 from posttrain.loopback import App, Guard, Refusal, Scope, header
 from posttrain.serving.formats import (
     CallRefused,
@@ -99,16 +100,16 @@ def add_route(
     class Forgetting(StreamingResponse):
         """A stream after which the images of its request are forgotten."""
 
-        later: list[Callable[[], None]]
+        later: ExitStack
 
         async def __call__(self, *connection: Any) -> None:
             try:
                 await super().__call__(*connection)
             finally:
-                forget(self.later)
+                self.later.close()
 
     async def post(request: Request) -> Response:
-        later: list[Callable[[], None]] = []
+        later = ExitStack()
         response: Response | None = None
         try:
             with forgetting(later):
@@ -118,7 +119,7 @@ def add_route(
             if isinstance(response, Forgetting):
                 response.later = later
             else:
-                forget(later)
+                later.close()
 
     async def respond(request: Request) -> Response:
         try:

@@ -8,7 +8,6 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -44,7 +43,7 @@ def put(image: Image.Image) -> str:
     with _lock:
         _users[key] += 1
     if (later := when_forgotten()) is not None:
-        later.append(partial(_forget, key))
+        later.callback(_forget, key)
     if _file(key) is None:
         content = BytesIO()
         image.save(content, "PNG", compress_level=1)
