@@ -23,13 +23,6 @@ def test_it_names_versions_devices_and_missing_extras(capsys, monkeypatch):
     assert {"missing extras", "vector units", "GPU", "C++ compiler"} <= facts.keys()
 
 
-def test_a_variable_that_posttrain_sets_is_marked(monkeypatch):
-    monkeypatch.setenv("GOMP_SPINCOUNT", posttrain.SPIN_COUNT)
-    assert "GOMP_SPINCOUNT=1000 (posttrain's default)" in dict(doctor.machine())["variables"]
-    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    assert "posttrain's default" not in dict(doctor.machine())["variables"]
-
-
 def test_a_compiler_that_does_not_exist_is_reported_as_none():
     code = "import sys; from posttrain.cli.main import main; sys.exit(main(['doctor']))"
     command = [sys.executable, "-c", code]

@@ -9,7 +9,6 @@ Importing the package is light: torch, transformers and optional packages are im
 """
 
 import importlib
-import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -64,13 +63,6 @@ if TYPE_CHECKING:
     from posttrain.verbs import sft as sft
 
 __version__ = "0.2.0"
-
-SPIN_COUNT = "1000"
-if "OMP_WAIT_POLICY" not in os.environ:
-    # Read when torch loads OpenMP: number of spins of waiting threads before they sleep. The default of 300,000
-    # occupies a processor that the awaited thread needs when other processes are busy; never spinning is slower when
-    # none is.
-    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 _PUBLIC = {
     "Advantages": "posttrain.episode",

@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from posttrain import SPIN_COUNT, __version__
+from posttrain import __version__
 from posttrain.plugins import missing_extras
 from posttrain.runs.machine import describe_machine
 
@@ -44,8 +44,7 @@ def machine() -> Iterator[tuple[str, str]]:
     command = compiler()
     yield "C++ compiler", f"{command} ({_first_line([command, '--version'])})" if command else "none"
     if given := [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]:
-        default = f"GOMP_SPINCOUNT={SPIN_COUNT}"
-        yield "variables", " ".join(f"{one} (posttrain's default)" if one == default else one for one in given)
+        yield "variables", " ".join(given)
 
 
 def vector_units(file: Path = Path("/proc/cpuinfo")) -> list[str]:

@@ -1,10 +1,7 @@
-"""The precision and threads that are chosen by measurement, how runs keep them, and how threads wait."""
+"""The precision and threads that are chosen by measurement, and how runs keep them."""
 
 import io
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -18,17 +15,6 @@ from posttrain.recipe.rl import RlRecipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.training import measured
 from posttrain.training.stage import with_begun, with_measured
-
-SPIN = "import os, posttrain; print(os.environ.get('GOMP_SPINCOUNT'))"
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")]
-)
-def test_threads_that_wait_soon_sleep_unless_the_user_chose_otherwise(given, expected):
-    variables = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")} | given
-    printed = subprocess.run([sys.executable, "-c", SPIN], env=variables, capture_output=True, text=True, check=True)
-    assert printed.stdout.strip() == expected
 
 
 def test_other_busy_processes_are_counted(monkeypatch, tmp_path):

@@ -22,7 +22,7 @@ import torch
 from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Segment
 from posttrain.engines.local.decoder import decoder_of
 from posttrain.models.adapters import add_adapters
-from posttrain.models.cpu.backend import bound_kept_kernels, keep_freed_memory, multiplies_bfloat16
+from posttrain.models.cpu.backend import bound_kept_kernels, multiplies_bfloat16, prepare_process
 from posttrain.models.forward import ForwardPath, base_decoder, hidden_states, token_scores
 from posttrain.models.gate import keep_verdict, read_verdict, use_path
 from posttrain.models.layers import lengths_of, resolve_fused, use_fused_layers, use_positions_by_length
@@ -173,7 +173,7 @@ class Passes:
     def __init__(self, model: ModelRecipe, config: Any, dtype: torch.dtype, learns: bool, samples: bool) -> None:
         from transformers import AutoModelForCausalLM
 
-        keep_freed_memory()
+        prepare_process()
         family, config = model_family(config.model_type, model.path), copy.deepcopy(config.get_text_config())
         config = config if family is None else family.language_model(config)
         self.layers, self.vocabulary = config.num_hidden_layers, config.vocab_size

@@ -22,7 +22,7 @@ from posttrain.distributed.world import current_world
 from posttrain.episode import CUT_OFF, Episode, Stream
 from posttrain.errors import RunError
 from posttrain.losses.distillation import TeacherScores
-from posttrain.models.cpu.backend import keep_freed_memory
+from posttrain.models.cpu.backend import prepare_process
 from posttrain.models.critic import SharedCritic
 from posttrain.models.packing import prompt_length, row_length, tree_order
 from posttrain.models.policy import TrainedModel
@@ -329,7 +329,7 @@ class Updater(Generic[Output]):
         self._warnings: list[str] = []
         self._world = current_world()
         if model.device.type == "cpu":
-            keep_freed_memory()
+            prepare_process()
 
     def update(self, samples: Sequence[Sample], objective: Objective[Output]) -> Totals:
         """Make one optimizer step on `samples`; returns metrics as (sum, count).

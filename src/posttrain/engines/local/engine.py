@@ -26,7 +26,7 @@ from posttrain.engines.protocol import Completion, EngineCounters, Request, Stop
 from posttrain.episode import StopReason
 from posttrain.errors import InputError, RunError
 from posttrain.images import whole_images
-from posttrain.models.cpu.backend import keep_freed_memory
+from posttrain.models.cpu.backend import prepare_process
 from posttrain.models.cuda.attention import supports
 from posttrain.models.forward import base_decoder, transformer, upload
 from posttrain.models.layers import lengths_of
@@ -237,7 +237,7 @@ class LocalEngine:
             raise InputError(f"the argument `policy` has the type {type(policy).__name__}; pass a Policy")
         recipe = section(LocalEngineRecipe, recipe, **settings)
         if policy.device.type == "cpu":
-            keep_freed_memory()
+            prepare_process()
         self.policy = policy
         self.recipe = recipe
         self.counters = EngineCounters()
