@@ -396,7 +396,7 @@ def pipeline(
 
 
 def demo(dry_run: PlanOnly = False) -> None:
-    """Train a small model to cross a frozen lake, in 4 to 7 minutes on two cores: `posttrain pipeline demo/pipeline`.
+    """Train a small model to cross a frozen lake, in 4 to 8 minutes on two cores: `posttrain pipeline demo/pipeline`.
 
     Its runs are in `runs/demo`.
 
