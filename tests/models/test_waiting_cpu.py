@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -11,7 +12,7 @@ from posttrain.models.cpu import waiting
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux counts how long threads wait for a processor")
 PROGRAM = """
-import json, os, resource, subprocess, sys, threading, time
+import json, resource, subprocess, sys, threading, time
 import torch
 from posttrain.models.cpu import waiting
 
@@ -27,60 +28,57 @@ def sleeps():
     return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - began
 
 
-def names():
-    return [thread.name for thread in threading.enumerate()]
-
-
-"""
-
-
-def run(code, **variables):
-    environment = {key: value for key, value in os.environ.items() if key not in (*waiting.CHOSEN, "OMP_NUM_THREADS")}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM + code], env=environment | variables, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-@linux
-@pytest.mark.skipif(len(waiting.usable_processors()) < 2, reason="one processor")
-def test_a_crowd_lets_threads_sleep_and_changes_no_result():
-    awake, crowded, again, equal = run("""
 crowd = waiting.Crowd()
 sleeps()
 awake, before = sleeps(), a @ b
 crowd.gather()
 crowded, equal = sleeps(), bool(torch.equal(a @ b, before)) and bool(crowd)
 crowd.leave()
-print(json.dumps([awake, crowded, sleeps(), equal and not crowd]))
-""")
-    assert equal
-    assert crowded > 100
-    assert crowded > 3 * max(awake, again)
+awake = max(awake, sleeps())
 
-
-@linux
-@pytest.mark.skipif(len(waiting.usable_processors()) < 2, reason="one processor")
-def test_busy_processes_are_noticed_within_seconds():
-    assert run("""
 busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * torch.get_num_threads())]
 waiting.wait_by_load()
 waiting.wait_by_load()
 until = time.monotonic() + 60
-while time.monotonic() < until and len(names()) == 2:
+while time.monotonic() < until and threading.active_count() == 2:
     sleeps()
 for one in busy:
     one.kill()
-print(json.dumps(names().count("waiting") == 1 and len(names()) > 2))
-""")
+print(json.dumps([awake, crowded, equal and not crowd, threading.active_count() > 2]))
+"""
 
 
 @linux
-@pytest.mark.parametrize("chosen", [{"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}, {"OMP_NUM_THREADS": "1"}])
-def test_nothing_watches_where_the_user_chose_or_one_thread_computes(chosen):
-    threads = "" if "OMP_NUM_THREADS" not in chosen else "torch.set_num_threads(1)\n"
-    assert run(f"{threads}waiting.wait_by_load()\nprint(json.dumps(names() == ['MainThread']))", **chosen)
+@pytest.mark.skipif(len(waiting.usable_processors()) < 2, reason="one processor")
+def test_threads_sleep_in_a_crowd_which_busy_processes_gather_and_no_result_changes():
+    unset = {key: value for key, value in os.environ.items() if key not in (*waiting.CHOSEN, "OMP_NUM_THREADS")}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=unset, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    awake, crowded, equal, noticed = json.loads(done.stdout)
+    assert crowded > 100
+    assert crowded > 3 * awake
+    assert equal
+    assert noticed
+
+
+@linux
+@pytest.mark.parametrize(
+    ("threads", "variables", "watched"),
+    [(2, {}, 1), (1, {}, 0), (2, {"GOMP_SPINCOUNT": "7"}, 0), (2, {"OMP_WAIT_POLICY": "active"}, 0)],
+)
+def test_one_thread_watches_unless_the_user_chose_or_one_thread_computes(threads, variables, watched, monkeypatch):
+    for name in waiting.CHOSEN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(waiting.torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(waiting, "_started", threading.Event())
+    called = threading.Semaphore(0)
+    monkeypatch.setattr(waiting, "_watch", called.release)
+    waiting.wait_by_load()
+    waiting.wait_by_load()
+    assert [called.acquire(timeout=10 * watched) for _ in range(watched)] == [True] * watched
+    assert not called.acquire(blocking=False)
 
 
 @linux

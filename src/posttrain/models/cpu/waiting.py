@@ -10,7 +10,6 @@ threads that compute, and with it every result, stays the same.
 
 import math
 import os
-import sys
 import threading
 import time
 from pathlib import Path
@@ -35,9 +34,8 @@ _started = threading.Event()
 def wait_by_load() -> None:
     """Start the watching thread of this process, once. No effect on other systems than Linux, with one thread, or if the
     user has chosen how threads wait."""
-    if sys.platform != "linux" or torch.get_num_threads() == 1 or any(name in os.environ for name in CHOSEN):
-        return
-    if not _started.is_set():
+    chosen = torch.get_num_threads() == 1 or any(name in os.environ for name in CHOSEN)
+    if TASKS.is_dir() and not chosen and not _started.is_set():
         _started.set()
         threading.Thread(target=_watch, name="waiting", daemon=True).start()
 
