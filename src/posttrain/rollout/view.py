@@ -64,23 +64,19 @@ def token_text(
     return text
 
 
-HALF_BAR = 5
-"""Width of the bar of the largest credit of an episode, in characters."""
-
 UnitText = Callable[[int, int], Text]
 """(start, stop) -> the text of these tokens; positions in the stream of the turn."""
 
 
 def view_units(episode: Episode, turn: Turn, units: CreditedUnits, text: UnitText) -> Table:
-    """One row per unit of the answer of `turn`: number, credit with a bar, tokens, text.
+    """One row per unit of the answer of `turn`: number, credit, tokens, text.
 
-    Bars are scaled by the episode's largest credit. The credit of a unit that starts in an earlier answer is shown with
+    Colors are scaled by the episode's largest credit. The credit of a unit that starts in an earlier answer is shown with
     that answer.
     """
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("unit", justify="right", style="dim", no_wrap=True)
     table.add_column("credit", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
     table.add_column("tokens", justify="right", style="dim", no_wrap=True)
     table.add_column("", overflow="fold")
     scale = float(np.abs(units.credits).max(initial=0.0))
@@ -93,7 +89,6 @@ def view_units(episode: Episode, turn: Turn, units: CreditedUnits, text: UnitTex
         table.add_row(
             "…" if continued else str(numbers[unit]) if is_unit else "–",
             "" if continued else Text(f"{credit:+z.3f}", style=color(credit, scale)),
-            "" if continued else _bar(credit, scale),
             str(stop - start),
             content,
         )
@@ -151,15 +146,6 @@ def units_in_turn(episode: Episode, turn: Turn, units: CreditedUnits) -> Iterato
         low, high = max(start, first), min(stop, first + turn.stop - turn.start)
         if low < high:
             yield unit, turn.start + low - first, turn.start + high - first, start < first
-
-
-def _bar(credit: float, scale: float) -> Text:
-    """A bar from the center: to the right for positive credit, to the left for negative credit."""
-    full, half = divmod(round(2 * HALF_BAR * abs(credit) / scale) if scale > 0 else 0, 2)
-    left = ("▐" * half + "█" * full if credit < 0 else "").rjust(HALF_BAR)
-    right = ("█" * full + "▌" * half if credit > 0 else "").ljust(HALF_BAR)
-    style = color(credit, scale)
-    return Text.assemble((left, style), ("│", "dim"), (right, style))
 
 
 ROLE_STYLES = {"system": "yellow", "user": "cyan", "assistant": "green"}
