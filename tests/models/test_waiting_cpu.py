@@ -12,11 +12,13 @@ from posttrain.models.cpu import waiting
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux counts how long threads wait for a processor")
 PROGRAM = """
-import json, resource, subprocess, sys, threading, time
+import json, os, resource, subprocess, sys, threading, time
+
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
 import torch
 from posttrain.models.cpu import waiting
 
-torch.set_num_threads(len(waiting.usable_processors()))
+torch.set_num_threads(2)
 a, b = torch.randn(128, 256), torch.randn(256, 256)
 
 
@@ -36,14 +38,16 @@ crowded, equal = sleeps(), bool(torch.equal(a @ b, before)) and bool(crowd)
 crowd.leave()
 awake = max(awake, sleeps())
 
-busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * torch.get_num_threads())]
-waiting.wait_by_load()
-waiting.wait_by_load()
-until = time.monotonic() + 60
-while time.monotonic() < until and threading.active_count() == 2:
-    sleeps()
-for one in busy:
-    one.kill()
+busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+try:
+    waiting.wait_by_load()
+    waiting.wait_by_load()
+    until = time.monotonic() + 60
+    while time.monotonic() < until and threading.active_count() == 2:
+        sleeps()
+finally:
+    for one in busy:
+        one.kill()
 print(json.dumps([awake, crowded, equal and not crowd, threading.active_count() > 2]))
 """
 
