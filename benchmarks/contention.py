@@ -1,7 +1,7 @@
 """Training and sampling beside busy processes, against a fair share of the processors.
 
-Each part runs beside k processes that compute without pause, with OpenMP's default waiting (`before`) and with posttrain's
-(`after`). A fair share with t processors is 1 / (1 + k / t) of the quiet speed.
+Each part runs beside k processes that compute without pause, with OpenMP's default waiting (`before`), with threads that
+sleep soon (`soon`) and with posttrain's (`after`). A fair share with t processors is 1 / (1 + k / t) of the quiet speed.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from harness.timing import available_threads, in_turn, middle, run_side
 
 WAITING: dict[str, dict[str, str | None]] = {
     "before": {"GOMP_SPINCOUNT": "300000", "OMP_NUM_THREADS": str(available_threads())},
+    "soon": {"GOMP_SPINCOUNT": "1000", "OMP_WAIT_POLICY": None, "OMP_NUM_THREADS": None, "MKL_NUM_THREADS": None},
     "after": {"GOMP_SPINCOUNT": None, "OMP_WAIT_POLICY": None, "OMP_NUM_THREADS": None, "MKL_NUM_THREADS": None},
 }
 """Environment variables of a side; None removes one. The first is libgomp's default."""
@@ -118,7 +119,7 @@ def notes(chosen: argparse.Namespace, load: float, slow: list[str]) -> list[str]
         ),
         f"{chosen.model}, float32, medians of {chosen.rounds} rounds in turn of {chosen.seconds:.0f} s each after the first step",
         f"load average before the rounds: {load:.1f}; figures are exact only where it is near 0",
-        "before: libgomp's default waiting on all processors; after: posttrain's defaults; engine: sampled tokens over the time of rollouts",
+        "before: libgomp's default waiting on all processors; soon: GOMP_SPINCOUNT=1000; after: posttrain's defaults; engine: sampled tokens over the time of rollouts",
     ]
 
 

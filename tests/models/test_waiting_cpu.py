@@ -10,7 +10,6 @@ import pytest
 
 from posttrain.models.cpu import waiting
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux counts how long threads wait for a processor")
 PROGRAM = """
 import json, os, resource, subprocess, sys, threading, time
 
@@ -52,8 +51,10 @@ print(json.dumps([awake, crowded, equal and not crowd, threading.active_count() 
 """
 
 
-@linux
-@pytest.mark.skipif(len(waiting.usable_processors()) < 2, reason="one processor")
+@pytest.mark.skipif(
+    sys.platform != "linux" or len(waiting.usable_processors()) < 2,
+    reason="needs two processors, and Linux, which counts how long threads wait for one",
+)
 def test_threads_sleep_in_a_crowd_which_busy_processes_gather_and_no_result_changes():
     unset = {key: value for key, value in os.environ.items() if key not in (*waiting.CHOSEN, "OMP_NUM_THREADS")}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=unset, capture_output=True, text=True, timeout=120)
@@ -65,12 +66,14 @@ def test_threads_sleep_in_a_crowd_which_busy_processes_gather_and_no_result_chan
     assert noticed
 
 
-@linux
 @pytest.mark.parametrize(
     ("threads", "variables", "watched"),
     [(2, {}, 1), (1, {}, 0), (2, {"GOMP_SPINCOUNT": "7"}, 0), (2, {"OMP_WAIT_POLICY": "active"}, 0)],
 )
-def test_one_thread_watches_unless_the_user_chose_or_one_thread_computes(threads, variables, watched, monkeypatch):
+def test_one_thread_watches_unless_the_user_chose_or_one_thread_computes(
+    threads, variables, watched, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(waiting, "TASKS", tmp_path)
     for name in waiting.CHOSEN:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -85,7 +88,6 @@ def test_one_thread_watches_unless_the_user_chose_or_one_thread_computes(threads
     assert not called.acquire(blocking=False)
 
 
-@linux
 def test_waiting_counts_every_thread_and_passes_over_those_that_have_ended(tmp_path, monkeypatch):
     for name, line in {"1": "5 2000000000 3", "2": "9 500000000 1", "3": "", "4": None}.items():
         (tmp_path / name).mkdir()

@@ -1,6 +1,6 @@
 """How threads wait for each other: awake while processors are free, asleep where other processes need them.
 
-Waking a sleeping thread takes up to 0.1 ms in a virtual machine, as long as a small product, so by default libgomp lets
+Waking a sleeping thread takes about 0.2 ms in a virtual machine, as long as a small product, so by default libgomp lets
 threads that wait stay awake for milliseconds. Where other processes are busy, that occupies the processor which the
 awaited thread needs, and training becomes several times slower. libgomp shortens the wait to microseconds while it manages
 more threads than there are processors (its manual, GOMP_SPINCOUNT). So a thread watches how long
