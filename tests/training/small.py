@@ -92,15 +92,17 @@ def run(
     die_at: tuple[str, int] | None = None,
     figures: bool = False,
     kill_after: float | None = None,
+    number: int = signal.SIGKILL,
 ) -> int:
     """Run the recipe in a process; returns its exit code (-9 when it was killed).
 
-    `die_at` = (what, k): SIGKILL itself at the k-th call of `what`, for example ("os:fsync", 3), or at the k-th time that it
-    opens, renames or deletes a file of the run ("files", k). ("clock", k) is no death: its clock jumps, with the seed k.
+    `die_at` = (what, k): send itself the signal `number` at the k-th call of `what`, for example ("os:fsync", 3), or at the
+    k-th time that it opens, renames or deletes a file of the run ("files", k). ("clock", k) is no death: its clock jumps,
+    with the seed k.
     `kill_after`: SIGKILL from outside after so many seconds. Without `figures` the run draws none, which saves most of its
     time.
     """
-    process = fork_server().Process(target=_child, args=(values, resume, die_at, figures))
+    process = fork_server().Process(target=_child, args=(values, resume, die_at, figures, number))
     process.start()
     process.join(kill_after)
     if process.is_alive():
@@ -110,7 +112,13 @@ def run(
     return process.exitcode
 
 
-def _child(values: dict[str, Any], resume: bool, die_at: tuple[str, int] | None, figures: bool = False) -> None:
+def _child(
+    values: dict[str, Any],
+    resume: bool,
+    die_at: tuple[str, int] | None,
+    figures: bool = False,
+    number: int = signal.SIGKILL,
+) -> None:
     from pydantic import TypeAdapter
 
     from posttrain.recipe.components import environment_class
@@ -126,21 +134,21 @@ def _child(values: dict[str, Any], resume: bool, die_at: tuple[str, int] | None,
     if "environment" in values:
         environment_class(values["environment"]["type"])  # so that its module can be armed
     if die_at is not None and die_at[0] == "files":
-        _arm_files(values["runs"], die_at[1])
+        _arm_files(values["runs"], die_at[1], number)
     elif die_at is not None and die_at[0] == "clock":
         jumping_clock(random.Random(die_at[1]))
     elif die_at is not None:
-        _arm(*die_at)
+        _arm(*die_at, number)
     run_stage(TypeAdapter(Recipe).validate_python(values), resume=resume)
 
 
-def _arm(what: str, count: int) -> None:
-    """Make the `count`-th call of `module:name` (or `module:Class.name`) the last thing this process does."""
+def _arm(what: str, count: int, number: int = signal.SIGKILL) -> None:
+    """Send this process the signal `number` before the `count`-th call of `module:name` (or `module:Class.name`)."""
     calls = itertools.count(1)
 
     def act(*args: Any) -> None:
         if next(calls) == count:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
 
     before_calls(what, act)
 
@@ -161,8 +169,8 @@ def before_calls(what: str, act: Callable[..., None]) -> None:
     setattr(owner, name, wrapped)
 
 
-def _arm_files(folder: str, count: int) -> None:
-    """Make the `count`-th opening, renaming or deletion of a file below `folder` the last thing this process does."""
+def _arm_files(folder: str, count: int, number: int) -> None:
+    """Send this process the signal `number` at the `count`-th opening, renaming or deletion of a file below `folder`."""
     left = [count]
 
     def audit(event: str, words: tuple[Any, ...]) -> None:
@@ -171,7 +179,7 @@ def _arm_files(folder: str, count: int) -> None:
             if isinstance(path, str | os.PathLike) and str(path).startswith(folder):
                 left[0] -= 1
                 if left[0] == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    os.kill(os.getpid(), number)
 
     sys.addaudithook(audit)
 

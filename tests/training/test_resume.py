@@ -90,3 +90,13 @@ def test_a_signal_ends_with_a_checkpoint_and_a_message(number, tiny_model, tmp_p
     assert f"posttrain rl --resume {tmp_path / 'small'}" in text
     assert small.run(values, resume=True) == 0
     _same(tmp_path / "small", uninterrupted)
+
+
+@pytest.mark.parametrize("place", ["delete", *(pytest.param(place, marks=pytest.mark.slow) for place in PLACES)])
+def test_a_signal_there_leaves_no_part_of_a_checkpoint(place, tiny_model, tmp_path, uninterrupted):
+    values, (what, most) = small.recipe_values(tiny_model, tmp_path), PLACES[place]
+    for count in (most - 1, most // 2, 1) if place == "delete" else (random.Random(place).randint(1, most),):
+        small.run(values, resume=(tmp_path / "small").exists(), die_at=(what, count), number=signal.SIGTERM)
+        assert not list((tmp_path / "small" / "checkpoints").rglob("*.partial"))
+    assert small.run(values, resume=True) == 0, (tmp_path / "log.txt").read_text()
+    _same(tmp_path / "small", uninterrupted)

@@ -295,9 +295,8 @@ class Trainer(Generic[Output]):
                 self.warn([*self._lost, *([] if self.evaluated >= 0 else self.warnings)])
                 yield
             except KeyboardInterrupt as stop:
-                with self.interrupts.critical():
-                    whole = self._state and not (self._finished or self.interrupts.torn)
-                    saved = f", saved as {self.save().name}" if whole else ""
+                whole = self._state and not (self._finished or self.interrupts.torn)
+                saved = f", saved as {self.save().name}" if whole else ""
                 command = f"posttrain {self.settings.stage} --resume {self.run.path}"
                 sentence = f"stopped by {str(stop) or 'KeyboardInterrupt'} after step {self.step}{saved}; continue with `{command}`"
                 self.progress.message(sentence)
@@ -452,7 +451,9 @@ class Trainer(Generic[Output]):
             function(callback)
 
     def save(self, later: bool = False) -> Path:
-        """Write a checkpoint of the last finished step; `later`: in a thread."""
+        """Write a checkpoint of the last finished step; `later`: in a thread. A signal meanwhile takes effect afterwards, so
+        that no part of a checkpoint stays behind.
+        """
         best = self.best.step if self.best else None
         state = self._state | {
             "processes": self._world.size,
@@ -462,7 +463,8 @@ class Trainer(Generic[Output]):
         }
         tensors = self._tensors(self.step) | self._named(self._random)
         remote = {name: each.write for name, each in self.remote.items()}
-        return self.checkpoints.save(self.step, self.model, tensors, state, best, later, remote)
+        with self.interrupts.critical():
+            return self.checkpoints.save(self.step, self.model, tensors, state, best, later, remote)
 
     def _tensors(self, step: int, saved: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
         """All tensors of a checkpoint of `step` except the model's and the random states. `saved`: its state, to read it."""
