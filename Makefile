@@ -1,5 +1,8 @@
 # Every target does its own set-up in .venv; later calls find it done.
 PYTHON ?= python3
+# Even where the environment forbids it, compiled bytecode is kept: tests start hundreds of processes, and importing torch takes
+# twice as long without.
+export PYTHONDONTWRITEBYTECODE =
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
