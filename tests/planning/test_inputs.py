@@ -47,6 +47,7 @@ MISSING = {  # words -> what the message names
     "serve runs/nosuch --port 0": "model.path: there is no folder runs/nosuch",
     "data inspect nosuch.jsonl": "nosuch.jsonl: no such file",
     "data inspect odd.jsonl model.path=runs/nosuch": "model.path: there is no folder runs/nosuch",
+    "fit-normalizer runs/nosuch": "there is no run at runs/nosuch",
     "pipeline nosuch": "there is no recipe file nosuch",
     "recipe zzz": "stage rl has no key zzz; `posttrain recipe --stage rl` shows all",
     "rl environment.type=bandit name=used": "the run runs/used exists; continue it with",
