@@ -293,9 +293,9 @@ _ERRNO_TEXT = re.compile(r"\(os error (\d+)\)")
 _REMEDIES = {
     errno.ENOSPC: "the disk is full; free some space",
     errno.EDQUOT: "the disk quota is used up; free some space",
-    errno.EACCES: "permission denied; make it writable or choose another `runs`",
-    errno.EPERM: "permission denied; make it writable or choose another `runs`",
-    errno.EROFS: "the file system is read-only; choose another `runs`",
+    errno.EACCES: "permission denied; make it writable or choose another path",
+    errno.EPERM: "permission denied; make it writable or choose another path",
+    errno.EROFS: "the file system is read-only; choose another path",
     errno.EFBIG: "the limit of file sizes is reached; raise `ulimit -f`",
     errno.EMFILE: "too many open files; raise `ulimit -n`",
 }
