@@ -47,7 +47,9 @@ def run(recipe: GenerateRecipe, directory: RunDirectory, resume: bool, overwrite
         raise InputError(f"{recipe.predictions} exists; replace it with `--overwrite`, or choose another `out`")
     above = next(folder for folder in recipe.predictions.absolute().parents if folder.exists())
     if not (above.is_dir() and os.access(above, os.W_OK)):
-        raise InputError(f"{recipe.predictions} cannot be written: {above} is not a writable folder; choose another `out`")
+        raise InputError(
+            f"{recipe.predictions} cannot be written: {above} is not a writable folder; choose another `out`"
+        )
     rows, problems = read_prompts(recipe)
     completer = RemoteCompleter(recipe) if recipe.remote is not None else LocalCompleter(recipe, rows)
     for line in [*recipe_warnings(recipe), *problems.summary(), *completer.warnings]:
