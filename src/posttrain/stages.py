@@ -1,6 +1,7 @@
 """Running one stage of any kind: in this process, in several processes of this machine, or on a Ray cluster."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -42,6 +43,8 @@ def run_stage(
     """
     console = console or new_console()
     require_inputs(recipe)
+    if not resume and not is_launched():  # before torch is imported; one process of several creates it
+        RunDirectory.require_free(Path(recipe.runs) / recipe.name, overwrite)
     remember(recipe)
     hardware = getattr(recipe, "hardware", HardwareRecipe())
     elsewhere = hardware.ray is not None or (hardware.learners > 1 and not is_launched())

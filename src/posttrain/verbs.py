@@ -229,9 +229,9 @@ def pipeline(
     Returns:
         The name of each selected stage -> its result.
     """
-    from posttrain.pipelines import run_pipeline
-
     loaded = load_pipeline(str(file), [], _layers(changes, overrides))
+    from posttrain.pipelines import run_pipeline  # imports torch
+
     check = (lambda path: Result.open(path).require_learning()) if strict else None
     runs = run_pipeline(
         loaded, only=only, start_from=start_from, overwrite=overwrite, console=console, check_trained=check

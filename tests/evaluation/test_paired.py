@@ -281,6 +281,22 @@ def test_a_lower_perplexity_is_better():
     assert found.effect is None
 
 
+def test_perplexities_are_tested_as_nats_per_token():
+    """One hard row does not hide that all rows became easier: Student's t on the nats, with limits of the ratio."""
+    before, after = (
+        [11.4, 2.1, 2.2, 2.9, 2.4, 1.9, 2.6, 2.0, 3.1, 2.2],
+        [0.01, 0.02, 0.01, 0.0, 0.03, 0.01] + [0.02] * 4,
+    )
+    a, b = (item_sums("perplexity", ((str(i), (x, 1)) for i, x in enumerate(side))) for side in (before, after))
+    found = paired_test("perplexity", "lower", [a], [b], names(10))
+    known = stats.ttest_rel(after, before)
+    assert (found.a, found.b) == pytest.approx((math.exp(3.28), math.exp(0.016)))
+    assert found.difference.value == pytest.approx(math.exp(0.016) - math.exp(3.28))
+    assert found.p == pytest.approx(known.pvalue, rel=0.2)
+    limits = math.exp(3.28) * np.expm1(known.confidence_interval())
+    assert (found.difference.low, found.difference.high) == pytest.approx(tuple(limits), rel=0.02)
+
+
 def test_runs_that_differ_widen_the_interval():
     items = np.random.default_rng(1).normal(size=50)
     a = [scores(items + shift) for shift in (-0.5, 0.0, 0.5)]

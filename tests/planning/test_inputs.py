@@ -10,6 +10,7 @@ from posttrain.errors import InputError
 from posttrain.planning.inputs import require_inputs
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.stages import STAGES
+from posttrain.runs.directory import RunDirectory
 
 COMMANDS = """
 import contextlib, io, json, sys
@@ -22,6 +23,7 @@ for words in json.loads(sys.argv[1]):
 ROWS = {
     "odd.jsonl": {"question": "1 + 1?", "reply": "2"},
     "pairs.jsonl": {"prompt": "a", "chosen": "b", "rejected": "c"},
+    "prompts.jsonl": {"prompt": "a", "label": "b"},
 }
 PLAYED = ["environment.type=bandit"]
 DATA = ["data.train=pairs.jsonl"]
@@ -38,6 +40,17 @@ MISSING = {  # words -> what the message names
     "reward data.train=odd.jsonl": "needs `chosen`",
     "rl environment.type=text_task environment.prompts=nosuch.csv": "nosuch.csv: no such file",
     "rl environment.type=text_task environment.prompts=odd.jsonl": "needs `prompt`",
+    "rl environment.type=text_task environment.prompts=prompts.jsonl environment.reward=exakt": "did you mean exact?",
+    "rl environment.type=text_task environment.prompts=prompts.jsonl environment.reward=no.py:f": "environment.reward: there is no file no.py",
+    "rl environment.type=text_task environment.prompts=prompts.jsonl environment.reward=exact environment.tools=[no.py:f] environment.max_turns=2": "environment.tools.0: there is no file no.py",
+    "chat runs/nosuch": "model.path: there is no folder runs/nosuch",
+    "serve runs/nosuch --port 0": "model.path: there is no folder runs/nosuch",
+    "data inspect nosuch.jsonl": "nosuch.jsonl: no such file",
+    "data inspect odd.jsonl model.path=runs/nosuch": "model.path: there is no folder runs/nosuch",
+    "fit-normalizer runs/nosuch": "there is no run at runs/nosuch",
+    "pipeline nosuch": "there is no recipe file nosuch",
+    "recipe zzz": "stage rl has no key zzz; `posttrain recipe --stage rl` shows all",
+    "rl environment.type=bandit name=used": "the run runs/used exists; continue it with",
     "rl environment.type=bandit engine.type=vllm": "engine.type: vllm is not installed",
     "rl environment.type=bandit rollout.group_per_step=4": "the nearest is rollout.groups_per_step",
     "generate data.test=nosuch.jsonl": "nosuch.jsonl: no such file",
@@ -58,10 +71,13 @@ MISSING = {  # words -> what the message names
 }
 
 
-def test_what_is_missing_is_named_without_torch(tmp_path):
+def test_what_is_missing_is_named_without_torch(tmp_path, monkeypatch):
     for name, row in ROWS.items():
         (tmp_path / name).write_text(json.dumps(row) + "\n")
     (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    used = RunDirectory.create(load_recipe([], [*PLAYED, "name=used"], "rl"))
+    used.metrics.write_text("{}\n")
     words = json.dumps([line.split() for line in MISSING])
     ended = subprocess.run([sys.executable, "-c", COMMANDS, words], cwd=tmp_path, capture_output=True, text=True)
     results = [json.loads(line) for line in ended.stdout.splitlines()]
@@ -76,7 +92,7 @@ def test_what_is_missing_is_named_without_torch(tmp_path):
     assert results[0][3] == []
     # 0.4 s of processor time on the machine of the tests; numpy, 0.1 s more, comes with environments.
     assert results[0][2] < 450
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", *sorted(ROWS)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", *sorted(ROWS), "runs"]
 
 
 def test_vllm_of_another_interpreter_or_server_is_not_looked_for_here():

@@ -213,6 +213,7 @@ def test_rows_without_room_are_named_counted_and_listed(tiny_model, tmp_path, ca
         (["out=rows.jsonl"], "which `data.test` reads"),
         (["out=p.csv"], "end in `.jsonl`"),
         (["out=there.jsonl"], "there.jsonl exists"),
+        (["out=there.jsonl/p.jsonl"], "there.jsonl is not a writable folder; choose another `out`"),
         (["rollout.tokens_per_turn=5000"], "leaves no room for a prompt"),
         (["data.test=nowhere.jsonl"], "no such file"),
     ],

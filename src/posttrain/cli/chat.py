@@ -26,6 +26,11 @@ def chat(
     """
     import asyncio
 
+    from posttrain.models.files import require_model
+    from posttrain.runs.directory import model_path
+
+    path = model_path(model)
+    require_model(path)  # before torch is imported
     from posttrain.data.rendering import Renderer
     from posttrain.engines.local.engine import LocalEngine
     from posttrain.engines.protocol import Request
@@ -33,12 +38,11 @@ def chat(
     from posttrain.recipe.compose import section
     from posttrain.recipe.model import ModelRecipe
     from posttrain.recipe.rollout import SamplingRecipe
-    from posttrain.runs.directory import model_path
     from posttrain.seeds import derive_seed
     from posttrain.terminal import printable
 
     sampling = section(SamplingRecipe, temperature=temperature)
-    policy = Policy(section(ModelRecipe, path=model_path(model)))
+    policy = Policy(section(ModelRecipe, path=path))
     engine, renderer = LocalEngine(policy), Renderer(policy.tokenizer, policy.end_tokens)
 
     async def answer(prompt: list[int], turn: int) -> tuple[int, ...]:

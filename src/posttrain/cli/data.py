@@ -92,9 +92,8 @@ def inspect(
 
     posttrain data inspect train.jsonl columns.prompt=question columns.completion=answer model.path=runs/sft/model --rows 1
     """
-    from posttrain.data.inspect import inspect_rows
-    from posttrain.data.rendering import Renderer
-    from posttrain.models.load import load_end_tokens, load_tokenizer
+    from posttrain.data.files import require_source
+    from posttrain.models.files import require_model
     from posttrain.recipe.compose import load_recipe
     from posttrain.recipe.supervised import SftRecipe
     from posttrain.terminal import new_console
@@ -105,6 +104,13 @@ def inspect(
     recipe = load_recipe([], [f"data.train={json.dumps(path)}", *keys, "learner.tokens_per_batch=1000000000"], "sft")
     assert isinstance(recipe, SftRecipe)
     assert recipe.data is not None
+    for source in recipe.data.train:
+        require_source(source)
+    require_model(recipe.model.path)
+    from posttrain.data.inspect import inspect_rows
+    from posttrain.data.rendering import Renderer
+    from posttrain.models.load import load_end_tokens, load_tokenizer
+
     tokenizer = load_tokenizer(recipe.model)
     renderer = Renderer(tokenizer, load_end_tokens(recipe.model.path, tokenizer))
     inspect_rows(recipe.data, kind, renderer, loss_on, rows, limit, new_console(highlight=False))

@@ -47,13 +47,17 @@ def serve(
 
     for module in ("fastapi", "uvicorn"):
         require_module(module, "posttrain serve")
+    from posttrain.models.files import require_model
+    from posttrain.runs.directory import model_path
+
+    path = model_path(model)
+    require_model(path)  # before torch is imported
     from posttrain.engines.factory import open_inference_engine
     from posttrain.models.policy import Policy
     from posttrain.recipe.compose import section
     from posttrain.recipe.engines import LocalEngineRecipe, VllmEngineRecipe
     from posttrain.recipe.model import ModelRecipe
     from posttrain.recipe.sources import merge, read_overrides
-    from posttrain.runs.directory import model_path
     from posttrain.serving.policy import PolicyServer
     from posttrain.serving.server import guarded
 
@@ -64,7 +68,7 @@ def serve(
     recipe = section(LocalEngineRecipe, **values) if engine == "local" else section(VllmEngineRecipe, **values)
     context = recipe.max_model_len if isinstance(recipe, VllmEngineRecipe) else None
     with open_listener(port, "--port") as on:
-        policy = Policy(section(ModelRecipe, path=model_path(model)))
+        policy = Policy(section(ModelRecipe, path=path))
         server = PolicyServer(open_inference_engine(policy, recipe), Path(model).name, seed, context)
         bound = on.getsockname()[1]
         typer.echo(f"{server.name} at http://{ADDRESS}:{bound}/v1\nCtrl-C ends it")

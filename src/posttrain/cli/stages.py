@@ -565,7 +565,8 @@ def fit_normalizer(
     from posttrain.runs.directory import RunDirectory
 
     require_module("matplotlib", "posttrain fit-normalizer")
-    from posttrain.training.unit_normalizer import fit_run
+    directory = RunDirectory.open(run)
+    from posttrain.training.unit_normalizer import fit_run  # imports torch
 
-    for line in fit_run(RunDirectory.open(run), data).lines():
+    for line in fit_run(directory, data).lines():
         typer.echo(line)

@@ -251,16 +251,24 @@ def load_reward(where: str, key: str = "environment.reward") -> RewardFunction:
         return RewardFunction(where, _registered[where])
     if where in BUILT_IN:
         return RewardFunction(where, BUILT_IN[where])
+    try:
+        return RewardFunction(where, load_function(named_reward(where), key))
+    except ValueError as error:
+        raise InputError(f"{key}: {error}") from None
+
+
+def named_reward(where: str) -> str:
+    """`where`; ValueError unless it is a built-in name or the place of a function. Nothing is imported."""
     if where.endswith(".py"):
-        raise InputError(f"{key}: {where} needs the name of a function; write {where}:FUNCTION")
-    if ":" not in where:
+        raise ValueError(f"{where} needs the name of a function; write {where}:FUNCTION")
+    if ":" not in where and where not in BUILT_IN:
         near = difflib.get_close_matches(where, BUILT_IN, 1)
         hint = f" (did you mean {near[0]}?)" if near else ""
-        raise InputError(
-            f"{key}: there is no reward {where!r}{hint}; use one of {', '.join(BUILT_IN)}, `module:function` or "
+        raise ValueError(
+            f"there is no reward {where!r}{hint}; use one of {', '.join(BUILT_IN)}, `module:function` or "
             "`path/to/file.py:function`"
         )
-    return RewardFunction(where, load_function(where, key))
+    return where
 
 
 def load_function(where: str, key: str) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from posttrain.data.examples import read_examples
 from posttrain.data.held_out import TaskRow
@@ -32,6 +32,7 @@ from posttrain.environments.rewards import (
     finite_scores,
     load_function,
     load_reward,
+    named_reward,
     parameter_of,
     try_reward,
 )
@@ -50,7 +51,7 @@ _MAX_DRAWS = 500
 """Draws of reasoning-gym for one task, until the question is of the wanted part."""
 
 
-_Function = Literal["exact", "contains", "final_number"] | Executes
+_Function = Annotated[Literal["exact", "contains", "final_number"] | Executes, AfterValidator(named_reward)]
 
 
 class WeightedRewardRecipe(BaseConfig):

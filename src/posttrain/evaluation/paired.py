@@ -120,7 +120,8 @@ def paired_test(
 ) -> PairedTest:
     """Test B minus A in `metric` on `items`, which all runs of both sides must have.
 
-    The value of a side is the mean over its runs. For one run per side and binary scores, the test is McNemar's and the
+    The value of a side is the mean over its runs, of perplexities the geometric mean: they are tested as nats per token, and
+    the limits of the difference are those of the ratio B / A at the value of A. For one run per side and binary scores, the test is McNemar's and the
     interval Newcombe's for pairs. Otherwise both are Student's, with the variance over items (bootstrap, with the same
     items for all runs) and between the runs of a side (see `t_test`). `paired`: the runs of both sides have the same training
     seeds, in the same order. Raises `ValueError` for fewer than two items.
@@ -129,7 +130,9 @@ def paired_test(
         raise ValueError(f"a comparison needs two items, got {len(items)}")
     kind: Kind = "mean" if "mean" in {run.kind for run in (*a, *b)} else a[0].kind
     values_a, values_b = ([combine(kind, run.table(items)) for run in side] for side in (a, b))
-    totals_a, totals_b = ([float(combine(kind, run.table(items).sum(0))) for run in side] for side in (a, b))
+    # Perplexities are compared as nats per token, since exp lets a few rows outweigh the others.
+    unit: Kind = "mean" if kind == "perplexity" else kind
+    totals_a, totals_b = ([float(combine(unit, run.table(items).sum(0))) for run in side] for side in (a, b))
     value_a, value_b = float(np.mean(totals_a)), float(np.mean(totals_b))
     runs = (len(a), len(b))
     if kind == "rate" and runs == (1, 1) and np.isin([*values_a, *values_b], (0.0, 1.0)).all():
@@ -141,11 +144,15 @@ def paired_test(
             metric, kind, better, value_a, value_b, difference, p, "McNemar, exact", len(items), runs, effect
         )
     drawn_a, drawn_b = (
-        np.mean([combine(kind, resampled_sums(run.table(items), seed, draws)) for run in side], axis=0)
+        np.mean([combine(unit, resampled_sums(run.table(items), seed, draws)) for run in side], axis=0)
         for side in (a, b)
     )
     over_items = float(np.var(drawn_b - drawn_a)) * len(items) / (len(items) - 1)
     difference, p = t_test(totals_a, totals_b, over_items, len(items), paired)
+    if kind == "perplexity":
+        value_a, value_b = np.exp((value_a, value_b)).tolist()
+        low, high = (value_a * np.expm1((difference.low, difference.high))).tolist()
+        difference = Difference(value_b - value_a, low, high, value_a * difference.error, difference.freedom)
     if kind in ("rate", "mean"):
         # No difference is larger than that of the smallest and the largest value.
         width = 1.0 if kind == "rate" else float(np.ptp(np.concatenate([np.ravel(v) for v in (*values_a, *values_b)])))

@@ -122,6 +122,16 @@ def local_directory(path: str, key: str = "model.path") -> str | None:
     return str(folder)
 
 
+def require_model(path: str, key: str = "model.path") -> None:
+    """InputError, which names `key`, for a file, directory or package that is not on this machine; hub ids pass."""
+    if path.startswith("packaged:"):
+        packaged_file(path.removeprefix("packaged:"))
+    elif not path.endswith(".gguf"):
+        local_directory(path, key)
+    elif not Path(path).expanduser().is_file():
+        raise InputError(f"{key}: there is no file {path}; correct the path")
+
+
 def on_disk(path: str, key: str = "model.path") -> bool:
     """Whether the model at `path`, any form of `model.path`, can be loaded without downloading or converting it first.
 

@@ -1,5 +1,6 @@
 """What a recipe names and a run needs, checked before torch is imported: a wrong path or column answers at once."""
 
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,29 +10,33 @@ from posttrain.data.examples import read_examples
 from posttrain.data.files import require_source
 from posttrain.data.problems import Problems
 from posttrain.errors import InputError
-from posttrain.models.files import local_directory, packaged_file
+from posttrain.models.files import require_model
 from posttrain.plugins import pip_command
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.data import ColumnsRecipe, ConversationColumns, SourceRecipe
 from posttrain.recipe.run import StageRecipe
+from posttrain.recipe.trust import uses
 
 
 def require_inputs(recipe: StageRecipe, engine_too: bool = True) -> None:
     """InputError for files of rows and folders of models that are not on this machine; with `engine_too`, for the engine."""
     if engine_too:
         require_extras(recipe)
+    for use in uses(type(recipe), recipe.model_dump(mode="json")):
+        file = (
+            re.fullmatch(r"(\S+\.py)(:\w+)?", use.value)
+            if use.does == "executes" and isinstance(use.value, str)
+            else None
+        )
+        if file is not None and not Path(file[1]).is_file():
+            raise InputError(f"{use.key}: there is no file {file[1]}; correct the path")
     for section in _sections(recipe):
         for _, sources in section:
             if isinstance(sources, list) and sources and all(isinstance(one, SourceRecipe) for one in sources):
                 _require_rows(recipe, section, sources)
     for key, model in recipe.models().items():
-        path = model.path or ""
-        if path.endswith(".gguf") and not Path(path).expanduser().is_file():
-            raise InputError(f"{key}.path: there is no file {path}; correct the path")
-        if path.startswith("packaged:"):
-            packaged_file(path.removeprefix("packaged:"))
-        elif path and not path.endswith(".gguf"):
-            local_directory(path, f"{key}.path")
+        if model.path:
+            require_model(model.path, f"{key}.path")
     engine, hardware = recipe.sampler, getattr(recipe, "hardware", None)
     starts = engine_too and getattr(engine, "type", None) == "vllm" and not engine.urls and engine.python is None
     if starts and (hardware is None or hardware.ray is None) and find_spec("vllm") is None:

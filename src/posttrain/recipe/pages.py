@@ -74,8 +74,8 @@ def show_keys(about: str, stage: str, console: Console) -> None:
     if not shown:
         names = {key.path for key in keys} | {key.path.rpartition(".")[0] for key in keys} - {""}
         close = difflib.get_close_matches(about, sorted(names), 1)
-        hint = f"; the nearest is {close[0]}" if close else ""
-        raise InputError(f"stage {stage} has no key {about}{hint}")
+        hint = f"the nearest is {close[0]}" if close else f"`posttrain recipe --stage {stage}` shows all"
+        raise InputError(f"stage {stage} has no key {about}; {hint}")
     _show(shown, console)
 
 

@@ -83,18 +83,9 @@ class RunDirectory:
         that is not a run. Raises `RunError` if the directory cannot be written.
         """
         path = Path(recipe.runs) / recipe.name
+        cls.require_free(path, overwrite)
         if is_used(path):
-            if path.is_symlink() or not _is_run(path):
-                raise InputError(f"{path} exists and is not a posttrain run; choose another `name` or `runs`")
-            used = cls(path)
-            begun = used.metrics.is_file() and used.metrics.stat().st_size > 0
-            begun |= any(any(folder.iterdir()) for folder in (used.episodes, used.checkpoints) if folder.exists())
-            if begun and not overwrite:
-                raise InputError(
-                    f"the run {path} exists; continue it with `--resume {path}`, replace it with `--overwrite`, or choose "
-                    "another `name`"
-                )
-            with used.lock(), storage_errors(path):
+            with cls(path).lock(), storage_errors(path):
                 # Rename first, so that an interrupted deletion does not leave half a run under the name.
                 trash = partial_path(path)
                 path.rename(trash)
@@ -103,6 +94,22 @@ class RunDirectory:
         with atomic_folder(path) as aside:
             cls(aside)._fill(recipe)
         return cls(path)
+
+    @classmethod
+    def require_free(cls, path: Path, overwrite: bool = False) -> None:
+        """InputError if `create` would refuse `path`."""
+        if not is_used(path):
+            return
+        if path.is_symlink() or not _is_run(path):
+            raise InputError(f"{path} exists and is not a posttrain run; choose another `name` or `runs`")
+        used = cls(path)
+        begun = used.metrics.is_file() and used.metrics.stat().st_size > 0
+        begun |= any(any(folder.iterdir()) for folder in (used.episodes, used.checkpoints) if folder.exists())
+        if begun and not overwrite:
+            raise InputError(
+                f"the run {path} exists; continue it with `--resume {path}`, replace it with `--overwrite`, or choose "
+                "another `name`"
+            )
 
     @classmethod
     def open(cls, path: Path | str) -> "RunDirectory":
@@ -286,9 +293,9 @@ _ERRNO_TEXT = re.compile(r"\(os error (\d+)\)")
 _REMEDIES = {
     errno.ENOSPC: "the disk is full; free some space",
     errno.EDQUOT: "the disk quota is used up; free some space",
-    errno.EACCES: "permission denied; make it writable or choose another `runs`",
-    errno.EPERM: "permission denied; make it writable or choose another `runs`",
-    errno.EROFS: "the file system is read-only; choose another `runs`",
+    errno.EACCES: "permission denied; make it writable or choose another path",
+    errno.EPERM: "permission denied; make it writable or choose another path",
+    errno.EROFS: "the file system is read-only; choose another path",
     errno.EFBIG: "the limit of file sizes is reached; raise `ulimit -f`",
     errno.EMFILE: "too many open files; raise `ulimit -n`",
 }

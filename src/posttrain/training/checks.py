@@ -23,6 +23,7 @@ from posttrain.recipe.data import FixedRowsRecipe
 from posttrain.recipe.detectable import FEWEST
 from posttrain.recipe.engines import OpenAIEngineRecipe
 from posttrain.recipe.model import ModelRecipe
+from posttrain.recipe.plan import plural
 from posttrain.recipe.rollout import evaluated_environment
 from posttrain.recipe.run import StageRecipe
 from posttrain.recipe.supervised import SupervisedRecipe
@@ -162,8 +163,9 @@ class _Checks:
             return
         rows = load_data(kind, data, renderer, recipe.row_loss, recipe.rows_per_update, recipe.seed)
         if not data.streaming:
+            count, updates = len(rows.stored), rows.updates_per_epoch
             self.lines.append(
-                f"{len(rows.stored):,} rows to train on, {rows.updates_per_epoch:,} updates an epoch; {len(rows.validation):,} for "
+                f"{count:,} {plural('row', count)} to train on, {updates:,} {plural('update', updates)} an epoch; {len(rows.validation):,} for "
                 f"validation, {len(rows.test):,} for the final table"
             )
         few = recipe.too_few(len(rows.final)) if rows.final and recipe.tested_key.startswith("data.") else []

@@ -1,5 +1,6 @@
 """The generate stage: completes every prompt of a data set and writes a file of predictions."""
 
+import os
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,6 +45,11 @@ def run(recipe: GenerateRecipe, directory: RunDirectory, resume: bool, overwrite
     """
     if not (resume or overwrite) and recipe.predictions.exists():
         raise InputError(f"{recipe.predictions} exists; replace it with `--overwrite`, or choose another `out`")
+    above = next(folder for folder in recipe.predictions.absolute().parents if folder.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        raise InputError(
+            f"{recipe.predictions} cannot be written: {above} is not a writable folder; choose another `out`"
+        )
     rows, problems = read_prompts(recipe)
     completer = RemoteCompleter(recipe) if recipe.remote is not None else LocalCompleter(recipe, rows)
     for line in [*recipe_warnings(recipe), *problems.summary(), *completer.warnings]:
