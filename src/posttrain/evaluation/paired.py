@@ -121,8 +121,8 @@ def paired_test(
     """Test B minus A in `metric` on `items`, which all runs of both sides must have.
 
     The value of a side is the mean over its runs, of perplexities the geometric mean: they are tested as nats per token, and
-    the limits of the difference are those of the ratio B / A at the value of A. For one run per side and binary scores, the test is McNemar's and the
-    interval Newcombe's for pairs. Otherwise both are Student's, with the variance over items (bootstrap, with the same
+    the limits of the difference are those of the ratio B / A at the value of A. For one run per side and binary scores, the
+    test is McNemar's and the interval Newcombe's for pairs. Otherwise both are Student's, with the variance over items (bootstrap, with the same
     items for all runs) and between the runs of a side (see `t_test`). `paired`: the runs of both sides have the same training
     seeds, in the same order. Raises `ValueError` for fewer than two items.
     """

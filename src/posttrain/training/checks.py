@@ -165,8 +165,8 @@ class _Checks:
         if not data.streaming:
             count, updates = len(rows.stored), rows.updates_per_epoch
             self.lines.append(
-                f"{count:,} {plural('row', count)} to train on, {updates:,} {plural('update', updates)} an epoch; {len(rows.validation):,} for "
-                f"validation, {len(rows.test):,} for the final table"
+                f"{count:,} {plural('row', count)} to train on, {updates:,} {plural('update', updates)} an epoch; "
+                f"{len(rows.validation):,} for validation, {len(rows.test):,} for the final table"
             )
         few = recipe.too_few(len(rows.final)) if rows.final and recipe.tested_key.startswith("data.") else []
         self.lines += [*rows.problems.summary(), *check_rows(recipe, rows), *(f"warning: {line}" for line in few)]
