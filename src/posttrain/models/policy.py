@@ -5,8 +5,9 @@ language model with its frozen initial weights as reference model, and its weigh
 """
 
 import copy
+import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from posttrain.distributed.sharding import ShardedModel, full_tensor, gather_to_rank0, set_shard
@@ -35,12 +37,15 @@ from posttrain.models.layers import lengths_of
 from posttrain.models.load import load_end_tokens, load_model, load_tokenizer, resolve_device
 from posttrain.models.packing import PackedRow, RowPart, pack_row
 from posttrain.models.routing import Routing
+from posttrain.models.shared import shared_weights
 from posttrain.recipe.compose import section
 from posttrain.recipe.model import ModelRecipe
 from posttrain.seeds import derive_seed
 
 T = TypeVar("T")
 _LAYER = re.compile(r"\.\d+\.")
+FILE_BYTES = 4 << 30
+"""Most bytes in a file of a sharded model that has more than one tensor."""
 
 
 class TrainedModel:
@@ -78,7 +83,8 @@ class TrainedModel:
         self.end_tokens = load_end_tokens(recipe.path, self.tokenizer)
         """Token ids that end a completion: the end tokens of the tokenizer, the generation configuration and the chat
         template."""
-        self.model = self.load()
+        with shared_weights():
+            self.model = self.load()
         self.version = 0
         self.warnings: list[str] = []
         """Sentences about the recipe's adapters; stages report them at their start."""
@@ -198,22 +204,21 @@ class TrainedModel:
 
         All ranks call it; rank 0 writes.
         """
-        tensors = self.gather_weights(self.saved_tensors())
-        current_world().on_rank0(lambda: _write_weights(self.model, directory, tensors))
+        if self.sharded is not None:
+            write_rest = self._write_gathered(directory, self._saved_once())
+            current_world().on_rank0(write_rest)
+        else:
+            _write_weights(self.model, directory, None)
         current_world().on_rank0(lambda: self.tokenizer.save_pretrained(directory))
 
     def save_later(self, directory: Path) -> Callable[[], None]:
         """Copy the trained weights to CPU memory. Returns a function that writes the files of `save` with these weights
         and may run in another thread. All ranks call both; only rank 0 writes."""
-        world = current_world()
         if self.sharded is not None:
-            gathered = self.gather_weights(self.saved_tensors())
-            if not world.is_rank0:
-                return lambda: None
-            assert gathered is not None
-            owned = {name: tensor.clone() for name, tensor in gathered.items()} if world.size == 1 else gathered
-            self.tokenizer.save_pretrained(directory)
-            return lambda: _write_weights(self.model, directory, owned)
+            write_rest = self._write_gathered(directory, self._saved_once())
+            if current_world().is_rank0:
+                self.tokenizer.save_pretrained(directory)
+            return write_rest
         copies: dict[int, torch.Tensor] = {}
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in self.saved_tensors().items():  # a tensor with several names stays one
@@ -264,14 +269,73 @@ class TrainedModel:
     def export(self, directory: Path) -> None:
         """Write the model so that transformers (or peft, with `lora.export: adapter`) loads it from `directory`."""
         merged = self.recipe.lora is not None and self.recipe.lora.export == "merged"
-        tensors = self.gather_weights(None if merged else self.saved_tensors())
+        if self.sharded is not None:
+            base = merged or self.recipe.lora is None
+            named = self.weights() if base else self._saved_once()
+            current_world().on_rank0(self._write_gathered(directory, named, base))
+        elif merged:
+            _write_weights(self._merged(), directory, None, exported=True)
+        else:
+            _write_weights(self.model, directory, None, exported=True)
+        current_world().on_rank0(lambda: self.tokenizer.save_pretrained(directory))
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and whole tensors that `export` would write, with adapters merged and tied weights once.
+
+        Tensors are on the model's device and share memory with the parameters where nothing is computed, so use each
+        before the next update. At most one layer of computed tensors exists at a time. A collective call for a sharded
+        model: all ranks iterate.
+        """
+        self.reshard()
+        layer = ""
+        tensors: dict[str, torch.Tensor] = {}
+        with torch.no_grad():
+            for name, tensor in merged_parameters(self.model):
+                match = _LAYER.search(name)
+                prefix = name[: match.end()] if match else name
+                if prefix != layer:
+                    yield from _as_exported(self.model, tensors)
+                    layer, tensors = prefix, {}
+                tensors[name] = tensor
+            yield from _as_exported(self.model, tensors)
+
+    def _saved_once(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """`saved_tensors`, where a tensor with several names has its first one."""
+        self.reshard()
+        tensors = self.saved_tensors()
+        firsts = {id(tensor): name for name, tensor in reversed(tensors.items())}
+        yield from ((name, tensors[name]) for name in reversed(firsts.values()))
+
+    def _write_gathered(self, directory: Path, named: Iterable[tuple[str, torch.Tensor]], base: bool = False) -> Any:
+        """Write sharded tensors, which are gathered one at a time, in files of about `FILE_BYTES`, of which rank 0 has one in
+        memory. Returns a function that writes the last file, and on other ranks does nothing. All ranks call this method.
+        `base`: tensors of the model without adapters."""
+        model = transformer(self.model) if base else self.model
+        writes, files = current_world().is_rank0, list[dict[str, int]]()
+        held: dict[str, torch.Tensor] = {}
 
         def write() -> None:
-            model = self._merged(tensors) if merged else self.model
-            _write_weights(model, directory, None if merged else tensors, exported=True)
-            self.tokenizer.save_pretrained(directory)
+            if not files:
+                _write_weights(model, directory, dict(held))
+            else:
+                save_file(held, directory / f"model-{len(files)}.safetensors", {"format": "pt"})
+            files.append({name: tensor.nbytes for name, tensor in held.items()})
+            held.clear()
 
-        current_world().on_rank0(write)
+        def write_rest() -> None:
+            if writes:
+                write()
+                _name_files(directory, files)
+
+        for name, tensor in named:
+            whole = full_tensor(tensor).detach()
+            if not writes:
+                continue
+            full = sum(one.nbytes for one in held.values()) + whole.nbytes > FILE_BYTES
+            if held and full and not hasattr(model, "peft_config"):
+                write()
+            held[name] = whole.to("cpu", copy=True).contiguous()
+        return write_rest
 
     def _restore_shards(self, tensors: dict[str, torch.Tensor]) -> list[str]:
         """Set this rank's shards; returns names that only the files or only the model have."""
@@ -290,8 +354,8 @@ class TrainedModel:
                 set_shard(state[name], tensor)
         return [*[name for name in tensors if name not in state], *missing]
 
-    def _merged(self, tensors: dict[str, torch.Tensor] | None) -> Any:
-        """A whole copy of the model with its adapters merged. `tensors`: the gathered state of a sharded model."""
+    def _merged(self) -> Any:
+        """A copy of the model with its adapters merged."""
         assert self.recipe.lora is not None
         # Adapters of 4-bit matrices are added to the matrices that those were made from.
         whole_numbers = copy.copy(self)
@@ -300,7 +364,7 @@ class TrainedModel:
         if self.recipe.load_in_4bit:
             merged.load_state_dict(dict(self.trainable()), strict=False)
         else:
-            merged.load_state_dict(self.model.state_dict() if tensors is None else tensors)
+            merged.load_state_dict(self.model.state_dict())
         whole: Any = merged.merge_and_unload()  # type: ignore[operator]
         whole.config = transformer(self.model).config
         return whole
@@ -316,6 +380,19 @@ def _write_weights(
     has_adapters = hasattr(model, "peft_config")
     keywords = {"save_embedding_layers": False} if has_adapters else {"save_original_format": exported}
     model.save_pretrained(directory, **keywords, **({} if tensors is None else {"state_dict": tensors}))
+
+
+def _name_files(directory: Path, files: list[dict[str, int]]) -> None:
+    """Give the files of a model the names that transformers expects, with the index of several. `files`: their tensors' bytes."""
+    if (count := len(files)) == 1:
+        return
+    names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    for number, name in enumerate(names):
+        (directory / (f"model-{number}.safetensors" if number else "model.safetensors")).rename(directory / name)
+    size = sum(sum(file.values()) for file in files)
+    index = {tensor: name for name, file in zip(names, files, strict=True) for tensor in file}
+    text = json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=2)
+    (directory / "model.safetensors.index.json").write_text(text)
 
 
 def checkpoint_layers(model: torch.nn.Module, selective: bool = False) -> None:
@@ -531,31 +608,12 @@ class Policy(TrainedModel):
 
     def _reference_copy(self) -> tuple[torch.nn.Module, ShardedModel | None]:
         if self._reference is None:
-            model = load_model(self.recipe, torch.device("cpu")) if self._offloads_reference else self.load()
+            with shared_weights():
+                model = load_model(self.recipe, torch.device("cpu")) if self._offloads_reference else self.load()
             self._reference = model, self.shard(model, trained=False)
         return self._reference
 
     # -- weights for engines ------------------------------------------------------------------------------------------
-
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and whole tensors that `export` would write, with adapters merged and tied weights once.
-
-        Tensors are on the model's device and share memory with the parameters where nothing is computed, so use each
-        before the next update. At most one layer of computed tensors exists at a time. A collective call for a sharded
-        model: all ranks iterate.
-        """
-        self.reshard()
-        layer = ""
-        tensors: dict[str, torch.Tensor] = {}
-        with torch.no_grad():
-            for name, tensor in merged_parameters(self.model):
-                match = _LAYER.search(name)
-                prefix = name[: match.end()] if match else name
-                if prefix != layer:
-                    yield from _as_exported(self.model, tensors)
-                    layer, tensors = prefix, {}
-                tensors[name] = tensor
-            yield from _as_exported(self.model, tensors)
 
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and whole tensors of the adapters, as peft writes them. All ranks iterate."""
