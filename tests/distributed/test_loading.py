@@ -52,7 +52,7 @@ def watched(numbers, name):
 def passed_through(path, out, dtype):
     """Load, save, restore and export a sharded model; files have 16 MiB."""
     from posttrain.distributed.world import current_world
-    from posttrain.models import policy as module
+    from posttrain.models import writing as module
 
     module.FILE_BYTES = 16 * MIB
     # The C library returns blocks of this size to the system when they are freed, as it does with those of large models.

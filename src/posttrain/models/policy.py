@@ -5,9 +5,8 @@ language model with its frozen initial weights as reference model, and its weigh
 """
 
 import copy
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from posttrain.distributed.sharding import ShardedModel, full_tensor, gather_to_rank0, set_shard
@@ -38,14 +36,13 @@ from posttrain.models.load import load_end_tokens, load_model, load_tokenizer, r
 from posttrain.models.packing import PackedRow, RowPart, pack_row
 from posttrain.models.routing import Routing
 from posttrain.models.shared import shared_weights
+from posttrain.models.writing import write_gathered, write_weights
 from posttrain.recipe.compose import section
 from posttrain.recipe.model import ModelRecipe
 from posttrain.seeds import derive_seed
 
 T = TypeVar("T")
 _LAYER = re.compile(r"\.\d+\.")
-FILE_BYTES = 4 << 30
-"""Most bytes in a file of a sharded model that has more than one tensor."""
 
 
 class TrainedModel:
@@ -205,17 +202,17 @@ class TrainedModel:
         All ranks call it; rank 0 writes.
         """
         if self.sharded is not None:
-            write_rest = self._write_gathered(directory, self._saved_once())
+            write_rest = write_gathered(self.model, directory, self._saved_once())
             current_world().on_rank0(write_rest)
         else:
-            _write_weights(self.model, directory, None)
+            write_weights(self.model, directory, None)
         current_world().on_rank0(lambda: self.tokenizer.save_pretrained(directory))
 
     def save_later(self, directory: Path) -> Callable[[], None]:
         """Copy the trained weights to CPU memory. Returns a function that writes the files of `save` with these weights
         and may run in another thread. All ranks call both; only rank 0 writes."""
         if self.sharded is not None:
-            write_rest = self._write_gathered(directory, self._saved_once())
+            write_rest = write_gathered(self.model, directory, self._saved_once())
             if current_world().is_rank0:
                 self.tokenizer.save_pretrained(directory)
             return write_rest
@@ -227,7 +224,7 @@ class TrainedModel:
             tensors[name] = copies[id(tensor)]
         # A fast tokenizer raises when two threads use it at a time.
         self.tokenizer.save_pretrained(directory)
-        return lambda: _write_weights(self.model, directory, tensors)
+        return lambda: write_weights(self.model, directory, tensors)
 
     def saved_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of a checkpoint: the model's whole state, or the adapters alone."""
@@ -272,11 +269,12 @@ class TrainedModel:
         if self.sharded is not None:
             base = merged or self.recipe.lora is None
             named = self.weights() if base else self._saved_once()
-            current_world().on_rank0(self._write_gathered(directory, named, base))
+            model = transformer(self.model) if base else self.model
+            current_world().on_rank0(write_gathered(model, directory, named))
         elif merged:
-            _write_weights(self._merged(), directory, None, exported=True)
+            write_weights(self._merged(), directory, None, exported=True)
         else:
-            _write_weights(self.model, directory, None, exported=True)
+            write_weights(self.model, directory, None, exported=True)
         current_world().on_rank0(lambda: self.tokenizer.save_pretrained(directory))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -305,37 +303,6 @@ class TrainedModel:
         tensors = self.saved_tensors()
         firsts = {id(tensor): name for name, tensor in reversed(tensors.items())}
         yield from ((name, tensors[name]) for name in reversed(firsts.values()))
-
-    def _write_gathered(self, directory: Path, named: Iterable[tuple[str, torch.Tensor]], base: bool = False) -> Any:
-        """Write sharded tensors, which are gathered one at a time, in files of about `FILE_BYTES`, of which rank 0 has one in
-        memory. Returns a function that writes the last file, and on other ranks does nothing. All ranks call this method.
-        `base`: tensors of the model without adapters."""
-        model = transformer(self.model) if base else self.model
-        writes, files = current_world().is_rank0, list[dict[str, int]]()
-        held: dict[str, torch.Tensor] = {}
-
-        def write() -> None:
-            if not files:
-                _write_weights(model, directory, dict(held))
-            else:
-                save_file(held, directory / f"model-{len(files)}.safetensors", {"format": "pt"})
-            files.append({name: tensor.nbytes for name, tensor in held.items()})
-            held.clear()
-
-        def write_rest() -> None:
-            if writes:
-                write()
-                _name_files(directory, files)
-
-        for name, tensor in named:
-            whole = full_tensor(tensor).detach()
-            if not writes:
-                continue
-            full = sum(one.nbytes for one in held.values()) + whole.nbytes > FILE_BYTES
-            if held and full and not hasattr(model, "peft_config"):
-                write()
-            held[name] = whole.to("cpu", copy=True).contiguous()
-        return write_rest
 
     def _restore_shards(self, tensors: dict[str, torch.Tensor]) -> list[str]:
         """Set this rank's shards; returns names that only the files or only the model have."""
@@ -368,31 +335,6 @@ class TrainedModel:
         whole: Any = merged.merge_and_unload()  # type: ignore[operator]
         whole.config = transformer(self.model).config
         return whole
-
-
-def _write_weights(
-    model: Any, directory: Path, tensors: dict[str, torch.Tensor] | None, exported: bool = False
-) -> None:
-    """Write the `tensors` of the model, by default all. peft would add the frozen weights of adapted embeddings.
-
-    `exported`: under the names of the family's checkpoints, where each expert has its own matrices, not of its modules.
-    """
-    has_adapters = hasattr(model, "peft_config")
-    keywords = {"save_embedding_layers": False} if has_adapters else {"save_original_format": exported}
-    model.save_pretrained(directory, **keywords, **({} if tensors is None else {"state_dict": tensors}))
-
-
-def _name_files(directory: Path, files: list[dict[str, int]]) -> None:
-    """Give the files of a model the names that transformers expects, with the index of several. `files`: their tensors' bytes."""
-    if (count := len(files)) == 1:
-        return
-    names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
-    for number, name in enumerate(names):
-        (directory / (f"model-{number}.safetensors" if number else "model.safetensors")).rename(directory / name)
-    size = sum(sum(file.values()) for file in files)
-    index = {tensor: name for name, file in zip(names, files, strict=True) for tensor in file}
-    text = json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=2)
-    (directory / "model.safetensors.index.json").write_text(text)
 
 
 def checkpoint_layers(model: torch.nn.Module, selective: bool = False) -> None:

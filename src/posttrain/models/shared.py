@@ -8,6 +8,7 @@ until the model is sharded.
 import os
 import secrets
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,9 +36,9 @@ def shared_weights() -> Iterator[None]:
     if world.size == 1:
         yield
         return
-    leads, number = world.local_rank == 0, 0
-    token = world.broadcast(secrets.token_hex(8))
-    folder = cache_directory() / f"loading-{token}-{world.rank - world.local_rank}"
+    machines, tokens = zip(*world.gather([(socket.gethostname(), secrets.token_hex(8))]), strict=True)
+    leader, number = machines.index(machines[world.rank]), 0
+    leads, folder = leader == world.rank, cache_directory() / f"loading-{tokens[leader]}"
 
     def share(module: torch.nn.Module, name: str, parameter: Any) -> None:
         nonlocal number
