@@ -103,3 +103,17 @@ def test_a_process_allocates_its_shards_alone(tmp_path, family, dtype):
         assert len(list((tmp_path / folder).glob("model-*-of-*.safetensors"))) > 3
         again = AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype=dtype).state_dict()
         assert all(torch.equal(tensor, again[name]) for name, tensor in whole.state_dict().items())
+
+
+def test_files_of_a_sharded_model_are_small_and_have_an_index(tiny_model, tmp_path, monkeypatch):
+    from posttrain.models import writing
+
+    monkeypatch.setattr(writing, "FILE_BYTES", 20_000)
+    policy = Policy(str(tiny_model), threads=1)
+    writing.write_gathered(policy.model, tmp_path, policy.weights())()
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[-1].name == f"model-{len(files):05}-of-{len(files):05}.safetensors"
+    assert len(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]) > len(files)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in policy.model.state_dict().items())
