@@ -59,12 +59,12 @@ def shared_weights() -> Iterator[None]:
         os.environ[_IN_TURN] = "1"
         try:
             yield
-        finally:
+        finally:  # also where every process refuses the model
             hook.remove()
             os.environ[_IN_TURN] = before
-        if leads:
-            world.barrier()
-        world.barrier()  # files that are mapped exist until they are not
+            if leads:
+                world.barrier()
+            world.barrier()  # files that are mapped exist until they are not
     finally:
         if leads:
             shutil.rmtree(folder, ignore_errors=True)
