@@ -43,6 +43,7 @@ CASES = {
     "reward_lora": ("reward", {"steps": 3, "model": {"lora": {"rank": 4}}}),
     "rl": ("rl", {"steps": 3}),
     "rl_apart": ("rl", {"steps": 2}),
+    "distill": ("distill", {"steps": 2, "evaluation": {"every": 0}}),
     "ppo": (
         "rl",
         {"steps": 2, "credit": PPO, "model": {"lora": {"rank": 4}}, "critic": {"optimizer": {"learning_rate": 1e-3}}},
@@ -72,7 +73,12 @@ def values_of(case, tiny, folder, hardware=None):
     """The recipe of a case, whose run is `folder`/small."""
     folder.mkdir(parents=True, exist_ok=True)
     stage, changes = CASES[case]
-    found = small.recipe_values(tiny, folder) if stage == "rl" else preferences.recipe_values(stage, tiny, folder)
+    plays = stage in ("rl", "distill")
+    found = small.recipe_values(tiny, folder) if plays else preferences.recipe_values(stage, tiny, folder)
+    if stage == "distill":
+        found = {key: value for key, value in found.items() if key not in ("kl", "entropy")}
+        del found["rollout"]["filter"]
+        found |= {"stage": stage, "teacher": {"path": str(tiny.parent / "untied")}}
     found["checkpoint"] = {"every": 100}
     found = merged(found, json.loads(json.dumps(changes)))
     found["hardware"] = found.get("hardware", {}) | (hardware or {})
@@ -97,7 +103,8 @@ GIVEN = {
     "given_embeddings": ("untied", {"rank": 4, "targets": ["embed_tokens", "lm_head", "q_proj"]}),
     "given_experts": ("experts", {"rank": 4}),
     "given_experts_whole": ("experts", None),
-    "given_mixtral": ("mixtral", None),
+    "given_mixtral": ("mixtral", {"rank": 4}),
+    "given_mixtral_whole": ("mixtral", None),
 }
 """Names of the updates on given episodes -> their model and adapters."""
 
@@ -199,12 +206,13 @@ def alone(models, tmp_path_factory):
         pytest.param((4, tuple(CASES), 1), marks=SLOW),
         pytest.param((2, tuple(CASES), 2), marks=SLOW),
         pytest.param((4, tuple(CASES), 2), marks=SLOW),
+        pytest.param((4, tuple(CASES), 4), marks=SLOW),
         ([2, 2], ("sft",), 1),
         pytest.param(([2, 2], tuple(case for case in CASES if case != "sft"), 1), marks=SLOW),
         pytest.param(([2, 2], QUICK, 2), marks=SLOW),
     ],
     ids=[
-        *("two", "two_others", "four", "two_together", "four_in_pairs"),
+        *("two", "two_others", "four", "two_together", "four_in_pairs", "four_together"),
         *("two_replicas", "two_replicas_others", "two_replicas_in_pairs"),
     ],
 )
@@ -283,7 +291,7 @@ def test_updates_on_given_episodes_are_those_of_one_process(name, alone, divided
         assert not ("expert" in name or "mixtral" in name) or line["loss/router"] > 1.9
     file = "model.safetensors" if GIVEN[name][1] is None else "adapter_model.safetensors"
     # Routers divide tokens among products, which round by their numbers of rows; without AVX-512 by more.
-    bound = 2 * WEIGHTS if name == "given_experts_whole" and count > 1 else WEIGHTS
+    bound = 2 * WEIGHTS if name.endswith("whole") and count > 1 else WEIGHTS
     same_weights(expected / "policy" / file, found / "policy" / file, bound)
 
 

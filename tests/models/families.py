@@ -31,6 +31,7 @@ EXPERTS = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
     "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
     "granitemoe": ("GraniteMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "minimax_m2": ("MiniMaxM2Config", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
     "phimoe": ("PhimoeConfig", {"num_local_experts": 4}),
     "jetmoe": ("JetMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8}),
     "glm4_moe": ("Glm4MoeConfig", DEEPSEEK | {"head_dim": 8}),

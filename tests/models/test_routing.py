@@ -19,7 +19,8 @@ from posttrain.training.updater import Sample, Updater
 from tests.models.families import save_family
 
 FAMILIES = {"qwen3_moe": 1, "qwen2_moe": 2, "mixtral": 2, "olmoe": 2, "granitemoe": 2, "glm4_moe": 1, "deepseek_v3": 1}
-"""Family -> routers of its tiny model."""
+FAMILIES |= {"minimax_m2": 2}
+"""Family -> routers of its tiny model. That of MiniMax-M2 takes a bias besides the hidden states."""
 EXPERTS = 4
 
 

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,19 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from posttrain.distributed.world import control_group, current_world
+from posttrain.runs.storage import digests_of_files
 
 
-def write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor], background: bool = False) -> None:
+def write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor], background: bool = False) -> dict[Path, str]:
     """Write the tensors to `directory`, sharded ones by shard. All ranks call it; a tensor that is not sharded and that all
-    ranks name is written once. It returns when all have written. `background`: in the thread that writes checkpoints."""
-    writer = dcp.FileSystemWriter(directory, single_file_per_rank=True, sync_files=True)
+    ranks name is written once. It returns when all have written, the digest of each rank's file, which the rank computes.
+    `background`: in the thread that writes checkpoints."""
+    world, writer = current_world(), dcp.FileSystemWriter(directory, single_file_per_rank=True, sync_files=True)
     with _explained():
         dcp.save(dict(tensors), storage_writer=writer, **_process_group(background))
+    files = list(directory.glob(f"__{world.rank}_*"))
+    own = dict(zip(files, digests_of_files(files), strict=True))
+    return dict(chain.from_iterable(one.items() for one in world.gather([own], background)))
 
 
 def read_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -115,8 +115,8 @@ class World:
             _state["mesh"] = torch.distributed.init_device_mesh(device, shape, mesh_dim_names=("replicas", "shards"))
         return _state["mesh"]
 
-    def gather(self, items: Sequence[T]) -> list[T]:
-        """The items of all ranks, in rank order, on every rank. Items must be picklable."""
+    def gather(self, items: Sequence[T], background: bool = False) -> list[T]:
+        """The items of all ranks, in rank order, on every rank. Items must be picklable. `background`: see `control_group`."""
         if self.size == 1:
             return list(items)
         import torch.distributed as dist
@@ -124,7 +124,7 @@ class World:
         hangs.progress[0] += 1
         gathered: list[Any] = [None] * self.size
         with _explain_failure():
-            dist.all_gather_object(gathered, list(items), group=control_group())
+            dist.all_gather_object(gathered, list(items), group=control_group(background))
         return list(itertools.chain.from_iterable(gathered))
 
     def broadcast(self, item: T) -> T:

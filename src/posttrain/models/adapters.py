@@ -234,7 +234,7 @@ def merged_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tenso
     adapted = _adapted(base)
     factors = _factor_ids(adapted)
     for name, parameter in base.named_parameters():
-        if id(parameter) in factors:
+        if id(parameter) in factors or ".original_module." in name:
             continue
         name, tensor = _base_name(name), full_tensor(dequantized(parameter)).detach()
         if (module := adapted.get(name)) is not None:
@@ -262,6 +262,7 @@ def _adapted(base: torch.nn.Module) -> dict[str, Any]:
 
 def _base_name(name: str) -> str:
     """The name that a module or parameter has without adapters."""
+    name = re.sub(r"\.modules_to_save\.[^.]+", "", name)  # a head that is trained beside adapters
     return ".".join(part for part in name.split(".") if part != "base_layer")
 
 

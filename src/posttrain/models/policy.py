@@ -35,6 +35,8 @@ from posttrain.models.layers import lengths_of
 from posttrain.models.load import load_end_tokens, load_model, load_tokenizer, resolve_device
 from posttrain.models.packing import PackedRow, RowPart, pack_row
 from posttrain.models.routing import Routing
+from posttrain.models.shared import shared_weights
+from posttrain.models.writing import write_gathered, write_weights
 from posttrain.recipe.compose import section
 from posttrain.recipe.model import ModelRecipe
 from posttrain.seeds import derive_seed
@@ -78,7 +80,8 @@ class TrainedModel:
         self.end_tokens = load_end_tokens(recipe.path, self.tokenizer)
         """Token ids that end a completion: the end tokens of the tokenizer, the generation configuration and the chat
         template."""
-        self.model = self.load()
+        with shared_weights():
+            self.model = self.load()
         self.version = 0
         self.warnings: list[str] = []
         """Sentences about the recipe's adapters; stages report them at their start."""
@@ -198,22 +201,21 @@ class TrainedModel:
 
         All ranks call it; rank 0 writes.
         """
-        tensors = self.gather_weights(self.saved_tensors())
-        current_world().on_rank0(lambda: _write_weights(self.model, directory, tensors))
+        if self.sharded is not None:
+            write_rest = write_gathered(self.model, directory, self._saved_once())
+            current_world().on_rank0(write_rest)
+        else:
+            write_weights(self.model, directory, None)
         current_world().on_rank0(lambda: self.tokenizer.save_pretrained(directory))
 
     def save_later(self, directory: Path) -> Callable[[], None]:
         """Copy the trained weights to CPU memory. Returns a function that writes the files of `save` with these weights
         and may run in another thread. All ranks call both; only rank 0 writes."""
-        world = current_world()
         if self.sharded is not None:
-            gathered = self.gather_weights(self.saved_tensors())
-            if not world.is_rank0:
-                return lambda: None
-            assert gathered is not None
-            owned = {name: tensor.clone() for name, tensor in gathered.items()} if world.size == 1 else gathered
-            self.tokenizer.save_pretrained(directory)
-            return lambda: _write_weights(self.model, directory, owned)
+            write_rest = write_gathered(self.model, directory, self._saved_once())
+            if current_world().is_rank0:
+                self.tokenizer.save_pretrained(directory)
+            return write_rest
         copies: dict[int, torch.Tensor] = {}
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in self.saved_tensors().items():  # a tensor with several names stays one
@@ -222,7 +224,7 @@ class TrainedModel:
             tensors[name] = copies[id(tensor)]
         # A fast tokenizer raises when two threads use it at a time.
         self.tokenizer.save_pretrained(directory)
-        return lambda: _write_weights(self.model, directory, tensors)
+        return lambda: write_weights(self.model, directory, tensors)
 
     def saved_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of a checkpoint: the model's whole state, or the adapters alone."""
@@ -264,14 +266,43 @@ class TrainedModel:
     def export(self, directory: Path) -> None:
         """Write the model so that transformers (or peft, with `lora.export: adapter`) loads it from `directory`."""
         merged = self.recipe.lora is not None and self.recipe.lora.export == "merged"
-        tensors = self.gather_weights(None if merged else self.saved_tensors())
+        if self.sharded is not None:
+            base = merged or self.recipe.lora is None
+            named = self.weights() if base else self._saved_once()
+            model = transformer(self.model) if base else self.model
+            current_world().on_rank0(write_gathered(model, directory, named))
+        elif merged:
+            write_weights(self._merged(), directory, None, exported=True)
+        else:
+            write_weights(self.model, directory, None, exported=True)
+        current_world().on_rank0(lambda: self.tokenizer.save_pretrained(directory))
 
-        def write() -> None:
-            model = self._merged(tensors) if merged else self.model
-            _write_weights(model, directory, None if merged else tensors, exported=True)
-            self.tokenizer.save_pretrained(directory)
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and whole tensors that `export` would write, with adapters merged and tied weights once.
 
-        current_world().on_rank0(write)
+        Tensors are on the model's device and share memory with the parameters where nothing is computed, so use each
+        before the next update. At most one layer of computed tensors exists at a time. A collective call for a sharded
+        model: all ranks iterate.
+        """
+        self.reshard()
+        layer = ""
+        tensors: dict[str, torch.Tensor] = {}
+        with torch.no_grad():
+            for name, tensor in merged_parameters(self.model):
+                match = _LAYER.search(name)
+                prefix = name[: match.end()] if match else name
+                if prefix != layer:
+                    yield from _as_exported(self.model, tensors)
+                    layer, tensors = prefix, {}
+                tensors[name] = tensor
+            yield from _as_exported(self.model, tensors)
+
+    def _saved_once(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """`saved_tensors`, where a tensor with several names has its first one."""
+        self.reshard()
+        tensors = self.saved_tensors()
+        firsts = {id(tensor): name for name, tensor in reversed(tensors.items())}
+        yield from ((name, tensors[name]) for name in reversed(firsts.values()))
 
     def _restore_shards(self, tensors: dict[str, torch.Tensor]) -> list[str]:
         """Set this rank's shards; returns names that only the files or only the model have."""
@@ -290,8 +321,8 @@ class TrainedModel:
                 set_shard(state[name], tensor)
         return [*[name for name in tensors if name not in state], *missing]
 
-    def _merged(self, tensors: dict[str, torch.Tensor] | None) -> Any:
-        """A whole copy of the model with its adapters merged. `tensors`: the gathered state of a sharded model."""
+    def _merged(self) -> Any:
+        """A copy of the model with its adapters merged."""
         assert self.recipe.lora is not None
         # Adapters of 4-bit matrices are added to the matrices that those were made from.
         whole_numbers = copy.copy(self)
@@ -300,22 +331,10 @@ class TrainedModel:
         if self.recipe.load_in_4bit:
             merged.load_state_dict(dict(self.trainable()), strict=False)
         else:
-            merged.load_state_dict(self.model.state_dict() if tensors is None else tensors)
+            merged.load_state_dict(self.model.state_dict())
         whole: Any = merged.merge_and_unload()  # type: ignore[operator]
         whole.config = transformer(self.model).config
         return whole
-
-
-def _write_weights(
-    model: Any, directory: Path, tensors: dict[str, torch.Tensor] | None, exported: bool = False
-) -> None:
-    """Write the `tensors` of the model, by default all. peft would add the frozen weights of adapted embeddings.
-
-    `exported`: under the names of the family's checkpoints, where each expert has its own matrices, not of its modules.
-    """
-    has_adapters = hasattr(model, "peft_config")
-    keywords = {"save_embedding_layers": False} if has_adapters else {"save_original_format": exported}
-    model.save_pretrained(directory, **keywords, **({} if tensors is None else {"state_dict": tensors}))
 
 
 def checkpoint_layers(model: torch.nn.Module, selective: bool = False) -> None:
@@ -531,31 +550,12 @@ class Policy(TrainedModel):
 
     def _reference_copy(self) -> tuple[torch.nn.Module, ShardedModel | None]:
         if self._reference is None:
-            model = load_model(self.recipe, torch.device("cpu")) if self._offloads_reference else self.load()
+            with shared_weights():
+                model = load_model(self.recipe, torch.device("cpu")) if self._offloads_reference else self.load()
             self._reference = model, self.shard(model, trained=False)
         return self._reference
 
     # -- weights for engines ------------------------------------------------------------------------------------------
-
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and whole tensors that `export` would write, with adapters merged and tied weights once.
-
-        Tensors are on the model's device and share memory with the parameters where nothing is computed, so use each
-        before the next update. At most one layer of computed tensors exists at a time. A collective call for a sharded
-        model: all ranks iterate.
-        """
-        self.reshard()
-        layer = ""
-        tensors: dict[str, torch.Tensor] = {}
-        with torch.no_grad():
-            for name, tensor in merged_parameters(self.model):
-                match = _LAYER.search(name)
-                prefix = name[: match.end()] if match else name
-                if prefix != layer:
-                    yield from _as_exported(self.model, tensors)
-                    layer, tensors = prefix, {}
-                tensors[name] = tensor
-            yield from _as_exported(self.model, tensors)
 
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and whole tensors of the adapters, as peft writes them. All ranks iterate."""

@@ -5,8 +5,8 @@ token by one `topk` over all of them. That call is where choices are read and, i
 is its own code, so weights of experts have the family's formula and its gradient.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from posttrain.models.forward import base_decoder, path_of
+from posttrain.models.forward import alone_output, base_decoder, path_of
 from posttrain.models.layers import lengths_of
 
 
@@ -146,6 +146,20 @@ class _Router(torch.nn.Module):
         return self.routing.run(self, lambda: super(_Router, self).forward(*inputs, **named))
 
 
+def _inputs_of(model: torch.nn.Module, routers: Iterable[torch.nn.Module]) -> dict[torch.nn.Module, Any]:
+    """The arguments of each router in a pass of three tokens: some take more than hidden states."""
+    given: dict[torch.nn.Module, Any] = {}
+
+    def keep(module: torch.nn.Module, inputs: Any, named: Any) -> None:
+        given[module] = inputs, named
+
+    with ExitStack() as hooks, torch.no_grad():
+        for router in routers:
+            hooks.callback(router.register_forward_pre_hook(keep, with_kwargs=True).remove)
+        alone_output(model, torch.arange(3, device=next(model.parameters()).device))
+    return given
+
+
 def use_routing(model: torch.nn.Module) -> None:
     """Let passes of `model`, a model of transformers whose forward path is chosen, read and replay the choices of its routers
     (`forward.routing_of`). No effect on a model without routers, or with one that does not choose as described above."""
@@ -155,19 +169,17 @@ def use_routing(model: torch.nn.Module) -> None:
     routers: dict[str, Any] = {name: module for name, module in model.named_modules() if type(module) in places}
     if not routers or not path_of(model).packed or lengths_of(base_decoder(model)) is not None:
         return
-    width = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
-    routing = Routing(list(routers))
+    routing, given = Routing(list(routers)), _inputs_of(model, routers.values())
     for place, router in enumerate(routers.values()):
-        cls, at, weight = type(router), places[type(router)], next(router.parameters())
-        inputs = torch.linspace(-1, 1, 3 * width, dtype=weight.dtype, device=weight.device).view(3, width)
+        cls, at, (inputs, named) = type(router), places[type(router)], given[router]
         with torch.no_grad():
-            experts = router(inputs)[at].shape[-1]
+            experts = router(*inputs, **named)[at].shape[-1]
             with _Choice(experts, None) as choice:
-                router(inputs)
+                router(*inputs, **named)
             if not hasattr(choice, "made"):
                 return
             with _Choice(experts, (choice.made + 1) % experts) as other:
-                out = router(inputs)
+                out = router(*inputs, **named)
         tensors = [part for part in out if isinstance(part, torch.Tensor)]
         if not any(part.shape == other.made.shape and torch.equal(part.long(), other.made) for part in tensors):
             return

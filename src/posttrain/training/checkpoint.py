@@ -85,9 +85,9 @@ class Checkpoints:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
 
-        def conclude() -> None:
+        def conclude(digests: Mapping[Path, str]) -> None:
             (aside / STATE).write_text(text)
-            self._seal(aside, step)
+            self._seal(aside, step, digests)
             if target.exists():
                 shutil.rmtree(target)
             aside.rename(target)
@@ -111,8 +111,8 @@ class Checkpoints:
         if not later:
             with removing_parts():
                 model.save(aside / "policy")
-                write_tensors(aside / "tensors", tensors)
-                world.on_rank0(conclude)
+                digests = write_tensors(aside / "tensors", tensors)
+                world.on_rank0(lambda: conclude(digests))
             return target
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         with storage_errors(target):
@@ -122,10 +122,10 @@ class Checkpoints:
             try:
                 with removing_parts():
                     # Every process has written when this returns, so rank 0 needs no further call of all.
-                    write_tensors(aside / "tensors", copies, background=True)
+                    digests = write_tensors(aside / "tensors", copies, background=True)
                     save_model()
                     if world.is_rank0:
-                        conclude()
+                        conclude(digests)
             except BaseException as error:
                 self._failure = error
 
@@ -229,14 +229,15 @@ class Checkpoints:
             f"{self.directory} has no intact checkpoint to fall back to; start the run again with --overwrite"
         )
 
-    def _seal(self, aside: Path, step: int) -> None:
-        """Sync every file and write the manifest last."""
-        files = sorted(path for path in aside.rglob("*") if path.is_file())
+    def _seal(self, aside: Path, step: int, digests: Mapping[Path, str]) -> None:
+        """Sync every file and write the manifest last. `digests`: of files that are synced."""
+        files = sorted(path for path in aside.rglob("*") if path.is_file() and path not in digests)
         for path in files:
             with path.open("rb") as handle:
                 os.fsync(handle.fileno())
-        digests = dict(zip((str(path.relative_to(aside)) for path in files), digests_of_files(files), strict=True))
-        write_atomically(aside / MANIFEST, json.dumps({"run": self.run_id, "step": step, "files": digests}, indent=1))
+        whole = dict(digests) | dict(zip(files, digests_of_files(files), strict=True))
+        named = {str(path.relative_to(aside)): whole[path] for path in sorted(whole)}
+        write_atomically(aside / MANIFEST, json.dumps({"run": self.run_id, "step": step, "files": named}, indent=1))
         for directory in (path for path in aside.iterdir() if path.is_dir()):
             sync_directory(directory)
 
