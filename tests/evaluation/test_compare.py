@@ -228,6 +228,11 @@ def test_runs_of_other_environments_are_refused_and_other_keys_reported(tmp_path
         compare(read_sides([a, other]))
     with pytest.raises(InputError, match="no final episodes yet"):
         read_sides([a, run_directory(tmp_path, "d", [])])
+    from posttrain.recipe.compose import load_recipe
+
+    rows = RunDirectory.create(load_recipe([], [f"runs={tmp_path}", "name=e", "data.train=x.jsonl"], "sft"))
+    with pytest.raises(InputError, match="stage sft .* `posttrain generate`"):
+        read_sides([a, str(rows.path)])
 
 
 @pytest.mark.parametrize(

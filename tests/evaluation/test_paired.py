@@ -272,6 +272,20 @@ def test_equal_answers_have_no_difference():
         paired_test("score", "higher", [same], [same], names(1))
 
 
+def test_an_effect_of_several_runs_has_no_interval_over_items_alone():
+    one, other, more = (
+        scores([0.5, 1.5, 2.5, 3.5] * 5),
+        scores([0.0, 1.0, 2.5, 3.0] * 5),
+        scores([0.5, 2.0, 3.0, 4.0] * 5),
+    )
+    alone = paired_test("score", "higher", [one], [more], names(20), draws=100).effect
+    several = paired_test("score", "higher", [one, other], [more, more], names(20), draws=100).effect
+    assert 0 < alone.low < alone.value
+    assert several.value > 0
+    assert math.isnan(several.low)
+    assert math.isnan(several.high)
+
+
 def test_a_lower_perplexity_is_better():
     a = item_sums("perplexity", ((str(i), (3.0 + i % 3, 2)) for i in range(40)))
     b = item_sums("perplexity", ((str(i), (2.0 + i % 3, 2)) for i in range(40)))

@@ -69,7 +69,7 @@ def test_runs_that_differ_only_by_seed_are_one_curve_with_a_band(tmp_path):
     corners = band.get_paths()[0].vertices
     at_first = corners[corners[:, 0] == 1, 1]
     assert (at_first.min(), at_first.max()) == pytest.approx((low, high))
-    assert "95% interval over seeds shaded" in axes.get_title(loc="left")
+    assert "95% intervals over seeds" in axes.get_title(loc="left")
 
 
 def test_the_same_recipe_and_seed_twice_is_not_a_sample(tmp_path):

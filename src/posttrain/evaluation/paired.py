@@ -161,6 +161,8 @@ def paired_test(
     dz = None
     if kind in ("rate", "mean"):
         dz = standardized_difference((np.mean(values_b, axis=0) - np.mean(values_a, axis=0)).tolist())
+        if runs != (1, 1):  # its interval is over items alone, unlike p
+            dz = replace(dz, low=math.nan, high=math.nan)
     test: Literal["t", "t, paired by training seed"] = "t, paired by training seed" if paired else "t"
     return PairedTest(metric, kind, better, value_a, value_b, difference, p, test, len(items), runs, dz)
 

@@ -178,12 +178,17 @@ def _read_run(path: str) -> Run:
     """Read the final episodes of a run: those of the latest step, if the store also has those of the initial model."""
     run = RunDirectory.open(path)
     finals = [stored for stored in stored_steps(run.episodes) if stored.split == "final"]
+    recipe = run.load_recipe()
+    environment = getattr(recipe, "environment", None)
+    if not finals and environment is None:
+        raise InputError(
+            f"{path}: a run of stage {recipe.stage} without an environment has no final episodes; let `posttrain generate` "
+            "complete rows with its model, and compare those files"
+        )
     if not finals:
         raise InputError(f"{path} has no final episodes yet; wait until it finishes, or evaluate its model")
     stored = max(finals, key=lambda step: step.step)
     episodes = read_episodes(stored.path).episodes
-    recipe = run.load_recipe()
-    environment = getattr(recipe, "environment", None)
     failed = sum(episode.outcome is Outcome.FAILED for episode in episodes)
     details = [f"{path}: final episodes of step {stored.step}"] if len(finals) > 1 else []
     if any(line.get("chosen") == UNIMPROVED for line in read_metrics(run.metrics)):

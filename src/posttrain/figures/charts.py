@@ -370,7 +370,7 @@ def chart_of_runs(
     shared = [levels_of(source.lines, metric.key) for _, bundle, _ in drawn for source in bundle.sources]
     levels = [level for level in shared[0] if all(level in one for one in shared)]
     notes = ["geometric means"] if geometric else []
-    notes += [f"95% interval over seeds shaded, from {FEWEST_SEEDS} seeds on"] if averaged else []
+    notes += [f"95% intervals over seeds, from {FEWEST_SEEDS} seeds on"] if averaged else []
     subtitle = f"{metric.what} · {metric.key}" if metric.what else metric.key
     look, levels = replace(panel, smoothed=trained), [*levels, *_reference(panel)]
     return Chart(metric.file, "Curves", look, traces, levels, (), subtitle, " · ".join(notes)), warnings

@@ -32,7 +32,7 @@ _MOST_MARKED = 40
 _MOST_DRAWN = 1_000
 """Points of a curve in a picture, about one per pixel. Curves that go up and down take as long as all else to draw."""
 _MOST_LIMITS = 12
-"""Bands with more points than this have no bars at the points."""
+"""Intervals of more evaluations than this are shaded."""
 _TITLE_WIDTH = 92
 """Maximum number of characters per line above a panel."""
 _HEADING_WIDTH = 70
@@ -132,7 +132,7 @@ def _draw(axes: Axes, chart: Chart) -> None:
         axes.errorbar([step], [value], lengths, fmt="*", label=label, **look)
         shown += [value, low, high]
     if limits and not chart.note:
-        notes.append("95% interval at the end" if at_end else "95% interval shaded")
+        notes.append("95% interval at the end" if at_end else "95% intervals")
     axes.set_title(textwrap.fill(", ".join([chart.subtitle, *notes]), _TITLE_WIDTH))
     heights = [*shown, *limits]
     if panel.whole:
@@ -189,15 +189,15 @@ def _rows(trace: Trace) -> list[tuple[int, float, float, float]]:
 
 
 def _band(axes: Axes, trace: Trace) -> list[float]:
-    """Shade the 95% intervals of a curve; returns the limits."""
+    """Draw the 95% intervals of a curve; returns the limits."""
     rows = _rows(trace)
     if not rows:
         return []
     rows = rows[:: -(-len(rows) // MOST_POINTS)]
     steps, low, _, high = (list(column) for column in zip(*rows, strict=True))
-    axes.fill_between(steps, low, high, color=trace.color, alpha=0.18, linewidth=0)
-    if len(rows) <= _MOST_LIMITS:
-        # A band over a single point has no area, so short curves also get bars.
+    if trace.trained or len(rows) > _MOST_LIMITS:
+        axes.fill_between(steps, low, high, color=trace.color, alpha=0.18, linewidth=0)
+    else:  # a shade would claim certainty between few evaluations
         for row in rows:
             _bar(axes, *row, trace.color)
     return low + high

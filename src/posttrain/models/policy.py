@@ -230,13 +230,12 @@ class TrainedModel:
         """The tensors of a checkpoint: the model's whole state, or the adapters alone."""
         return self.model.state_dict(keep_vars=True) if self.recipe.lora is None else dict(self.trainable())
 
-    def gather_weights(self, tensors: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor] | None:
-        """Gather `tensors` (default: the model's whole state) in rank 0's CPU memory; None for a model that is not
-        sharded."""
+    def gather_weights(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+        """Gather `tensors` in rank 0's CPU memory; None for a model that is not sharded."""
         if self.sharded is None:
             return None
         self.sharded.reshard()
-        return gather_to_rank0(self.model.state_dict(keep_vars=True) if tensors is None else tensors)
+        return gather_to_rank0(tensors)
 
     def restore(self, directory: Path) -> None:
         """Read what `save` wrote, bit for bit. InputError if the files belong to another model."""
