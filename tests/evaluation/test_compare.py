@@ -231,7 +231,7 @@ def test_runs_of_other_environments_are_refused_and_other_keys_reported(tmp_path
     from posttrain.recipe.compose import load_recipe
 
     rows = RunDirectory.create(load_recipe([], [f"runs={tmp_path}", "name=e", "data.train=x.jsonl"], "sft"))
-    with pytest.raises(InputError, match="stage sft .* `posttrain generate`"):
+    with pytest.raises(InputError, match="of stage sft without an environment"):
         read_sides([a, str(rows.path)])
 
 
