@@ -61,14 +61,14 @@ figures: $(READY)
 screenshots: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.view.screenshots
 
-# The column of this processor in docs/results/speed.md, with tables in build/speed: an hour. Run nothing else beside it.
+# The column of this processor in docs/results/speed.md, with tables in build/speed: 45 minutes. Run nothing else beside it.
 SPEED := build/speed
 speed: $(READY) vllm
 	mkdir -p $(SPEED)
 	for stage in sft reward dpo rl; do $(BIN)/python benchmarks/speed_trl.py $$stage --rounds 2 --json $(SPEED)/$$stage.json || exit; done
 	$(BIN)/python benchmarks/speed_trl.py sft --model smollm2 --rounds 1 --json $(SPEED)/smollm2.json
-	$(BIN)/python benchmarks/generation.py --in-flight 8,32,128 --rounds 2 --sides posttrain,vLLM,llama --vllm-compiled \
-		--json $(SPEED)/generation.json
+	$(BIN)/python benchmarks/generation.py --in-flight 8,32 --rounds 2 --sides "posttrain bfloat16,vLLM,llama" \
+		--vllm-compiled --json $(SPEED)/generation.json
 	$(BIN)/python benchmarks/generation.py --in-flight 32 --groups 1 --rounds 1 --sides float32 --json $(SPEED)/float32.json
 	$(BIN)/python benchmarks/contention.py --model qwen3 --busy 3 --rounds 1 --json $(SPEED)/contention.json
 	rm -rf $(SPEED)/clone && git clone --quiet . $(SPEED)/clone
