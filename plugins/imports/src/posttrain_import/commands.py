@@ -79,7 +79,7 @@ class Imported:
     def recipe(self) -> Recipe:
         """The typed recipe, with stand-ins for the keys that it requires. Raises InputError if a key has a value that is not
         allowed."""
-        given = {key: "required" if key in self.required else value for key, value in self.values.items()}
+        given = {key: "required:function" if key in self.required else value for key, value in self.values.items()}
         values = self._merged(given).values
         for key in filter(re.compile(r"\w+\.type").fullmatch, self.required):
             del values[key.removesuffix(".type")]  # nothing is known about its other keys
