@@ -132,8 +132,9 @@ def test_a_killed_process_ends_the_run_with_one_sentence_and_torchrun_resumes(ti
 def test_input_errors_are_reported_once(tiny_model, tmp_path):
     process = begin([*words("/nowhere", tmp_path / "runs", 1), "hardware.processes=2"], tmp_path / "log.txt")
     assert process.wait() == 2
-    said = "posttrain: model.path: /nowhere is not a model directory: it has no config.json\n"
-    assert (tmp_path / "log.txt").read_text() == said
+    (said,) = (tmp_path / "log.txt").read_text().splitlines()
+    assert said.startswith("posttrain: model.path: ")
+    assert "/nowhere" in said
 
 
 def test_mismatched_settings_are_refused(monkeypatch):
