@@ -29,6 +29,8 @@ class Machines:
         self.environment = os.environ | {
             "RAY_worker_niceness": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
+            # From Ray 2.60 on, a first node asks others for the token of its user if there is one, and they do not send it.
+            "RAY_AUTH_MODE": "token",
             "OMP_NUM_THREADS": "1",
             "RAY_health_check_period_ms": "1000",
             "RAY_health_check_failure_threshold": "5",

@@ -37,10 +37,11 @@ def connected(address: str) -> Iterator[Any]:
         return
     try:
         started = _connect(ray, address)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
         cause = " ".join(str(error).split())
         raise (InputError if address != "auto" else RunError)(
-            f"hardware.ray: no cluster at {address} ({cause}); start one with `ray start --head`, or set its address"
+            f"hardware.ray: no connection to a cluster at {address} ({cause}); start one with `ray start --head`, set its "
+            "address, or set the variable RAY_AUTH_MODE=token for one that asks for tokens, as Ray does from 2.60 on"
         ) from error
     try:
         with _removed_session(ray) if started else nullcontext():
