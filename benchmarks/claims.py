@@ -367,7 +367,7 @@ def units_table(lines: Sequence[Line]) -> str:
     return f"Random steps {random:.1%}, before RL {shown(start)}, optimal 100.0%.\n\n{markdown(rows)}"
 
 
-def success_rows(lines: Sequence[Line], game: str, thoughts: str, size: str = "1.2M") -> list[Keys]:
+def success_rows(lines: Sequence[Line], game: str, thoughts: str, size: str) -> list[Keys]:
     """A row of success by way, if there are runs."""
     names = {way: f"{game} | {thoughts} | {way}" + (f" | {size}" if size in SIZES else "") for way in WAYS}
     known = [line for line in lines if line["variant"] == names["RL"]]
@@ -390,18 +390,18 @@ def ragen_table(lines: Sequence[Line]) -> str:
     """Success by game, format and way, and the paired differences that the claims are about."""
     rows, compared = [], []
     for game in GAMES:
-        for thoughts in FORMATS:
-            rows += success_rows(lines, game, thoughts)
+        for thoughts, size in (*((thoughts, "1.2M") for thoughts in FORMATS), *((FORMATS[0], size) for size in SIZES)):
+            rows += success_rows(lines, game, thoughts, size)
+            end = f" | {size}" if size in SIZES else ""
             for way, base in (("RL", "SFT"), ("SFT then RL", "SFT"), ("SFT then RL", "RL")):
-                values = difference(lines, f"{game} | {thoughts} | {way}", f"{game} | {thoughts} | {base}", "final")
-                compared.append((game, f"{way} - {base}, {thoughts}", "after training", *values))
+                names = (f"{game} | {thoughts} | {one}{end}" for one in (way, base))
+                what = f"{way} - {base}, {thoughts}{', ' + size if end else ''}"
+                compared.append((game, what, "after training", *difference(lines, *names, "final")))
         for way in WAYS:
             for key in ("final", "curve") if way != "SFT" else ("final",):
                 values = difference(lines, f"{game} | thinking | {way}", f"{game} | no thinking | {way}", key)
                 what = "after training" if key == "final" else "area under the curve"
                 compared.append((game, f"thinking - no thinking, {way}", what, *values))
-        for size in SIZES:
-            rows += success_rows(lines, game, FORMATS[0], size)
     stored = read_lines(Path(__file__).parents[1] / "docs" / "results" / "board.jsonl")
     for entry in ("bandit", "firm_lake", "slippery_lake", "sokoban"):
         gains = [float(np.mean(board_results(line))) - line["before"] for line in stored if line["entry"] == entry]
