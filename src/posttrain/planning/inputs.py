@@ -23,11 +23,7 @@ def require_inputs(recipe: StageRecipe, engine_too: bool = True) -> None:
     if engine_too:
         require_extras(recipe)
     for use in uses(type(recipe), recipe.model_dump(mode="json")):
-        file = (
-            re.fullmatch(r"(\S+\.py)(:\w+)?", use.value)
-            if use.does == "executes" and isinstance(use.value, str)
-            else None
-        )
+        file = re.fullmatch(r"(\S+\.py)(:\w+)?", str(use.value)) if use.does == "executes" else None
         if file is not None and not Path(file[1]).is_file():
             raise InputError(f"{use.key}: there is no file {file[1]}; correct the path")
     for section in _sections(recipe):
