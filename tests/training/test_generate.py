@@ -253,7 +253,7 @@ def test_thinking_is_removed_by_its_tokens(tiny_policy):
 
     from posttrain.episode import Episode, Outcome, StopReason, Stream, Turn
     from posttrain.recipe.stages import GenerateRecipe
-    from posttrain.training.completers import PromptRow, prediction
+    from posttrain.training.generate import PromptRow, prediction
 
     renderer = Renderer(tiny_policy.tokenizer, tiny_policy.end_tokens)
     question = PromptRow(0, 0, [{"role": "user", "content": "Left?"}], None, {}, "rows.jsonl row 1")

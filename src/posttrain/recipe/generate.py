@@ -115,7 +115,7 @@ class GenerateRecipe(StageRecipe):
         imported("posttrain.training.generate:run")(self, directory, resume, overwrite, console)
 
     def check(self) -> list[str]:
-        return imported("posttrain.training.completers:check_prompts")(self)
+        return imported("posttrain.training.generate:check_prompts")(self)
 
     @property
     def predictions(self) -> Path:
