@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.distributed import world
-from posttrain.errors import InputError
 from posttrain.models.cuda.copies import copied_to
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.model import OptimizerRecipe
@@ -160,11 +159,6 @@ def test_8_bit_steps_are_close_to_those_of_float32():
         for kind in ("adamw_8bit", "adamw")
     )
     assert 0 < (of_8 - of_32).norm() / of_32.norm() < 0.1
-
-
-def test_8_bit_state_is_not_offloaded(offloading):
-    with pytest.raises(InputError, match=r"adamw_8bit keeps its state on the device; with hardware\.offload use adamw"):
-        made("adamw_8bit")
 
 
 def test_a_copy_on_another_device_keeps_weights_tied():

@@ -566,7 +566,7 @@ def fit_normalizer(
 
     require_module("matplotlib", "posttrain fit-normalizer")
     directory = RunDirectory.open(run)
-    from posttrain.training.unit_normalizer import fit_run  # imports torch
+    from posttrain.training.reward import fit_run  # imports torch
 
-    for line in fit_run(directory, data).lines():
+    for line in fit_run(directory, data):
         typer.echo(line)

@@ -58,10 +58,7 @@ Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 
 
 def token_weights(
-    kind: Aggregation,
-    lengths: Sequence[int],
-    constant: float | None = None,
-    episodes: Sequence[int] | None = None,
+    kind: Aggregation, lengths: Sequence[int], constant: float | None = None, episodes: Sequence[int] | None = None
 ) -> tuple[list[float], float]:
     """Weight of each stream's tokens, and the divisor of their weighted sum.
 
@@ -176,7 +173,13 @@ def policy_loss(recipe: LossRecipe, logprobs: torch.Tensor, batch: TokenBatch) -
         metrics["policy/off_policy_masked"] = sum_and_count(masked)
     if batch.factors is not None:
         weights = weights * batch.factors
-    return (weights * losses).sum(), metrics | divergence_metrics(logprobs, batch)
+    # The distance of the policy from the rollout policy: mean ratio, and KL(rollout policy, policy) by k1 and k3.
+    log_ratio = (logprobs.detach() - batch.rollout_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return (weights * losses).sum(), metrics | {
+        "policy/ratio": sum_and_count(log_ratio.exp()),
+        "policy/kl_rollout_k1": sum_and_count(-log_ratio),
+        "policy/kl_rollout_k3": sum_and_count(log_ratio.expm1() - log_ratio),
+    }
 
 
 def gpg_factor(groups: Sequence[int], signal: Sequence[bool]) -> float:
@@ -217,16 +220,6 @@ def dft(logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     Source: Wu et al. 2025, "On the generalization of SFT", arXiv 2508.05629 (dynamic fine-tuning).
     """
     return -(batch.weights * logprobs.detach().exp() * logprobs).sum()
-
-
-def divergence_metrics(logprobs: torch.Tensor, batch: TokenBatch) -> Metrics:
-    """Distance of the policy from the rollout policy: mean ratio, and KL(rollout policy, policy) by k1 and k3."""
-    log_ratio = (logprobs.detach() - batch.rollout_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return {
-        "policy/ratio": sum_and_count(log_ratio.exp()),
-        "policy/kl_rollout_k1": sum_and_count(-log_ratio),
-        "policy/kl_rollout_k3": sum_and_count(log_ratio.expm1() - log_ratio),
-    }
 
 
 def sum_and_count(values: torch.Tensor) -> tuple[float, float]:

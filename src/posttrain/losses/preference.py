@@ -163,14 +163,8 @@ def bco(recipe: BcoLoss, sums: PairLogprobs, shift: float = 0.0) -> PairLosses:
 
 
 _LOSSES: dict[str, Callable[[Any, PairLogprobs, float], PairLosses]] = {
-    "dpo": dpo,
+    **{loss.__name__: loss for loss in (dpo, ipo, simpo, orpo, apo_zero, apo_down, bco)},
     "cdpo": dpo,
-    "ipo": ipo,
-    "simpo": simpo,
-    "orpo": orpo,
-    "apo_zero": apo_zero,
-    "apo_down": apo_down,
-    "bco": bco,
 }
 """`loss.type` -> the loss of a pair; `shift` is that of `bco` and unused by the others."""
 
@@ -200,11 +194,9 @@ class RewardShift:
             self._count += count
 
     def state_dict(self) -> dict[str, Any]:
-        """Sum and number of the rewards so far."""
         return {"sum": self._sum, "count": self._count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._sum, self._count = state["sum"], state["count"]
 
 

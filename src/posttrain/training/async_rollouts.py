@@ -9,7 +9,8 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from copy import copy
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,38 +35,20 @@ STOP_SECONDS = 60.0
 """Maximum number of seconds to wait for the thread to end. Calls of the environment are not interrupted."""
 
 
-@dataclass
-class SampledBatch:
-    """The batch of a step, and the state of the task order after its tasks were drawn."""
-
-    step: int
-    batch: RolloutBatch
-    tasks: dict[str, Any]
-    waited: float
-    """Seconds for which the thread waited for weights before it sampled."""
+SampledBatch = tuple[int, RolloutBatch, dict[str, Any]]
+"""A step, its batch, and the state of the task order after its tasks were drawn."""
 
 
 class Sampler:
     """The thread that samples the batches of a run, in the order of steps."""
 
     def __init__(
-        self,
-        manager: RolloutManager,
-        published: PublishedWeights,
-        run: Path,
-        steps: int,
-        greedy: bool,
+        self, manager: RolloutManager, published: PublishedWeights, run: Path, steps: int, greedy: bool
     ) -> None:
-        """Create the thread's state.
-
-        Args:
-            manager: supplies the settings, and the engine if it runs outside this process. Evaluation uses it too.
-            published: the weights that the thread may sample with.
-            run: the run directory, which holds the batches.
-            steps: steps of the whole run.
-            greedy: as in `collect`.
-        """
-        self._manager, self._published, self._run = manager, published, run
+        """`manager`: supplies the settings, and the engine if it runs outside this process. Evaluation uses it too.
+        `published`: the weights that the thread may sample with. `run`: the run directory, which holds the batches. `steps`:
+        steps of the whole run. `greedy`: as in `collect`."""
+        self._manager, self._published, self._directory = manager, published, journals_of(run)
         self._steps, self._greedy = steps, greedy
         self._has_own_engine = isinstance(manager.engine, LocalEngine)
         """Whether the thread has its own engine. An engine outside this process is shared with evaluation."""
@@ -78,8 +61,7 @@ class Sampler:
     def start(self, replica: Policy, tasks: TaskOrder, first: int) -> None:
         """Start with the batch of step `first`, which takes the next tasks. Only the thread uses `replica`."""
         self._replica = replica
-        work = (tasks.copy(), first)
-        self._thread = threading.Thread(target=self._work, args=work, name="rollout", daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(copy(tasks), first), name="rollout", daemon=True)
         self._thread.start()
 
     def stop(self) -> bool:
@@ -101,8 +83,6 @@ class Sampler:
                 raise self._error
             return self._batches.popleft()
 
-    # -- in the thread ------------------------------------------------------------------------------------------------
-
     def _work(self, tasks: TaskOrder, first: int) -> None:
         try:
             # OpenMP keeps the number of threads per calling thread.
@@ -115,21 +95,15 @@ class Sampler:
 
     def _sample(self, tasks: TaskOrder, first: int) -> None:
         """Sample all batches in order: first those that an earlier process left on disk, then new ones."""
-        manager, directory, replica = self._manager, journals_of(self._run), self._replica
+        manager, directory, replica = self._manager, self._directory, self._replica
         rollout, engine = manager.rollout, manager.engine
         with storage_errors(directory):
             directory.mkdir(exist_ok=True)
         if self._has_own_engine:
             assert isinstance(manager.engine_settings, LocalEngineRecipe)
             engine = LocalEngine(replica, manager.engine_settings)
-        sync = WeightSync(
-            rollout.on_new_weights,
-            rollout.async_rollouts,
-            replica,
-            engine,
-            self._published,
-            self._in_flight,
-        )
+        mode, ahead = rollout.on_new_weights, rollout.async_rollouts
+        sync = WeightSync(mode, ahead, replica, engine, self._published, self._in_flight)
         worker = AsyncRolloutWorker(
             engine=engine,
             renderer=Renderer(replica.tokenizer, replica.end_tokens),
@@ -158,7 +132,8 @@ class Sampler:
             batch = collect(worker, tasks, journal.step, self._greedy, journal.collect_episodes)
             batch.seconds, batch.metrics = journal.end["seconds"], dict(journal.end["metrics"])
             batch.counters = EngineCounters(**journal.end["counters"])
-            return SampledBatch(journal.step, batch, tasks.state_dict(), 0.0)
+            batch.metrics["time/waited_for_learner"] = 0.0
+            return journal.step, batch, tasks.state_dict()
         engine, restarts, begun = worker.engine, self._in_flight.restarts, time.perf_counter()
         sync.wait_for(journal.step)
         waited = time.perf_counter() - begun
@@ -177,7 +152,8 @@ class Sampler:
                 batch.metrics["rollout/restarted"] = float(self._in_flight.restarts - restarts)
                 batch.metrics["tokens/discarded"] = float(batch.counters.sampled - used)
         journal.finish({"seconds": batch.seconds, "counters": asdict(batch.counters), "metrics": batch.metrics})
-        return SampledBatch(journal.step, batch, tasks.state_dict(), waited)
+        batch.metrics["time/waited_for_learner"] = waited
+        return journal.step, batch, tasks.state_dict()
 
     def _hand_over(self, batch: SampledBatch) -> None:
         with self._ready:
@@ -196,23 +172,12 @@ class AsyncRollouts:
     phase = "waited_for_rollout"
 
     def __init__(
-        self,
-        manager: RolloutManager,
-        tasks: TaskOrder,
-        run: RunDirectory,
-        steps: int,
-        greedy: bool = False,
+        self, manager: RolloutManager, tasks: TaskOrder, run: RunDirectory, steps: int, greedy: bool = False
     ) -> None:
-        """Create the rollouts; `running` starts the thread.
-
-        Args:
-            tasks: the order of tasks as stored in a checkpoint, that is, after the batches that were trained on.
-            steps: steps of the whole run.
-            greedy: as in `collect`.
-        """
-        rollout = manager.rollout
+        """Create the rollouts; `running` starts the thread. `tasks`: the order of tasks as stored in a checkpoint, that is,
+        after the batches that were trained on. `steps`: steps of the whole run. `greedy`: as in `collect`."""
         self.manager, self.tasks, self.run = manager, tasks, run
-        self.rollout = rollout
+        self.rollout = rollout = manager.rollout
         self._exact = rollout.on_new_weights == "finish"
         """Whether a batch needs the weights of a specific step instead of the newest."""
         self._published = PublishedWeights(rollout.async_rollouts + 1 if self._exact else 1)
@@ -242,11 +207,11 @@ class AsyncRollouts:
         """Wait for the batch of `step`. Raises the error that ended the thread, if any. With several processes, rank 0
         samples and broadcasts the batch."""
         begun = time.perf_counter()
-        sampled = self._world.on_rank0(self._sampler.next)
+        sampled_step, batch, tasks = self._world.on_rank0(self._sampler.next)
         self._remove_covered()
-        assert sampled.step == step, f"batch {sampled.step} for step {step}"
-        batch, waited = sampled.batch, time.perf_counter() - begun
-        self.tasks.load_state_dict(sampled.tasks)
+        assert sampled_step == step, f"batch {sampled_step} for step {step}"
+        waited = time.perf_counter() - begun
+        self.tasks.load_state_dict(tasks)
         oldest = self._versions.get(max(0, step - 1 - self.rollout.async_rollouts), 0)
         for episode in batch.sampled:
             if episode.versions.min(initial=oldest) < oldest:
@@ -256,7 +221,6 @@ class AsyncRollouts:
                 )
         version, most = self.manager.policy.version, self.rollout.max_staleness
         batch.metrics |= {
-            "time/waited_for_learner": sampled.waited,
             "time/sampling": batch.seconds,
             "time/overlap_share": max(0.0, 1 - waited / max(batch.seconds, waited, 1e-9)),
         }
@@ -282,8 +246,6 @@ class AsyncRollouts:
         weights = WeightSnapshot.capture(self.manager.policy, step)
         if self._world.is_rank0:
             self._published.publish(weights)
-
-    # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def tensors(self, saved: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
         """The weights after earlier steps with which the next batches begin."""

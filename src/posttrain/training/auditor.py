@@ -95,7 +95,7 @@ class Auditor:
         notes, self._notes = self._notes, []
         found = look(start, scored, level, self.share)
         if found is None or _lost(episodes, found.n):
-            both, of = len(start[0].keys() & scored[0].keys()), counted(len(_seeds(episodes)), "task")
+            both, of = len(start[0].keys() & scored[0].keys()), counted(len({e.seed for e in episodes}), "task")
             where = f" there and at step {first}" * (step != first) + "; two or more are needed" * (both < 2)
             missed = f"audit: no verdict at step {step}, since {both} of {of} have a score{where}"
             return {}, [*notes, missed], False
@@ -186,13 +186,9 @@ class Auditor:
         return (math.nan, f"seed {episode.seed}: {error}") if error is not None else (score, "")
 
 
-def _seeds(episodes: Sequence[Episode]) -> set[int]:
-    return {episode.seed for episode in episodes}
-
-
 def _lost(episodes: Sequence[Episode], scored: int) -> bool:
     """Whether too few of the tasks of `episodes` are `scored` for a verdict."""
-    return scored < (1 - LOST) * len(_seeds(episodes))
+    return scored < (1 - LOST) * len({episode.seed for episode in episodes})
 
 
 class AnswerAuditor(Auditor):

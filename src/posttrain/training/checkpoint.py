@@ -48,9 +48,7 @@ class Checkpoints:
     """The checkpoints of one run, in `directory`. `run_id` identifies the run in each of them."""
 
     def __init__(self, directory: Path, run_id: str, recipe: CheckpointRecipe) -> None:
-        self.directory = directory
-        self.run_id = run_id
-        self.recipe = recipe
+        self.directory, self.run_id, self.recipe = directory, run_id, recipe
         self._writing: threading.Thread | None = None
         self._failure: BaseException | None = None
 

@@ -21,7 +21,6 @@ from posttrain.planning.workers import placed_recipe, refuse_placement
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.data import FixedRowsRecipe
 from posttrain.recipe.detectable import FEWEST
-from posttrain.recipe.engines import OpenAIEngineRecipe
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.plan import plural
 from posttrain.recipe.rollout import evaluated_environment
@@ -37,18 +36,16 @@ def check_recipe(recipe: StageRecipe, made: Sequence[Path] = ()) -> list[str]:
     """Load everything that a run of `recipe` loads before its model. Returns one line per part.
 
     A line also names each part that cannot be checked yet: a model that has to be downloaded or converted, and files in
-    the directories `made`, which earlier stages of a pipeline write.
-
-    Raises:
-        InputError: the run would stop. One sentence per problem, the same as in the run.
-    """
+    the directories `made`, which earlier stages of a pipeline write. InputError if the run would stop. One
+    sentence per problem, the same as in the run."""
     checks = _Checks(made)
     if not made:
         checks.run(lambda: require_inputs(recipe, engine_too=False))
     if getattr(recipe, "hardware", None) is not None and recipe.hardware.ray is not None:  # type: ignore[attr-defined]
         checks.run(lambda: refuse_placement(placed_recipe(recipe)))
-    if recipe.remote is not None:
-        checks.server(recipe.remote)
+    if (engine := recipe.remote) is not None:
+        options = (engine.url, engine.timeout, engine.retries, engine.api_key_variable)
+        checks.run(lambda: require_reachable("engine", chat_client("engine", *options)))
     paths = {f"{key}.path": section.path for key, section in recipe.models().items() if section.path is not None}
     there = [checks.model_is_there(key, path) for key, path in paths.items()]
     if there and there[0] and recipe.model.lora is not None:
@@ -114,14 +111,6 @@ class _Checks:
         if later:
             self.lines.append(f"not checked: {path} is written by an earlier stage")
         return later
-
-    def server(self, engine: OpenAIEngineRecipe) -> None:
-        """Check the API key and the address of the server."""
-        client = self.run(
-            lambda: chat_client("engine", engine.url, engine.timeout, engine.retries, engine.api_key_variable)
-        )
-        if client is not None:
-            self.run(lambda: require_reachable("engine", client))
 
     def model_is_there(self, key: str, path: str) -> bool:
         if self.is_later(path):

@@ -10,11 +10,10 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 import torch
 
 from posttrain.credit.assign import reward_streams
-from posttrain.episode import CUT_OFF, Advantages, Episode, PerToken, RewardStreams
+from posttrain.episode import CUT_OFF, Advantages, Episode, RewardStreams
 from posttrain.errors import RunError
 from posttrain.losses.kl import apply_kl_penalty, estimate_kl
 from posttrain.models.forward import TokenScores
@@ -30,15 +29,13 @@ from posttrain.rollout.filters import overlong_penalty
 from posttrain.seeds import random_stream
 from posttrain.training.objectives import PolicyObjective, metrics_without_pass
 from posttrain.training.reference import MovingReference
-from posttrain.training.updater import Objective, Sample, Totals, Updater, add_totals
+from posttrain.training.updater import Objective, Samples, Totals, Updater, add_totals, computed, per_token
 
 RAW = "reward_model"
 """Key of the reward model's unscaled reward in a turn's info."""
 
-# -- optimizer steps of the policy ------------------------------------------------------------------------------------
 
-
-def set_advantages(samples: Sequence[Sample], credit: Advantages) -> None:
+def set_advantages(samples: Samples, credit: Advantages) -> None:
     """Set `advantages` and `has_baseline` of each sample."""
     streams = [
         (stream, position not in credit.without_baseline)
@@ -89,7 +86,7 @@ class PolicyLearner:
         )
         return self.extend(objective)
 
-    def step(self, samples: Sequence[Sample], first: bool, rows: Sequence[Sample] = ()) -> Totals:
+    def step(self, samples: Samples, first: bool, rows: Samples = ()) -> Totals:
         """Make one optimizer step on the samples of episodes, and on supervised `rows`. `first` as for `objective`."""
         objective = self.objective(first)
         totals = self.updater.update([*samples, *rows], objective)
@@ -111,20 +108,15 @@ class PolicyLearner:
         self.entropy.update(metrics)
 
 
-# -- coefficients -----------------------------------------------------------------------------------------------------
-
-
 class Saved:
     """An object whose attributes `saved` belong in a checkpoint, as plain JSON."""
 
     saved: ClassVar[tuple[str, ...]]
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the attributes."""
         return {name: copy(getattr(self, name)) for name in self.saved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         for name in self.saved:
             setattr(self, name, state[name])
 
@@ -150,7 +142,7 @@ class KlController(Saved):
         self.coefficient *= 1 + error * min(episodes / self.recipe.horizon, 1.0)
 
 
-class EntropyController:
+class EntropyController(Saved):
     """The coefficient of the entropy bonus: fixed, or adapted to a target.
 
     Adaptive: after each step with entropy H, c becomes c + `step` if H < target, else c - `step`, within 0 and
@@ -159,17 +151,19 @@ class EntropyController:
     update.
     """
 
+    saved = ("adapted", "below")
+
     def __init__(self, recipe: EntropyRecipe) -> None:
         self.recipe = recipe
         self.used = recipe.has_bonus
         """Whether the bonus ever has a coefficient above 0."""
-        self._adapted = recipe.coefficient
-        self._below = True
+        self.adapted = recipe.coefficient
+        self.below = True
 
     @property
     def coefficient(self) -> float:
         """The coefficient of the next step's bonus."""
-        return self._adapted if self._below else 0.0
+        return self.adapted if self.below else 0.0
 
     def update(self, metrics: Mapping[str, float]) -> None:
         """Adapt to the entropy, in nats per token, of the tokens that get the bonus, in the `metrics` of a step. An entropy
@@ -179,19 +173,8 @@ class EntropyController:
         if target is None or entropy is None or not math.isfinite(entropy):
             return
         change = self.recipe.step if entropy < target else -self.recipe.step
-        self._adapted = min(max(self._adapted + change, 0.0), self.recipe.max_coefficient)
-        self._below = entropy <= target
-
-    def state_dict(self) -> dict[str, Any]:
-        """The adapted coefficient, and whether the last entropy was at most the target."""
-        return {"coefficient": self._adapted, "below": self._below}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self._adapted, self._below = state["coefficient"], state["below"]
-
-
-# -- rewards ----------------------------------------------------------------------------------------------------------
+        self.adapted = min(max(self.adapted + change, 0.0), self.recipe.max_coefficient)
+        self.below = entropy <= target
 
 
 def scaled(raw: float, mean: float, std: float, clip: float | None) -> float:
@@ -211,7 +194,6 @@ class RunningStatistics(Saved):
         self.count, self.mean, self.squares = 0, 0.0, 0.0
 
     def include(self, episodes: Sequence[Episode]) -> None:
-        """Count the rewards of a step's episodes."""
         for episode in episodes if self.active else []:
             raw = episode.turns[-1].info.get(RAW)
             if raw is not None:
@@ -243,7 +225,7 @@ class RewardShaping:
     teacher_coefficient: float = 0.0
     """Reward per nat of log teacher - log policy at each sampled token; 0 without a teacher."""
 
-    def shape(self, episodes: Sequence[Episode], samples: Sequence[Sample], kl_coefficient: float) -> RewardStreams:
+    def shape(self, episodes: Sequence[Episode], samples: Samples, kl_coefficient: float) -> RewardStreams:
         """Reward streams of `episodes`. The `samples` need `ref_logprobs` if the KL penalty is in the reward, and the
         teacher's scores if a teacher is."""
         rewards = reward_streams(episodes)
@@ -256,36 +238,15 @@ class RewardShaping:
             if self.rollout.overlong_penalty is not None:
                 end += overlong_penalty(episode.sampled_tokens, self.rollout.overlong_penalty)
         if kl_coefficient > 0 and self.kl.apply_to == "reward":
-            references = [sample.ref_logprobs for sample in samples]
-            kl = _per_token(episodes, references, lambda difference: estimate_kl(self.kl.estimator_in_use, difference))
+            estimator = self.kl.estimator_in_use
+            gaps = (s.rollout_logprobs - computed(s.ref_logprobs) for s in samples)
+            kl = per_token(episodes, (estimate_kl(estimator, gap) for gap in gaps))
             rewards = apply_kl_penalty(rewards, kl, kl_coefficient)
         if self.teacher_coefficient > 0:
-            teacher_logprobs = [None if sample.teacher is None else sample.teacher.logprobs for sample in samples]
             # In the reward, only k1 has the gradient of the divergence as its expected gradient.
-            rewards = apply_kl_penalty(
-                rewards, _per_token(episodes, teacher_logprobs, lambda d: d), self.teacher_coefficient
-            )
+            gaps = (s.rollout_logprobs - computed(s.teacher).logprobs for s in samples)
+            rewards = apply_kl_penalty(rewards, per_token(episodes, gaps), self.teacher_coefficient)
         return rewards
-
-
-def _per_token(
-    episodes: Sequence[Episode],
-    others: Sequence[np.ndarray | None],
-    estimate: Callable[[np.ndarray], np.ndarray],
-) -> PerToken:
-    """`estimate` of log policy - log other at each sampled token, zero elsewhere. `others`: [n] per stream, in order."""
-    remaining = iter(others)
-    estimates: PerToken = []
-    for episode in episodes:
-        estimates.append([np.zeros(len(stream), dtype=np.float32) for stream in episode.streams])
-        for stream, values in zip(episode.streams, estimates[-1], strict=True):
-            other = next(remaining)
-            assert other is not None
-            values[stream.sampled] = estimate(stream.rollout_logprobs[stream.sampled] - other)
-    return estimates
-
-
-# -- guards -----------------------------------------------------------------------------------------------------------
 
 
 class Guards(Saved):

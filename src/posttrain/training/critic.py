@@ -11,7 +11,7 @@ from posttrain.credit.critic import CriticCredit
 from posttrain.credit.returns import explained_variance
 from posttrain.episode import Episode, PerToken, RewardStreams
 from posttrain.errors import InputError
-from posttrain.models.critic import Critic, SharedCritic, ValueHead
+from posttrain.models.critic import Critic, SharedCritic
 from posttrain.models.policy import Policy
 from posttrain.models.reward import vocabulary
 from posttrain.recipe.components import Factory
@@ -20,24 +20,24 @@ from posttrain.recipe.model import LearnerRecipe
 from posttrain.training.checkpoint import RemoteState
 from posttrain.training.objectives import ValueObjective
 from posttrain.training.optimizer import Optimizer
-from posttrain.training.updater import Sample, Totals, Updater, computed, on_stream, per_sample
+from posttrain.training.updater import Sample, Samples, Totals, Updater, by_sample, computed, per_sample, per_token
 
 
 class CriticUpdater:
     """A critic with its optimizer, in this process: values of samples, and one optimizer step at a time."""
 
     def __init__(
-        self,
-        model: Critic | SharedCritic,
-        settings: CriticRecipe,
-        learner: LearnerRecipe,
-        updates: int,
+        self, model: Critic | SharedCritic, settings: CriticRecipe, learner: LearnerRecipe, updates: int
     ) -> None:
         """`updates`: optimizer steps of the critic in the whole run."""
         self.model = model
+        self.head = model.head if isinstance(model, SharedCritic) else None
+        """The head on the policy's trunk; None for a critic with its own trunk."""
         self.optimizer = Optimizer(model.trainable(), settings.optimizer, updates)
+        self.sleepers = [self.optimizer]
+        """Optimizers whose state leaves the device while episodes are sampled."""
 
-        def forward(samples: Sequence[Sample]) -> torch.Tensor:
+        def forward(samples: Samples) -> torch.Tensor:
             return model.values([s.stream.ids for s in samples], [s.stream.sampled for s in samples])
 
         self.learner = Updater(model, self.optimizer, learner, forward, key="critic.optimizer")
@@ -47,46 +47,31 @@ class CriticUpdater:
     """The state in a checkpoint of a critic in other processes; None for a critic in this process."""
 
     @property
-    def head(self) -> ValueHead | None:
-        """The head on the policy's trunk; None for a critic with its own trunk."""
-        return self.model.head if isinstance(self.model, SharedCritic) else None
-
-    @property
     def updates(self) -> int:
-        """Optimizer steps so far."""
         return self.optimizer.updates
 
-    def begin_values(self, samples: Sequence[Sample]) -> Callable[[], list[np.ndarray]]:
+    def begin_values(self, samples: Samples) -> Callable[[], list[np.ndarray]]:
         """A function that returns the values [n] float32 before the sampled tokens of each sample. A critic on processes of
         its own computes them meanwhile."""
         return lambda: self.values(samples)
 
-    def begin_update(self, samples: Sequence[Sample]) -> Callable[[], Totals]:
+    def begin_update(self, samples: Samples) -> Callable[[], Totals]:
         """A function that returns the metrics of an optimizer step on the samples, which is made by then. A critic on
         processes of its own makes it meanwhile."""
         totals = self.update(samples)
         return lambda: totals
 
-    def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+    def values(self, samples: Samples) -> list[np.ndarray]:
         """The values [n] float32 before the sampled tokens of each sample."""
         return per_sample(self.learner, samples)
 
-    def update(self, samples: Sequence[Sample]) -> Totals:
+    def update(self, samples: Samples) -> Totals:
         """Make one optimizer step; returns its metrics, under names that begin with `critic/`."""
         totals = self.learner.update(samples, self.objective)
         return {key.replace("optimizer/", "critic/"): value for key, value in totals.items() if key != "loss/total"}
 
     def take_warnings(self) -> list[str]:
-        """As `Updater.take_warnings`."""
         return self.learner.take_warnings()
-
-    def sleep(self) -> None:
-        """As `Optimizer.sleep`."""
-        self.optimizer.sleep()
-
-    def wake(self) -> None:
-        """As `Optimizer.wake`."""
-        self.optimizer.wake()
 
     def tensors(self, saved: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
         """The optimizer's moments and the trained weights. `saved`: the `state_dict` of a checkpoint to read into them."""
@@ -95,7 +80,6 @@ class CriticUpdater:
         return tensors | {f"weights/{name}": tensor for name, tensor in self.optimizer.weights().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters of optimizer and learner."""
         counts = {"skipped_in_a_row": self.learner.skipped_in_a_row, "version": self.model.version}
         return {"optimizer": self.optimizer.state_dict(), **counts}
 
@@ -144,17 +128,10 @@ class CriticLearner:
         seed: int = 0,
         stored_statistics: bool = False,
     ) -> None:
-        """Create the critic of `policy`.
-
-        Args:
-            credit: determines the targets of the values.
-            updates: optimizer steps of the critic in the whole run.
-            stored_statistics: whether rewards are normalized by statistics stored with the reward model. A critic that
-                starts from that reward model then begins with values in these units.
-
-        Raises:
-            InputError: the critic's tokenizer is not the policy's.
-        """
+        """Create the critic of `policy`. `credit`: determines the targets of the values. `updates`: optimizer steps of
+        the critic in the whole run. `stored_statistics`: whether rewards are normalized by statistics stored with the
+        reward model. A critic that starts from that reward model then begins with values in these units.
+        InputError if the critic's tokenizer is not the policy's."""
         self.settings = settings
         self.credit = credit
         self.updater = open_critic(settings, policy, learner, updates, seed, stored_statistics)
@@ -163,14 +140,12 @@ class CriticLearner:
         self._fit: Totals = {}
         self._begun: tuple[list[Sample], Callable[[], list[np.ndarray]]] | None = None
 
-    def begin_values(self, samples: Sequence[Sample]) -> None:
+    def begin_values(self, samples: Samples) -> None:
         """Let a critic on processes of its own compute the values that the next `estimate_values` needs."""
         missing = [sample for sample in samples if sample.values is None]
         self._begun = missing, self.updater.begin_values(missing)
 
-    def estimate_values(
-        self, episodes: Sequence[Episode], samples: Sequence[Sample], rewards: RewardStreams
-    ) -> PerToken:
+    def estimate_values(self, episodes: Sequence[Episode], samples: Samples, rewards: RewardStreams) -> PerToken:
         """The value before each sampled token, zero elsewhere. Also sets `values` and `returns` of the samples.
 
         The targets `returns` come from `CriticCredit.targets`. The share of the variance of discounted returns that the values
@@ -182,15 +157,11 @@ class CriticLearner:
         (missing, computed_values), self._begun = self._begun, None
         for sample, sample_values in zip(missing, computed_values(), strict=True):
             sample.values = sample_values
-        values: PerToken = []
-        left = iter(samples)
-        for episode in episodes:
-            values.append([on_stream(computed(next(left).values), stream.sampled) for stream in episode.streams])
+        values = per_token(episodes, (computed(sample.values) for sample in samples))
         rewards_of, values_of = sampled_rewards(episodes, rewards), sampled_values(episodes, values)
         targets = np.concatenate([np.zeros(0), *self.credit.targets(episodes, rewards_of, values_of)])
-        ends = np.cumsum([0, *(s.sampled_tokens for s in samples)])
-        for sample, start, end in zip(samples, ends[:-1], ends[1:], strict=True):
-            sample.returns = targets[start:end].astype(np.float32)
+        for sample, of_sample in zip(samples, by_sample(targets, samples), strict=True):
+            sample.returns = of_sample.astype(np.float32)
         returns = np.concatenate([np.zeros(0), *self.credit.returns(episodes, rewards_of)])
         flat = np.concatenate([np.zeros(0), *values_of])
         self._fit = {"critic/value": (float(flat.sum()), len(flat)), "critic/return": (float(returns.sum()), len(flat))}
@@ -198,7 +169,7 @@ class CriticLearner:
         self._fit |= {"critic/explained_variance": (explained, 1.0)} if np.isfinite(explained) else {}
         return values
 
-    def begin_update(self, samples: Sequence[Sample]) -> Callable[[], Totals]:
+    def begin_update(self, samples: Samples) -> Callable[[], Totals]:
         """Make one optimizer step of the critic by itself. The returned function waits for a critic on processes of its own,
         and returns the metrics, under names that begin with `critic/`."""
         fit, finish = self.take_fit(), self.updater.begin_update(samples)
@@ -210,7 +181,6 @@ class CriticLearner:
         return fit
 
     def take_warnings(self) -> list[str]:
-        """As `Updater.take_warnings`."""
         return [
             f"critic: {warning}; lower critic.optimizer.learning_rate if it happens again"
             for warning in self.updater.take_warnings()

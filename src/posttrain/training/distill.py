@@ -7,14 +7,14 @@ Sources: Agarwal et al. 2023, "On-policy distillation of language models" (GKD),
 Machines Lab 2025, "On-policy distillation".
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from rich.console import Console
 
-from posttrain.losses.distillation import TeacherScores, candidate_logprobs, generalized_jsd, reverse_kl_losses
+from posttrain.losses.distillation import candidate_logprobs, generalized_jsd, reverse_kl_losses
 from posttrain.losses.policy import number, token_weights
 from posttrain.models.forward import TokenMetric, TokenScores, upload
 from posttrain.models.policy import Policy
@@ -40,23 +40,28 @@ from posttrain.training.rl import (
 from posttrain.training.rollouts import RolloutManager, SyncRollouts, rollout_metrics
 from posttrain.training.rows import FixedRows
 from posttrain.training.teacher import WHOLE, Teacher
-from posttrain.training.trainer import Callback
-from posttrain.training.updater import Sample, Totals, Updater, add_totals, computed, samples_of_episodes
+from posttrain.training.trainer import Callbacks
+from posttrain.training.updater import (
+    Forward,
+    Loss,
+    Sample,
+    Samples,
+    Totals,
+    Updater,
+    add_totals,
+    computed,
+    samples_of_episodes,
+)
 
 
-def train(
-    recipe: DistillRecipe, run: RunDirectory, resume: bool, console: Console, callbacks: Sequence[Callback] = ()
-) -> None:
+def train(recipe: DistillRecipe, run: RunDirectory, resume: bool, console: Console, callbacks: Callbacks = ()) -> None:
     """Train a policy towards a teacher on the policy's own episodes. All results are in `run`."""
     run_steps(make_components(recipe, run, callbacks), recipe, resume, console)
 
 
-# -- the objective, and the forward pass that it needs -----------------------------------------------------------------
-
-
 def distillation_forward(
     policy: Policy, settings: LearnerRecipe, temperature: float, loss: ReverseKlLoss | JsdLoss
-) -> Callable[[Sequence[Sample]], TokenScores]:
+) -> Forward[TokenScores]:
     """A forward pass that returns the scores of the sampled tokens and, for `jsd`, their divergences from the teacher.
 
     The divergence is computed beside the output projection, so that the policy's full distributions exist for
@@ -66,7 +71,7 @@ def distillation_forward(
     if isinstance(loss, ReverseKlLoss):
         return token_forward(policy, settings, temperature)
 
-    def forward(samples: Sequence[Sample]) -> TokenScores:
+    def forward(samples: Samples) -> TokenScores:
         ids, sampled = [s.stream.ids for s in samples], [s.stream.sampled for s in samples]
         measure = divergence(samples, loss.beta, policy.device)
         experts = [s.stream.experts for s in samples]
@@ -75,9 +80,9 @@ def distillation_forward(
     return forward
 
 
-def divergence(samples: Sequence[Sample], beta: float, device: torch.device) -> TokenMetric:
+def divergence(samples: Samples, beta: float, device: torch.device) -> TokenMetric:
     """The generalized Jensen-Shannon divergence of the policy from the teacher of `samples`, per sampled token."""
-    teachers = [teacher_of(sample) for sample in samples]
+    teachers = [computed(sample.teacher) for sample in samples]
     distribution = torch.from_numpy(np.concatenate([computed(each.distribution) for each in teachers]))
     chosen = [each.candidates for each in teachers if each.candidates is not None]
     candidates = torch.from_numpy(np.concatenate(chosen)).long() if chosen else None
@@ -94,24 +99,24 @@ def divergence(samples: Sequence[Sample], beta: float, device: torch.device) -> 
     return measure
 
 
+@dataclass
 class DistillationObjective:
     """A distillation loss, averaged over the sampled tokens of the optimizer step. The samples need `teacher`."""
 
-    def __init__(self, loss: ReverseKlLoss | JsdLoss) -> None:
-        self.loss = loss
+    loss: ReverseKlLoss | JsdLoss
 
-    def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
+    def weigh(self, samples: Samples) -> tuple[list[float], float]:
         lengths = [sample.sampled_tokens for sample in samples]
         return token_weights(self.loss.aggregation, lengths, self.loss.constant, episode_ids(samples))
 
     def has_signal(self, sample: Sample) -> bool:
         return sample.sampled_tokens > 0
 
-    def __call__(
-        self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
-    ) -> tuple[torch.Tensor, Totals]:
+    def __call__(self, output: TokenScores, samples: Samples, weights: Sequence[float]) -> Loss:
         batch = token_batch(samples, weights, output.logprobs.device)
-        teacher = upload(np.concatenate([teacher_of(sample).logprobs for sample in samples]), output.logprobs.device)
+        teacher = upload(
+            np.concatenate([computed(sample.teacher).logprobs for sample in samples]), output.logprobs.device
+        )
         if isinstance(self.loss, ReverseKlLoss):
             losses = reverse_kl_losses(output.logprobs, teacher, batch, self.loss.discount, self.loss.cap)
         else:
@@ -119,38 +124,25 @@ class DistillationObjective:
             losses = output.measured
         loss = (batch.weights * losses).sum()
         logprobs, count = output.logprobs.detach(), float(len(teacher))
+        # Trained tokens that are the teacher's most probable token, where that is known.
+        agreed, known = 0, 0
+        for sample in samples:
+            scores = computed(sample.teacher)
+            if scores.distribution is not None:
+                best = scores.distribution.argmax(1) if scores.candidates is None else scores.candidates[:, 0]
+                agreed += int((best == sample.stream.ids[sample.stream.sampled]).sum())
+                known += sample.sampled_tokens
         metrics: Totals = {
             "loss/distillation": (number(loss), number(batch.weights.sum())),
             "policy/entropy": (number(output.entropies.detach().sum()), count),
             "teacher/logprob": (number(teacher.sum()), count),
-            "teacher/agreement": _agreement(samples),
+            "teacher/agreement": (float(agreed), float(known)),
         }
         if not any(sample.ptx for sample in samples):
             # At tokens that the policy sampled, the mean of log policy - log teacher estimates KL(policy, teacher).
             metrics["teacher/reverse_kl"] = (number((logprobs - teacher).sum()), count)
             metrics["policy/mismatch"] = (number((logprobs - batch.rollout_logprobs).abs().sum()), count)
         return loss, metrics
-
-
-def _agreement(samples: Sequence[Sample]) -> tuple[float, float]:
-    """(trained tokens that are the teacher's most probable token, trained tokens); (0, 0) if the former is unknown."""
-    agreed, count = 0, 0
-    for sample in samples:
-        teacher = teacher_of(sample)
-        if teacher.distribution is not None:
-            best = teacher.distribution.argmax(1) if teacher.candidates is None else teacher.candidates[:, 0]
-            agreed += int((best == sample.stream.ids[sample.stream.sampled]).sum())
-            count += sample.sampled_tokens
-    return float(agreed), float(count)
-
-
-def teacher_of(sample: Sample) -> TeacherScores:
-    """The teacher's scores of a sample, which an earlier phase of the step must have computed."""
-    assert sample.teacher is not None
-    return sample.teacher
-
-
-# -- the components ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -166,7 +158,7 @@ class Components(StepComponents):
     def batch(self, step: int) -> StepBatch:
         """What `step` learns from, with the teacher's scores. A random draw that depends only on the run seed and the
         step chooses between episodes and fixed rows."""
-        draw = random_stream(self.trainer.settings.seed, "off_policy", step)
+        draw = random_stream(self.trainer.recipe.seed, "off_policy", step)
         trainer = self.trainer
         if self.fixed_rows is not None and float(draw.random()) < self.share:
             with trainer.phase("teacher"):
@@ -195,12 +187,8 @@ class Components(StepComponents):
             add_totals(totals, update)
         return totals
 
-    def observe(self, metrics: dict[str, float], batch: StepBatch) -> list[str]:
-        """Warnings about updates; no coefficient adapts to the metrics."""
-        return self.trainer.learner.take_warnings()
 
-
-def make_components(recipe: DistillRecipe, run: RunDirectory, callbacks: Sequence[Callback]) -> Components:
+def make_components(recipe: DistillRecipe, run: RunDirectory, callbacks: Callbacks) -> Components:
     """Create the components of `recipe`. InputError for settings that conflict with each other or with the model."""
     tasks, warnings = make_tasks(recipe)
     policy = Policy(recipe.model, recipe.seed)

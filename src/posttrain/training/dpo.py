@@ -27,13 +27,14 @@ from posttrain.recipe.warnings import recipe_warnings
 from posttrain.runs.directory import RunDirectory, atomic_file, cache_directory
 from posttrain.seeds import random_stream
 from posttrain.training.auditor import AnswerAuditor
+from posttrain.training.evaluators import choice_of
 from posttrain.training.objectives import PairObjective, UnpairedObjective, logprobs, token_forward
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.reference import MovingReference
-from posttrain.training.row_evaluators import PreferenceEvaluator, choice_of
-from posttrain.training.rows import Batches, check_rows, load_data, samples_of_row, stream_of, train_on
-from posttrain.training.trainer import Callback, LoopSettings, Trainer
-from posttrain.training.updater import Sample, Totals, Updater
+from posttrain.training.row_evaluators import PreferenceEvaluator
+from posttrain.training.rows import check_rows, load_data, samples_of_compared, samples_of_row, stream_of, train_on
+from posttrain.training.trainer import Callbacks, Trainer
+from posttrain.training.updater import Sample, Samples, Totals, Updater
 
 
 class ReferenceLogprobs:
@@ -47,9 +48,7 @@ class ReferenceLogprobs:
 
         With `moving`, the reference model changes, and nothing is stored on disk or in memory.
         """
-        self.policy = policy
-        self.moving = moving
-        self.learner = learner
+        self.policy, self.learner, self.moving = policy, learner, moving
         self._known: dict[bytes, np.ndarray] = {}
         self._directory: Path | None = None
         if recipe.loss.needs_reference and recipe.cache_ref_logprobs and moving is None:
@@ -61,7 +60,7 @@ class ReferenceLogprobs:
         """Whether the reference model has the weights of the policy."""
         return self.policy.version == 0 if self.moving is None else self.moving.is_policy
 
-    def precompute(self, samples: Sequence[Sample]) -> None:
+    def precompute(self, samples: Samples) -> None:
         """Compute the log-probabilities of `samples`, or read them from the cache.
 
         The policy must still have its initial weights. It then equals the reference model, so no copy of the weights is
@@ -86,7 +85,7 @@ class ReferenceLogprobs:
             with suppress(RunError), atomic_file(file) as opened:  # the cache may be on a disk that is full
                 np.savez(opened, logprobs=np.concatenate([self._known[name] for name in lengths]))
 
-    def assign(self, samples: Sequence[Sample]) -> None:
+    def assign(self, samples: Samples) -> None:
         """Set `ref_logprobs` of each sample. Values that `precompute` did not compute are computed now."""
         names = [_name(sample.stream) for sample in samples]
         unknown = [_unpaired(s) for s, name in zip(samples, names, strict=True) if name not in self._known]
@@ -132,23 +131,21 @@ def _digest_of(policy: Policy) -> str:
     return digest.hexdigest()
 
 
-def train(
-    recipe: DpoRecipe, run: RunDirectory, resume: bool, console: Console, callbacks: Sequence[Callback] = ()
-) -> None:
+def train(recipe: DpoRecipe, run: RunDirectory, resume: bool, console: Console, callbacks: Callbacks = ()) -> None:
     """Train the policy; one step is one update on `rows_per_update` rows."""
     policy = Policy(recipe.model, recipe.seed)
     renderer = Renderer(policy.tokenizer, policy.end_tokens)
     kind = "unpaired" if recipe.loss.type == "kto" else "pair"
     data = load_data(kind, recipe.data, renderer, "assistant", recipe.rows_per_update, recipe.seed)  # type: ignore[arg-type]
-    batches = Batches(data, lambda number, row: samples_of_row(row, number))
     total = recipe.steps or recipe.epochs * data.updates_per_epoch
     optimizer = Optimizer(policy.trainable(), recipe.optimizer, total)
     learner = Updater(policy, optimizer, recipe.learner, token_forward(policy, recipe.learner))
     reference = ReferenceLogprobs(recipe, policy, learner)
     pool = data.stored if isinstance(recipe.loss, KtoLoss) else []
-    warnings = check_rows(recipe, data)
+    warnings = [*recipe_warnings(recipe), *data.problems.summary(), *renderer.warnings()]
+    row_warnings = check_rows(recipe, data)
     if pool and all(row.prompt == pool[0].prompt for row in pool):
-        warnings.insert(
+        row_warnings.insert(
             0, "all training rows have the same prompt, so KTO's KL estimate has no mismatched answers and is 0"
         )
     shift = RewardShift() if isinstance(recipe.loss, BcoLoss) and recipe.loss.shift else None
@@ -163,30 +160,25 @@ def train(
         require_reward_model(path, "audit.path")
         auditor = AnswerAuditor(path, policy, run, total, every, rows, lambda: evaluator.margins, longest, action)
     trainer = Trainer(
-        LoopSettings.of(recipe, total),
+        recipe,
+        total,
         run,
         policy,
         learner,
         evaluators=[evaluator] if data.validation or data.test else [],
         best_by=choice_of(recipe.evaluation.metric) if data.validation else None,
-        warnings=[
-            *recipe_warnings(recipe),
-            *data.problems.summary(),
-            *renderer.warnings(),
-            *warnings,
-            *recipe.too_few(len(data.final)),
-        ],
+        warnings=[*warnings, *row_warnings, *recipe.too_few(len(data.final))],
         stateful={"shift": shift} if shift is not None else {},
         checkpointables={"reference": moving} if moving is not None else {},
         callbacks=callbacks,
         auditor=auditor,
     )
     if recipe.loss.needs_reference:
-        parts = [_samples(rows) for rows in (data.validation, data.test)]
+        parts = [samples_of_compared(rows) for rows in (data.validation, data.test)]
         with trainer.phase("reference"):
             known = [sample for part in parts for sample in part]
             if moving is None:
-                known = [*_samples(data.stored), *known]
+                known = [*samples_of_compared(data.stored), *known]
             elif recipe.loss.type == "kto":
                 known += [
                     other for part in parts if part for other in mismatched_samples(part, pool, recipe.data.max_tokens)
@@ -200,11 +192,10 @@ def train(
             moving.follow()
             totals["reference/updates"] = (float(moving.updates), 1.0)
 
-    train_on(trainer, batches, partial(_objective, recipe, learner, current, pool, shift), resume, console, learned)
-
-
-def _samples(rows: Sequence[TokenRow]) -> list[Sample]:
-    return [sample for number, row in enumerate(rows) for sample in samples_of_row(row, number)]
+    objective_for = partial(_objective, recipe, learner, current, pool, shift)
+    train_on(
+        trainer, data, lambda step: samples_of_compared(data.train.batch(step)), objective_for, resume, console, learned
+    )
 
 
 def _objective(
@@ -213,7 +204,7 @@ def _objective(
     reference: ReferenceLogprobs,
     pool: Sequence[TokenRow],
     shift: RewardShift | None,
-    samples: Sequence[Sample],
+    samples: Samples,
 ) -> PairObjective | UnpairedObjective:
     """Return the objective of these samples, after setting their reference log-probabilities if the loss needs them and
     they are not those of the policy.
@@ -237,7 +228,7 @@ def _objective(
     return PairObjective(recipe.loss, recipe.nll_coefficient, shift.value if shift is not None else None)
 
 
-def mismatched_samples(samples: Sequence[Sample], pool: Sequence[TokenRow], max_tokens: int) -> list[Sample]:
+def mismatched_samples(samples: Samples, pool: Sequence[TokenRow], max_tokens: int) -> list[Sample]:
     """Return each sample's prompt with an answer to another prompt, truncated to `max_tokens`: one per sample.
 
     The answers come from `samples`. If all samples have the same prompt, as in a last update of one row, the answers

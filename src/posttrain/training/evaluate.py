@@ -74,15 +74,10 @@ def _open_evaluator(recipe: EvaluateRecipe, directory: RunDirectory) -> tuple[Ep
         from posttrain.training.rollouts import RolloutManager
 
         policy = Policy(recipe.model, recipe.seed)
+        engine: Any = recipe.engine
+        scorer, logs = open_scorer(recipe.reward, policy), directory.logs
         manager = RolloutManager(
-            policy,
-            recipe.engine,  # type: ignore[arg-type]
-            recipe.environment,
-            recipe.rollout,
-            open_scorer(recipe.reward, policy),
-            evaluation.sampling,
-            directory.logs,
-            recipe.agent,
+            policy, engine, recipe.environment, recipe.rollout, scorer, evaluation.sampling, logs, recipe.agent
         )
         left_out, summary = too_long(recipe.environment, recipe.rollout, manager.renderer, tasks)
         warnings = [*warnings, *summary]
@@ -101,14 +96,9 @@ class RemoteRolloutManager:
     def __init__(
         self, engine: OpenAIEngineRecipe, environment: EnvironmentRecipe, rollout: RolloutRecipe, episodes: int
     ) -> None:
-        """Connect to the server.
-
-        Args:
-            episodes: number of episodes that will be played. At most `rollout.failures.max_share` of them may fail.
-
-        Raises:
-            InputError: the environment has a primer, or the API key's variable is not set.
-        """
+        """Connect to the server. `episodes`: number of episodes that will be played. At most
+        `rollout.failures.max_share` of them may fail. InputError if the environment has a primer, or the API key's
+        variable is not set."""
         kind = environment_class(environment.type)
         primer = completed(partial(kind, environment), f"the constructor of {environment.type}").primer
         if primer:

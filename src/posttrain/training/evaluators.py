@@ -1,16 +1,17 @@
 """Evaluators: held-out measurements of a stage, such as playing episodes. Does not import torch."""
 
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from posttrain.data.held_out import TaskSplit, listed_rows
 from posttrain.environments.protocol import EnvironmentFactory, completed, return_range
-from posttrain.episode import Episode, Outcome, StopReason
+from posttrain.episode import Outcome, StopReason
 from posttrain.errors import RunError
 from posttrain.evaluation.results import MetricResult
 from posttrain.evaluation.summary import MEAN, PASS, evaluate
@@ -30,6 +31,11 @@ T = TypeVar("T")
 
 class Evaluator(ABC):
     """One kind of held-out measurement. Its values go to a line of the metrics log; no two kinds share a key."""
+
+    row_scores: MetricResult | None = None
+    """The score of each row in the last `final`; None if its episodes are stored instead."""
+    artifacts: Sequence[str] = ()
+    """Lines to print after the final tables, such as scored samples; usually none."""
 
     def baselines(self) -> dict[str, dict[str, Any]]:
         """Name -> values of the baseline policies, such as `random` and `optimal`; empty if there are none."""
@@ -52,17 +58,19 @@ class Evaluator(ABC):
     def tables(self, lines: Mapping[str, Mapping[str, Any]]) -> list[Table]:
         """The final tables, from the metrics lines of kind `baseline` and `final` by their `policy`."""
 
-    def row_scores(self) -> MetricResult | None:
-        """The score of each row in the last `final`; None if its episodes are stored instead."""
-        return None
-
     def samples(self) -> Sequence[RowSample]:
         """Some of the rows of the last `final`, for the pages; none if its episodes are stored instead."""
         return []
 
-    def artifacts(self) -> Sequence[str]:
-        """Lines to print after the final tables, such as scored samples; usually none."""
-        return []
+
+def choice_of(metric: str | None) -> Callable[[dict[str, Any]], float]:
+    """The value of an evaluation that selects the best checkpoint; larger is better. By default success if the environment
+    reports it, else the return."""
+    if metric == "loss":
+        return lambda values: -values["validation/loss"]
+    if metric == "accuracy":  # there is none if all answers are good, or all are bad
+        return lambda values: -math.inf if values["validation/accuracy"] is None else values["validation/accuracy"]
+    return lambda values: values[metric or ("success" if "success" in values else "return")]
 
 
 class EpisodeEvaluator(Evaluator):
@@ -82,36 +90,19 @@ class EpisodeEvaluator(Evaluator):
         title: str,
         left_out: frozenset[int] = frozenset(),
     ) -> None:
-        """Create an evaluator.
-
-        Args:
-            manager: supplies the rollout workers.
-            tasks: its `validation` seeds make the learning curve, and its `test` seeds the final table.
-            seed: the run seed.
-            episodes: directory to which the episodes are written.
-            title: name of the run, for the table.
-            left_out: held-out seeds that are not played.
-        """
+        """`manager`: supplies the rollout workers. `tasks`: its `validation` seeds make the learning curve, and its
+        `test` seeds the final table. `seed`: the run seed. `episodes`: directory to which the episodes are written.
+        `title`: name of the run, for the table. `left_out`: held-out seeds that are not played."""
         self.manager = manager
         self.factory = manager.environment
         if evaluation.environment is not None:
             self.factory = EnvironmentFactory(evaluation.environment)
         self.environment = self.factory.recipe
-        self.evaluation = evaluation
-        self.tasks = tasks
-        self.seed = seed
-        self.episodes = episodes
-        self.title = title
-        self.left_out = left_out
+        self.evaluation, self.tasks, self.seed = evaluation, tasks, seed
+        self.episodes, self.title, self.left_out = episodes, title, left_out
         self.warnings: list[str] = []
 
-    def choice(self, metric: Literal["success", "return"] | None) -> Callable[[dict[str, Any]], float]:
-        """The value that selects the best checkpoint: `metric`, or by default success if the environment reports it,
-        else the return."""
-        return lambda values: values[metric or ("success" if "success" in values else "return")]
-
     def baselines(self) -> dict[str, dict[str, Any]]:
-        """Values of the baseline policies on the final seeds, where the environment can compute them."""
         kind = environment_class(self.environment.type)
         name = f"`baselines` of {self.environment.type}"
         baselines = completed(partial(kind.baselines, self.environment, self.tasks.test), name)
@@ -132,15 +123,12 @@ class EpisodeEvaluator(Evaluator):
         }
 
     def curve(self, step: int, played: Played = quiet) -> dict[str, Any]:
-        """Play the held-out seeds of the learning curve."""
         return self._play(self.tasks.validation, step, "evaluation", played)
 
     def final(self, step: int, played: Played = quiet) -> dict[str, Any]:
-        """Play the held-out seeds of the final table."""
         return self._play(self.tasks.test, step, "final", played)
 
     def cost(self) -> str:
-        """For the display."""
         return f"playing {len(self.tasks.test)} held-out episodes"
 
     def tables(self, lines: Mapping[str, Mapping[str, Any]]) -> list[Table]:
@@ -148,13 +136,8 @@ class EpisodeEvaluator(Evaluator):
         return policy_tables(self.rows(lines), f"{self.title}: {self.environment.type}, held-out seeds")
 
     def rows(self, lines: Mapping[str, Mapping[str, Any]]) -> list[PolicyRow]:
-        """The rows of the table."""
-        titles = {
-            "random": "random policy",
-            "optimal": "optimal policy",
-            TRAINED: "trained model",
-            EVALUATED: self.manager.model_name,
-        }
+        titles = {"random": "random policy", "optimal": "optimal policy", TRAINED: "trained model"}
+        titles[EVALUATED] = self.manager.model_name
         others = environment_class(self.environment.type).scripted_baselines
         players = [
             policy
@@ -200,34 +183,31 @@ class EpisodeEvaluator(Evaluator):
         write_episodes(self.episodes, step, split, episodes, None)
         if result.unscored == result.episodes:
             raise RunError(f"{unscored_message(episodes)}, so there is nothing to evaluate; hold out other tasks")
-        most = self.manager.rollout.failures.max_share
-        if result.failed > min(most * result.episodes, result.episodes - result.unscored - 1):
+        share = self.manager.rollout.failures.max_share
+        if result.failed > min(share * result.episodes, result.episodes - result.unscored - 1):
             first = next(episode for episode in episodes if episode.failure)
             task = environment_class(self.environment.type).task_name(self.environment, first.seed)
             raise RunError(
                 f"{result.failed} of {result.episodes} evaluation episodes failed, the first on {task}: {first.failure}; "
-                f"rollout.failures.max_share is {most}; correct the environment, its reward or its judge, then resume"
+                f"rollout.failures.max_share is {share}; correct the environment, its reward or its judge, then resume"
             )
-        self.warnings = _warnings(episodes, self.manager.rollout.tokens_per_turn)
+        failed = [episode for episode in episodes if episode.outcome is Outcome.FAILED]
+        self.warnings = []
+        if failed:
+            self.warnings.append(
+                f"{len(failed)} of {len(episodes)} episodes failed and count as not successful, the first on environment "
+                f"seed {failed[0].seed}: {failed[0].failure}"
+            )
+        if message := unscored_message(episodes):
+            self.warnings.append(message)
+        reasons = Counter(turn.stop_reason for episode in episodes for turn in episode.turns)
+        if cut := reasons[StopReason.TURN_BUDGET]:
+            most = self.manager.rollout.tokens_per_turn
+            self.warnings.append(
+                f"{cut} of {reasons.total()} answers are truncated at rollout.tokens_per_turn = {most}"
+            )
         return replace(result, scores=self._ordered(result.scores)).metrics()
 
     def _ordered(self, scores: Mapping[str, T]) -> dict[str, T]:
         order = environment_class(self.environment.type).score_order
         return {name: scores[name] for name in dict.fromkeys([*order, *scores]) if name in scores}
-
-
-def _warnings(episodes: Sequence[Episode], most: int) -> list[str]:
-    """Warnings with the numbers of failed and of unscored episodes, and of answers truncated at `most` tokens."""
-    failed = [episode for episode in episodes if episode.outcome is Outcome.FAILED]
-    warnings = []
-    if failed:
-        warnings.append(
-            f"{len(failed)} of {len(episodes)} episodes failed and count as not successful, the first on environment seed "
-            f"{failed[0].seed}: {failed[0].failure}"
-        )
-    if message := unscored_message(episodes):
-        warnings.append(message)
-    reasons = Counter(turn.stop_reason for episode in episodes for turn in episode.turns)
-    if cut := reasons[StopReason.TURN_BUDGET]:
-        warnings.append(f"{cut} of {reasons.total()} answers are truncated at rollout.tokens_per_turn = {most}")
-    return warnings

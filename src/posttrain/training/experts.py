@@ -34,12 +34,8 @@ _MAX_NAMED = 3
 
 def expert_episodes(recipe: SftRecipe, seeds: Sequence[int], renderer: Renderer) -> list[Episode]:
     """Return `experts.per_seed` episodes of `recipe.environment` per seed. Answers count as sampled, with
-    log-probability 0.
-
-    Raises:
-        InputError: the environment has no policy `experts.expert`.
-        RunError: an answer does not start with the primer of the environment.
-    """
+    log-probability 0. InputError if the environment has no policy `experts.expert`. RunError if an answer
+    does not start with the primer of the environment."""
     return [
         _expert_episode(recipe, renderer, seed, group, index)
         for group, seed in enumerate(seeds)
@@ -78,17 +74,9 @@ def _expert_episode(recipe: SftRecipe, renderer: Renderer, seed: int, group: int
         step = allowed(require_step, environment.take(transcript.action), recipe.environment, seed)
         transcript.reward(step.reward, dict(step.info))
         if step.terminated or step.truncated:
-            return Episode(
-                seed,
-                group,
-                index,
-                0,
-                transcript.streams(),
-                transcript.turns,
-                Outcome.TERMINATED if step.terminated else Outcome.TRUNCATED,
-                None,
-                transcript.messages,
-            )
+            outcome = Outcome.TERMINATED if step.terminated else Outcome.TRUNCATED
+            streams, turns = transcript.streams(), transcript.turns
+            return Episode(seed, group, index, 0, streams, turns, outcome, None, transcript.messages)
         transcript.observe(step.messages, new_conversation=step.new_conversation)
 
 
@@ -98,11 +86,8 @@ def expert_rows(
     """Return the episodes of `seeds` as rows, with the environment, its seed and its settings.
 
     With `history="episode"` there is one row per conversation (`messages`), with `"turn"` one per turn (`prompt`,
-    `completion`).
-
-    Raises:
-        InputError: the environment does not have this policy, or the seeds overlap with those of RL's evaluation.
-    """
+    `completion`). InputError if the environment does not have this policy, or the seeds overlap with those of RL's
+    evaluation."""
     for key in ("evaluation.seeds", "evaluation.final_seeds") if recipe.rows_key is None else ():
         other = SeedRange().of_generated(key)
         if seeds.start < other.stop and other.start < seeds.stop:

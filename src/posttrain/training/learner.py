@@ -19,7 +19,7 @@ from posttrain.training.controllers import PolicyLearner, rounds_or_drops, set_a
 from posttrain.training.objectives import energy_forward, logprobs, scores, token_energies, token_forward
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.token_rules import set_bonus_tokens
-from posttrain.training.updater import Sample, Updater, means, samples_of_episodes
+from posttrain.training.updater import Samples, Updater, means, samples_of_episodes
 
 
 def advantages(
@@ -193,7 +193,7 @@ class Learner:
         self._learner.observe(metrics, len(episodes))
         return metrics
 
-    def _set_old_logprobs(self, samples: Sequence[Sample]) -> bool:
+    def _set_old_logprobs(self, samples: Samples) -> bool:
         """Set `old_logprobs` where they differ from the rollout's. Returns whether no sample was trained on before."""
         self._old = {key: entry for key, entry in self._old.items() if entry[0]() is not None}
         new = [sample for sample in samples if id(sample.stream) not in self._old]
@@ -208,5 +208,5 @@ class Learner:
         if any(sample.old_logprobs is not None for sample in samples):
             for sample in samples:
                 if sample.old_logprobs is None:
-                    sample.old_logprobs = sample.stream.rollout_logprobs[sample.stream.sampled]
+                    sample.old_logprobs = sample.rollout_logprobs
         return len(new) == len(samples)

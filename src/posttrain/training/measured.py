@@ -102,7 +102,15 @@ def choose(model: ModelRecipe, counts: Sequence[int], learns: bool, samples: boo
     dtypes: list[str] = [model.dtype or "float32"]
     if model.dtype == "auto":
         dtypes = ["float32", *(["bfloat16"] if multiplies_bfloat16() else [])]
-    key, cache = _key(model, config, dtypes, counts, learns, samples), cache_directory() / "measured"
+    # The machine, the versions, the limits of the environment, and the shapes.
+    limits = ("OMP_", "GOMP_", "KMP_", "MKL_", "ONEDNN_", "DNNL_", "ATEN_", "POSTTRAIN_KERNEL")
+    variables = sorted((name, value) for name, value in os.environ.items() if name.startswith(limits))
+    machine = (processor(), len(usable_processors()), torch.backends.cpu.get_cpu_capability(), variables)
+    versions = [version(name) for name in ("posttrain", "torch", "transformers")]
+    values = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
+    shapes = (sorted(values.items()), model.model_dump_json(include={"lora"}))
+    given = (machine, versions, shapes, (dtypes, counts, learns, samples))
+    key, cache = hashlib.blake2b(repr(given).encode(), digest_size=12).hexdigest(), cache_directory() / "measured"
     stored = read_verdict(cache, key, {"dtype", "threads", "seconds"}) if keep else None
     if stored and stored["dtype"] in dtypes and stored["threads"] in counts and isinstance(stored["seconds"], dict):
         return stored
@@ -154,17 +162,6 @@ def fastest(found: dict[Candidate, float]) -> Candidate:
     """The candidate with the least seconds; the first one if it is nearly as fast."""
     first, best = next(iter(found)), min(found, key=lambda one: found[one])
     return first if found[first] <= MARGIN * found[best] else best
-
-
-def _key(model: ModelRecipe, config: Any, *settings: object) -> str:
-    """A digest of the machine, the versions, the limits of the environment, and the shapes."""
-    limits = ("OMP_", "GOMP_", "KMP_", "MKL_", "ONEDNN_", "DNNL_", "ATEN_", "POSTTRAIN_KERNEL")
-    variables = sorted((name, value) for name, value in os.environ.items() if name.startswith(limits))
-    machine = (processor(), len(usable_processors()), torch.backends.cpu.get_cpu_capability(), variables)
-    versions = [version(name) for name in ("posttrain", "torch", "transformers")]
-    values = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
-    shapes = (sorted(values.items()), model.model_dump_json(include={"lora"}))
-    return hashlib.blake2b(repr((machine, versions, shapes, settings)).encode(), digest_size=12).hexdigest()
 
 
 class Passes:

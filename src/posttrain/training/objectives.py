@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,7 +28,19 @@ from posttrain.recipe.loss import (
 )
 from posttrain.recipe.model import LearnerRecipe
 from posttrain.training.token_rules import logprobs_before, set_factors
-from posttrain.training.updater import Objective, Sample, Totals, Updater, computed, on_stream, per_sample
+from posttrain.training.updater import (
+    Forward,
+    Loss,
+    Objective,
+    Sample,
+    Samples,
+    Totals,
+    Updater,
+    by_sample,
+    computed,
+    per_sample,
+    per_token,
+)
 
 
 @dataclass(frozen=True)
@@ -45,16 +57,13 @@ class Comparisons:
     """[P] detached: reward of the worse answer (KTO: of a bad answer, else NaN)."""
 
 
-class _PerRow:
+class _PerRow(Objective[Any]):
     """A mean over the rows of the optimizer step, weighted by `Sample.weight` and independent of micro-batches."""
 
-    def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
+    def weigh(self, samples: Samples) -> tuple[list[float], float]:
         return [sample.weight for sample in samples], float(sum(_weights_of_rows(samples).values()) or 1.0)
 
-    def has_signal(self, sample: Sample) -> bool:
-        return True
-
-    def loss_and_totals(self, compared: Comparisons, samples: Sequence[Sample]) -> tuple[torch.Tensor, Totals]:
+    def loss_and_totals(self, compared: Comparisons, samples: Samples) -> Loss:
         """Weighted sum of the losses, and metrics of a training batch. Rewards are not weighted."""
         losses = compared.losses * row_weights(compared, samples)
         count = sum(_weights_of_rows(samples).values())
@@ -70,39 +79,26 @@ class _PerRow:
         return losses.sum(), totals
 
 
+@dataclass
 class PairObjective(_PerRow):
-    """Preference loss + `supervised` x mean negative log-likelihood of the chosen answer's tokens.
+    """Preference loss + `supervised` x mean negative log-likelihood of the chosen answer's tokens."""
 
-    `shift`: delta of `bco`, None for other losses.
-    """
+    loss: PairLossRecipe
+    supervised: float
+    shift: float | None = None
+    """delta of `bco`, None for other losses."""
 
-    def __init__(self, loss: PairLossRecipe, supervised: float, shift: float | None = None) -> None:
-        self.loss = loss
-        self.supervised = supervised
-        self.shift = shift
-
-    def compare(self, output: TokenScores, samples: Sequence[Sample]) -> Comparisons:
+    def compare(self, output: TokenScores, samples: Samples) -> Comparisons:
         """Losses without the supervised term."""
         rows, chosen, rejected = pair_places(samples, output.logprobs.device)
         logps, lengths = stream_sums(output, samples)
         references = _reference_sums(samples, logps) if self.loss.needs_reference else None
-        losses = preference_losses(
-            self.loss,
-            PairLogprobs(
-                chosen_logprobs=logps[chosen],
-                rejected_logprobs=logps[rejected],
-                chosen_length=lengths[chosen],
-                rejected_length=lengths[rejected],
-                ref_chosen_logprobs=None if references is None else references[chosen],
-                ref_rejected_logprobs=None if references is None else references[rejected],
-            ),
-            self.shift or 0.0,
-        )
+        before = (None, None) if references is None else (references[chosen], references[rejected])
+        sums = PairLogprobs(logps[chosen], logps[rejected], lengths[chosen], lengths[rejected], *before)
+        losses = preference_losses(self.loss, sums, self.shift or 0.0)
         return Comparisons(rows, losses.losses, losses.chosen_rewards, losses.rejected_rewards)
 
-    def __call__(
-        self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
-    ) -> tuple[torch.Tensor, Totals]:
+    def __call__(self, output: TokenScores, samples: Samples, weights: Sequence[float]) -> Loss:
         compared = self.compare(output, samples)
         logps, lengths = stream_sums(output, samples)
         _, chosen, rejected = pair_places(samples, output.logprobs.device)
@@ -121,19 +117,17 @@ class PairObjective(_PerRow):
         return loss, totals
 
 
+@dataclass
 class UnpairedObjective(_PerRow):
-    """KTO's loss of answers that are labeled good or bad.
+    """KTO's loss of answers that are labeled good or bad."""
 
-    `kl`: the reference point of the optimizer step, a scalar tensor; `mismatched`: number of answers it is estimated
-    from.
-    """
+    loss: KtoLoss
+    kl: torch.Tensor
+    """The reference point of the optimizer step, a scalar."""
+    mismatched: int
+    """Number of answers that it is estimated from."""
 
-    def __init__(self, loss: KtoLoss, kl: torch.Tensor, mismatched: int) -> None:
-        self.loss = loss
-        self.kl = kl
-        self.mismatched = mismatched
-
-    def compare(self, output: TokenScores, samples: Sequence[Sample]) -> Comparisons:
+    def compare(self, output: TokenScores, samples: Samples) -> Comparisons:
         logps, _ = stream_sums(output, samples)
         ratios = logps - _reference_sums(samples, logps)
         good = upload([sample.side is not None and sample.side.chosen for sample in samples], logps.device)
@@ -142,21 +136,19 @@ class UnpairedObjective(_PerRow):
         rows = [sample.side.row for sample in samples if sample.side is not None]
         return Comparisons(rows, losses, torch.where(good, rewards, nothing), torch.where(good, nothing, rewards))
 
-    def __call__(
-        self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
-    ) -> tuple[torch.Tensor, Totals]:
+    def __call__(self, output: TokenScores, samples: Samples, weights: Sequence[float]) -> Loss:
         loss, totals = self.loss_and_totals(self.compare(output, samples), samples)
         totals |= {"preference/kl": (number(self.kl), 1.0), "preference/mismatched": (float(self.mismatched), 1.0)}
         return loss, totals
 
 
+@dataclass
 class RewardObjective(_PerRow):
     """Bradley-Terry on the rewards of the two answers."""
 
-    def __init__(self, loss: RewardLossRecipe) -> None:
-        self.loss = loss
+    loss: RewardLossRecipe
 
-    def compare(self, output: torch.Tensor, samples: Sequence[Sample]) -> Comparisons:
+    def compare(self, output: torch.Tensor, samples: Samples) -> Comparisons:
         rows, chosen, rejected = pair_places(samples, output.device)
         margin = None
         if self.loss.margin:
@@ -165,13 +157,11 @@ class RewardObjective(_PerRow):
         losses = bradley_terry(output[chosen], output[rejected], margin, self.loss.center_rewards_coefficient)
         return Comparisons(rows, losses, output[chosen].detach(), output[rejected].detach())
 
-    def __call__(
-        self, output: torch.Tensor, samples: Sequence[Sample], weights: Sequence[float]
-    ) -> tuple[torch.Tensor, Totals]:
+    def __call__(self, output: torch.Tensor, samples: Samples, weights: Sequence[float]) -> Loss:
         return self.loss_and_totals(self.compare(output, samples), samples)
 
 
-def pair_places(samples: Sequence[Sample], device: torch.device) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+def pair_places(samples: Samples, device: torch.device) -> tuple[list[int], torch.Tensor, torch.Tensor]:
     """Rows, and the positions in `samples` of the chosen and the rejected answer of each, [P] int64 on `device`."""
     places: dict[int, dict[bool, int]] = {}
     for place, sample in enumerate(samples):
@@ -181,7 +171,7 @@ def pair_places(samples: Sequence[Sample], device: torch.device) -> tuple[list[i
     return list(places), upload(chosen, device), upload(rejected, device)
 
 
-def stream_sums(output: TokenScores, samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+def stream_sums(output: TokenScores, samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed log-probability [S] and number of trained tokens [S] of each sample."""
     device, counts = output.logprobs.device, [sample.sampled_tokens for sample in samples]
     owner = upload(np.repeat(np.arange(len(samples)), counts), device)
@@ -189,38 +179,35 @@ def stream_sums(output: TokenScores, samples: Sequence[Sample]) -> tuple[torch.T
     return sums, upload(counts, device)
 
 
-def _reference_sums(samples: Sequence[Sample], logps: torch.Tensor) -> torch.Tensor:
+def _reference_sums(samples: Samples, logps: torch.Tensor) -> torch.Tensor:
     """Summed log-probabilities [S] of the reference model; those of the policy, `logps`, where the samples have none."""
     sums = [float(sample.ref_logprobs.sum()) for sample in samples if sample.ref_logprobs is not None]
     return upload(torch.tensor(sums, dtype=torch.float32), logps.device) if sums else logps.detach()
 
 
-def row_weights(compared: Comparisons, samples: Sequence[Sample]) -> torch.Tensor:
+def row_weights(compared: Comparisons, samples: Samples) -> torch.Tensor:
     """Weights [P] float32 of the rows of `compared`."""
     weights = _weights_of_rows(samples)
     return upload(torch.tensor([weights[row] for row in compared.rows], dtype=torch.float32), compared.losses.device)
 
 
-def _weights_of_rows(samples: Sequence[Sample]) -> dict[int, float]:
+def _weights_of_rows(samples: Samples) -> dict[int, float]:
     return {sample.side.row: sample.weight for sample in samples if sample.side is not None}
 
 
 def token_forward(
     policy: Policy, settings: LearnerRecipe, temperature: float = 1.0, head: torch.nn.Module | None = None
-) -> Callable[[Sequence[Sample]], TokenScores]:
+) -> Forward[TokenScores]:
     """A forward pass that returns the scores of the sampled tokens, sample after sample.
 
     Everything about tokens that the policy sampled refers to the distribution that they were drawn from, softmax(logits
     / temperature): ratios, policy gradients, entropies, the KL divergence from a reference model or teacher, and hence
     the scores of those too. The likelihood of written text (rows of `sft`, `dpo` and `ptx`, evaluation) is that of the
     model itself, at temperature 1, because no temperature drew it. `pack` keeps the rows of `ptx` apart from episodes.
+    `temperature`: the temperature that the tokens were sampled with. `head`: reads values from the same hidden states,
+    as in `Policy.score`."""
 
-    Args:
-        temperature: the temperature that the tokens were sampled with.
-        head: reads values from the same hidden states, as in `Policy.score`.
-    """
-
-    def forward(samples: Sequence[Sample]) -> TokenScores:
+    def forward(samples: Samples) -> TokenScores:
         ids, sampled = [s.stream.ids for s in samples], [s.stream.sampled for s in samples]
         warmth = 1.0 if samples[0].ptx else temperature
         experts = [s.stream.experts for s in samples]
@@ -229,9 +216,7 @@ def token_forward(
     return forward
 
 
-def energy_forward(
-    policy: Policy, settings: LearnerRecipe, temperature: float
-) -> Callable[[Sequence[Sample]], torch.Tensor]:
+def energy_forward(policy: Policy, settings: LearnerRecipe, temperature: float) -> Forward[torch.Tensor]:
     """A forward pass without gradient that returns the energies [N] float32 of the sampled tokens, sample after sample.
 
     The energy of a token is 1 - 2 p + sum of p_v^2 over the vocabulary, p its probability: the squared norm of the
@@ -247,7 +232,7 @@ def energy_forward(
             parts.append(1 - 2 * sampled_probabilities + probabilities.square().sum(-1))
         return torch.cat(parts)
 
-    def forward(samples: Sequence[Sample]) -> torch.Tensor:
+    def forward(samples: Samples) -> torch.Tensor:
         ids, sampled = [s.stream.ids for s in samples], [s.stream.sampled for s in samples]
         row = policy.pack(ids, sampled, [s.stream.experts for s in samples])
         part = RowPart(row.ids, row.layout, row.predictors, policy.device, row)
@@ -257,26 +242,25 @@ def energy_forward(
     return forward
 
 
-def token_energies(learner: Updater[torch.Tensor], episodes: Sequence[Episode], samples: Sequence[Sample]) -> PerToken:
+def token_energies(learner: Updater[torch.Tensor], episodes: Sequence[Episode], samples: Samples) -> PerToken:
     """The energy of each sampled token, zero elsewhere: per episode and stream [T] float32.
 
     `learner` uses the forward pass of `energy_forward`, and `samples` are those of `episodes`.
     """
-    streams = iter(per_sample(learner, samples))
-    return [[on_stream(next(streams), stream.sampled) for stream in episode.streams] for episode in episodes]
+    return per_token(episodes, per_sample(learner, samples))
 
 
-def reward_forward(model: RewardModel) -> Callable[[Sequence[Sample]], torch.Tensor]:
+def reward_forward(model: RewardModel) -> Forward[torch.Tensor]:
     """Rewards [S] float32, one per sample."""
 
-    def forward(samples: Sequence[Sample]) -> torch.Tensor:
+    def forward(samples: Samples) -> torch.Tensor:
         return model.rewards([s.stream.ids for s in samples], [s.stream.sampled for s in samples])
 
     return forward
 
 
 def logprobs(
-    learner: Updater[TokenScores], samples: Sequence[Sample], done: Callable[[int], None] = lambda count: None
+    learner: Updater[TokenScores], samples: Samples, done: Callable[[int], None] = lambda count: None
 ) -> list[np.ndarray]:
     """Log-probabilities [n] float32 of the sampled tokens of each sample, without gradient.
 
@@ -286,25 +270,24 @@ def logprobs(
 
 
 def scores(
-    learner: Updater[TokenScores], samples: Sequence[Sample], done: Callable[[int], None] = lambda count: None
+    learner: Updater[TokenScores], samples: Samples, done: Callable[[int], None] = lambda count: None
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
     """Log-probabilities [n] and entropies [n] float32 of the sampled tokens of each sample, and the values [n] float32
     before them, None without a value head; without gradient. `done` as in `logprobs`."""
-    by_sample: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = {}
+    results: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = {}
     for group, output in learner.without_gradient(samples):
-        ends = np.cumsum([samples[i].sampled_tokens for i in group])[:-1]
-        logprobs = np.split(output.logprobs.float().cpu().numpy(), ends)
-        entropies = np.split(output.entropies.float().cpu().numpy(), ends)
-        values = [None] * len(group) if output.values is None else np.split(output.values.cpu().numpy(), ends)
-        by_sample |= dict(zip(group, zip(logprobs, entropies, values, strict=True), strict=True))
-        done(len(by_sample))
-    return [by_sample[i] for i in range(len(samples))]
+        chosen = [samples[i] for i in group]
+        logprobs, entropies = by_sample(output.logprobs.float(), chosen), by_sample(output.entropies.float(), chosen)
+        values = [None] * len(group) if output.values is None else by_sample(output.values, chosen)
+        results |= dict(zip(group, zip(logprobs, entropies, values, strict=True), strict=True))
+        done(len(results))
+    return [results[i] for i in range(len(samples))]
 
 
-def token_batch(samples: Sequence[Sample], weights: Sequence[float], device: torch.device) -> TokenBatch:
+def token_batch(samples: Samples, weights: Sequence[float], device: torch.device) -> TokenBatch:
     """The sampled tokens of whole streams, flat; `weights[i]` is the weight of stream i's tokens."""
     lengths = [s.sampled_tokens for s in samples]
-    rollout_logprobs = np.concatenate([s.stream.rollout_logprobs[s.stream.sampled] for s in samples])
+    rollout_logprobs = np.concatenate([s.rollout_logprobs for s in samples])
     return TokenBatch(
         rollout_logprobs=upload(torch.from_numpy(rollout_logprobs).float(), device),
         advantages=upload(torch.from_numpy(np.concatenate([s.advantages for s in samples])).float(), device),
@@ -323,7 +306,7 @@ def _flat(parts: Sequence[np.ndarray | None], device: torch.device) -> torch.Ten
     return upload(torch.from_numpy(np.concatenate(given)).float(), device) if len(given) == len(parts) else None
 
 
-def episode_ids(samples: Sequence[Sample]) -> list[int]:
+def episode_ids(samples: Samples) -> list[int]:
     """The episode of each sample. A sample without an episode, such as a supervised row, counts as a separate
     episode."""
     return [-1 - i if sample.episode is None else sample.episode for i, sample in enumerate(samples)]
@@ -356,21 +339,18 @@ class PolicyObjective:
             first_update: whether this is the step's first update. The current policy then equals the learner's old
                 policy, so the ratio is exactly 1 for any precision and any micro-batches.
         """
-        self.loss = loss
-        self.old = old
-        self.first_update = first_update
+        self.loss, self.old, self.first_update, self.random = loss, old, first_update, random
         self.kl = kl or KlRecipe()
         coefficient = self.kl.coefficient if kl_coefficient is None else kl_coefficient
         self.kl_coefficient = coefficient if self.kl.apply_to == "loss" else 0.0
         self.entropy = entropy or EntropyRecipe()
         self.entropy_coefficient = self.entropy.coefficient if entropy_coefficient is None else entropy_coefficient
-        self.random = random
         self._bonus_scale = 1.0
         """Factor that makes the bonus a mean over the tokens that get it instead of a mean over all tokens."""
         self._update_metrics: Totals = {}
         """Metrics of the whole update, reported with its first micro-batch."""
 
-    def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
+    def weigh(self, samples: Samples) -> tuple[list[float], float]:
         """One weight per sample, and the divisor. Also sets the values that depend on the whole update: `factors` and
         `held` of the samples, and the scale of the entropy bonus.
 
@@ -404,9 +384,7 @@ class PolicyObjective:
             return True
         return bool(np.any(sample.advantages != 0)) or (sample.held is not None and bool(sample.held.any()))
 
-    def __call__(
-        self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
-    ) -> tuple[torch.Tensor, Totals]:
+    def __call__(self, output: TokenScores, samples: Samples, weights: Sequence[float]) -> Loss:
         batch = token_batch(samples, weights, output.logprobs.device)
         if self.old == "learner" and self.first_update:
             batch = replace(batch, old_logprobs=output.logprobs.detach())
@@ -443,7 +421,7 @@ class PolicyObjective:
         return loss, metrics
 
 
-def metrics_without_pass(objective: Objective[TokenScores], samples: Sequence[Sample]) -> Totals:
+def metrics_without_pass(objective: Objective[TokenScores], samples: Samples) -> Totals:
     """`policy/entropy` and `policy/kl` of the episodes that an update leaves out because they have no gradient.
 
     Both come from the log-probabilities log p before the step, the learner's if it computed them and otherwise the
@@ -471,7 +449,7 @@ class MixedObjective:
         self.ptx = SupervisedObjective()
         self.coefficient = coefficient
 
-    def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
+    def weigh(self, samples: Samples) -> tuple[list[float], float]:
         """The policy's weights and divisor. Weights of supervised tokens are scaled so that, after the division, the
         rows contribute coefficient x mean."""
         policy_weights, divisor = self.policy.weigh([s for s in samples if not s.ptx])
@@ -482,9 +460,7 @@ class MixedObjective:
     def has_signal(self, sample: Sample) -> bool:
         return sample.ptx or self.policy.has_signal(sample)
 
-    def __call__(
-        self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
-    ) -> tuple[torch.Tensor, Totals]:
+    def __call__(self, output: TokenScores, samples: Samples, weights: Sequence[float]) -> Loss:
         if not samples[0].ptx:
             return self.policy(output, samples, weights)
         loss, _ = self.ptx(output, samples, weights)
@@ -494,21 +470,19 @@ class MixedObjective:
         return loss, {"ptx/loss": (number(-output.logprobs.detach().sum()), float(len(output.logprobs)))}
 
 
+@dataclass
 class ValueObjective:
     """The value loss, a mean over the sampled tokens of the optimizer step."""
 
-    def __init__(self, clip: float | None) -> None:
-        self.clip = clip
+    clip: float | None
 
-    def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
+    def weigh(self, samples: Samples) -> tuple[list[float], float]:
         return token_weights("token_mean", [s.sampled_tokens for s in samples])
 
     def has_signal(self, sample: Sample) -> bool:
         return sample.sampled_tokens > 0
 
-    def __call__(
-        self, output: torch.Tensor, samples: Sequence[Sample], weights: Sequence[float]
-    ) -> tuple[torch.Tensor, Totals]:
+    def __call__(self, output: torch.Tensor, samples: Samples, weights: Sequence[float]) -> Loss:
         old, returns = (
             upload(np.concatenate([computed(numbers) for numbers in parts]), output.device)
             for parts in ([s.values for s in samples], [s.returns for s in samples])
@@ -533,7 +507,7 @@ class SharedObjective:
         self.coefficient = coefficient
         self._value_weight = 1.0
 
-    def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
+    def weigh(self, samples: Samples) -> tuple[list[float], float]:
         """The policy's weights and divisor. Also computes the weight of the values for the following calls, so that,
         after the division, they contribute coefficient x mean."""
         weights, divisor = self.policy.weigh(samples)
@@ -545,16 +519,14 @@ class SharedObjective:
         """Always true: values are also trained on tokens without credit."""
         return self.values.has_signal(sample) or self.policy.has_signal(sample)
 
-    def __call__(
-        self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
-    ) -> tuple[torch.Tensor, Totals]:
+    def __call__(self, output: TokenScores, samples: Samples, weights: Sequence[float]) -> Loss:
         assert output.values is not None
         loss, metrics = self.policy(output, samples, weights)
         error, more = self.values(output.values, samples, weights)
         return loss + self._value_weight * error, metrics | more
 
 
-class SupervisedObjective:
+class SupervisedObjective(Objective[TokenScores]):
     """The supervised loss of the trained tokens, a mean over the tokens of the optimizer step weighted by
     `Sample.weight`."""
 
@@ -562,15 +534,10 @@ class SupervisedObjective:
         """Default: negative log-likelihood."""
         self.loss = loss or SftLossRecipe()
 
-    def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
+    def weigh(self, samples: Samples) -> tuple[list[float], float]:
         return [s.weight for s in samples], sum(s.weight * s.sampled_tokens for s in samples) or 1.0
 
-    def has_signal(self, sample: Sample) -> bool:
-        return True
-
-    def __call__(
-        self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
-    ) -> tuple[torch.Tensor, Totals]:
+    def __call__(self, output: TokenScores, samples: Samples, weights: Sequence[float]) -> Loss:
         batch = token_batch(samples, weights, output.logprobs.device)
         likelihood = nll(output.logprobs, batch)
         count = sum(weight * s.sampled_tokens for weight, s in zip(weights, samples, strict=True))

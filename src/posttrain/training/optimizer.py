@@ -12,7 +12,6 @@ import torch
 
 from posttrain.distributed.sharding import compute_dtype, is_sharded, local_shard, shard_like
 from posttrain.distributed.world import current_world
-from posttrain.errors import InputError
 from posttrain.models.cuda.copies import copied_to_cpu
 from posttrain.plugins import require_module
 from posttrain.recipe.model import OptimizerRecipe
@@ -64,14 +63,9 @@ class Optimizer:
     def __init__(
         self, parameters: Sequence[tuple[str, torch.nn.Parameter]], recipe: OptimizerRecipe, updates: int
     ) -> None:
-        """`parameters`: names and parameters; `updates`: optimizer steps of the whole run, for the schedule.
-
-        Raises:
-            InputError: the optimizer's type does not support this setup of processes, or its package is missing.
-        """
-        self.recipe = recipe
-        self.total_updates = updates
-        self.updates = 0
+        """`parameters`: names and parameters; `updates`: optimizer steps of the whole run, for the schedule. InputError if
+        the package of the optimizer's type is missing."""
+        self.recipe, self.total_updates, self.updates = recipe, updates, 0
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
         self._offloads = current_world().hardware.offload == "optimizer"
@@ -97,11 +91,6 @@ class Optimizer:
         recipe = self.recipe
         settings: dict[str, Any] = {"lr": recipe.learning_rate, "betas": recipe.betas, "eps": recipe.epsilon}
         if recipe.type == "adamw_8bit":
-            if current_world().hardware.offload != "none":
-                raise InputError(
-                    "optimizer.type adamw_8bit keeps its state on the device; with hardware.offload use adamw, whose state is "
-                    "in CPU memory"
-                )
             bitsandbytes = require_module("bitsandbytes", "optimizer.type adamw_8bit")
             eight = bitsandbytes.optim.AdamW8bit(groups, **settings)
             for number, group in enumerate(eight.param_groups):
@@ -335,9 +324,6 @@ def _remainder(master: torch.Tensor) -> torch.Tensor:
     bits = master.view(torch.int32)
     bits.sub_((bits & 0x1FFFF).eq_(0x8000))
     return (master.view(torch.int32) - master.bfloat16().float().view(torch.int32)).to(torch.int16).cpu()
-
-
-# -- 8-bit moments of another number of processes -----------------------------------------------------------------------
 
 
 @dataclass

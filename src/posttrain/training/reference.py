@@ -1,6 +1,7 @@
 """The reference model of the KL penalty, and one that follows the policy (TR-DPO) instead of staying the initial model."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,21 +14,22 @@ from posttrain.recipe.components import Factory
 from posttrain.recipe.loss import ADAPTERS_OFF, ReferenceRecipe
 from posttrain.training.objectives import logprobs
 from posttrain.training.optimizer import Optimizer
-from posttrain.training.updater import Sample, Updater
+from posttrain.training.updater import Samples, Updater
 
 
+@dataclass
 class ReferenceModel:
     """The reference model in this process: the policy with its adapters off, or a copy of its initial weights."""
 
-    def __init__(self, policy: Policy, learner: Updater[TokenScores]) -> None:
-        self.policy, self.learner = policy, learner
+    policy: Policy
+    learner: Updater[TokenScores]
 
     def load(self) -> None:
         """Load the copy now instead of at its first use."""
         with self.policy.as_reference():
             pass
 
-    def begin(self, samples: Sequence[Sample]) -> Callable[[], list[np.ndarray]]:
+    def begin(self, samples: Samples) -> Callable[[], list[np.ndarray]]:
         """A function that returns the log-probabilities [n] float32 of the sampled tokens of each sample. A reference model
         on processes of its own computes them meanwhile."""
 
@@ -71,10 +73,7 @@ class MovingReference:
 
     def __init__(self, recipe: ReferenceRecipe, policy: Policy, optimizer: Optimizer) -> None:
         """Load the reference model. `optimizer`: the optimizer of all trained parameters of `policy`.
-
-        Raises:
-            InputError: the policy has adapters, or is sharded.
-        """
+        InputError if the policy has adapters, or is sharded."""
         if policy.recipe.lora is not None:
             raise InputError(f"`reference.update_every` {ADAPTERS_OFF}")
         if policy.sharded is not None:
@@ -83,11 +82,8 @@ class MovingReference:
                 "hold the whole model"
             )
         assert recipe.update_every is not None
-        self.every = recipe.update_every
-        self.mix = recipe.mix
-        self.policy = policy
-        self.optimizer = optimizer
-        self.updates = 0
+        self.every, self.mix = recipe.update_every, recipe.mix
+        self.policy, self.optimizer, self.updates = policy, optimizer, 0
         self._start = policy.version
         copies = policy.reference_parameters()
         self._parameters = [copies[name].detach() for name in optimizer.names]
@@ -115,7 +111,6 @@ class MovingReference:
         return dict(zip(self.optimizer.names, self._averages, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of updates."""
         return {"updates": self.updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -21,13 +21,17 @@ def report_results(
 ) -> None:
     """Write tables, plots (if `plots`) and report, and print the tables and where the files are."""
     tables = write_tables(run, evaluators)
-    if plots:
+    if plots and find_spec("matplotlib") is not None:  # `Trainer.finish` warns if it is not installed
+        from posttrain.figures import trajectories
+        from posttrain.figures.plots import draw_plots
+
         draw_plots(run)
+        trajectories.draw_run(run, evaluated_environment(run.load_recipe(to_run=True)))
     write_report(run, tables, model_directory=model_directory)
     for table in tables:
         console.print(table)
     for evaluator in evaluators:
-        for line in evaluator.artifacts():
+        for line in evaluator.artifacts:
             console.print(line, highlight=False, markup=False)
     for line in (f"report: {run.report}", f"model: {model_directory}"):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -36,16 +40,6 @@ def report_results(
     lines = verdict.lines if verdict is not None else ()
     for line in [*lines, *(one for one in audits[-1:] if not any(one in shown for shown in lines))]:
         show_line(console, line)
-
-
-def draw_plots(run: RunDirectory) -> None:
-    """Draw the run's figures and trajectories, if matplotlib is installed. `Trainer.finish` warns if it is not."""
-    if find_spec("matplotlib") is None:
-        return
-    from posttrain.figures import plots, trajectories
-
-    plots.draw_plots(run)
-    trajectories.draw_run(run, evaluated_environment(run.load_recipe(to_run=True)))
 
 
 def write_tables(run: RunDirectory, evaluators: Sequence[Evaluator]) -> list[Table]:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from posttrain.data.messages import Message
 from posttrain.data.rendering import LossOn, Renderer, render_conversation
@@ -22,7 +21,7 @@ from posttrain.training.controllers import RAW, scaled
 from posttrain.training.objectives import reward_forward
 from posttrain.training.rows import stream_of
 from posttrain.training.unit_rewards import UnitReader, unit_rewards
-from posttrain.training.updater import Sample, pack
+from posttrain.training.updater import Sample, in_batches
 
 OF_UNITS = "unit_rewards"
 """Key of the rewards of units in a turn's info, as (position of the unit's last token in the stream, reward)."""
@@ -76,10 +75,10 @@ class RewardScorer:
 
     def scores(self, episodes: Sequence[Episode]) -> list[float]:
         """The unscaled reward of each episode. Rewards of units are also stored in the last turn's info."""
-        samples = [self._sample(episode) for episode in episodes]
+        samples, budget = [self._sample(episode) for episode in episodes], self.source.tokens_per_batch
+        key = "reward.tokens_per_batch"
         if self.reader is not None:
-            key = "reward.tokens_per_batch"
-            rewards_by_unit = unit_rewards(self.model, self.reader, samples, self.source.tokens_per_batch, key)
+            rewards_by_unit = unit_rewards(self.model, self.reader, samples, budget, key)
             for episode, ends, values in zip(episodes, self.reader.ends(samples), rewards_by_unit, strict=True):
                 if self.same_tokens:
                     last = episode.turns[-1]
@@ -87,12 +86,7 @@ class RewardScorer:
             self.reader.forget()
             return [float(np.mean(values)) for values in rewards_by_unit]
         forward = reward_forward(self.model)
-        rewards_of: dict[int, float] = {}
-        for group in pack(samples, self.source.tokens_per_batch, "reward.tokens_per_batch"):
-            with torch.no_grad():
-                rewards = forward([samples[i] for i in group])
-            rewards_of |= dict(zip(group, rewards.cpu().tolist(), strict=True))
-        return [rewards_of[i] for i in range(len(samples))]
+        return in_batches(samples, budget, key, lambda batch: forward(batch).cpu().tolist())
 
     def _sample(self, episode: Episode) -> Sample:
         label = f"the episode of seed {episode.seed}, group {episode.group}"

@@ -23,7 +23,6 @@ from posttrain.errors import InputError
 from posttrain.models.forward import TokenScores
 from posttrain.models.load import require_reward_model
 from posttrain.models.policy import Policy
-from posttrain.recipe.credit import CreditRecipe
 from posttrain.recipe.data import FixedRowsRecipe
 from posttrain.recipe.model import LearnerRecipe
 from posttrain.recipe.rl import RlRecipe
@@ -45,7 +44,7 @@ from posttrain.training.controllers import (
     set_advantages,
 )
 from posttrain.training.critic import CriticLearner
-from posttrain.training.evaluators import EpisodeEvaluator
+from posttrain.training.evaluators import EpisodeEvaluator, choice_of
 from posttrain.training.objectives import (
     MixedObjective,
     PolicyObjective,
@@ -59,20 +58,23 @@ from posttrain.training.objectives import (
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.reference import ReferenceModel, open_reference
 from posttrain.training.reward_scorer import RewardScorer, open_scorer
-from posttrain.training.rollouts import (
-    RolloutBatch,
-    RolloutManager,
-    SyncRollouts,
-    TaskOrder,
-    rollout_metrics,
-)
+from posttrain.training.rollouts import RolloutBatch, RolloutManager, SyncRollouts, TaskOrder, rollout_metrics
 from posttrain.training.rows import FixedRows
 from posttrain.training.tasks import LeftOut, check_tasks, first_episodes, too_long
 from posttrain.training.teacher import Teacher, open_teacher, reverse_kl
 from posttrain.training.token_rules import set_bonus_tokens
-from posttrain.training.trainer import Callback, Checkpointable, LoopSettings, Trainer
+from posttrain.training.trainer import Callbacks, Checkpointable, Trainer
 from posttrain.training.unit_credit import StepCredit, UnitCreditor
-from posttrain.training.updater import Objective, Sample, Totals, Updater, add_totals, means, samples_of_episodes
+from posttrain.training.updater import (
+    Objective,
+    Sample,
+    Samples,
+    Totals,
+    Updater,
+    add_totals,
+    means,
+    samples_of_episodes,
+)
 
 Rollouts = SyncRollouts | AsyncRollouts
 MakeRollouts = Callable[[RlRecipe, RolloutManager, TaskOrder, RunDirectory], Rollouts]
@@ -91,7 +93,7 @@ def train(
     run: RunDirectory,
     resume: bool,
     console: Console,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Callbacks = (),
     make_rollouts: MakeRollouts = make_rollouts,
 ) -> None:
     """Train a policy in an environment. All results are in `run`."""
@@ -140,9 +142,9 @@ class StepComponents(ABC):
     def update(self, batch: StepBatch, step: int) -> Totals:
         """Make the optimizer steps of `step`."""
 
-    @abstractmethod
     def observe(self, metrics: dict[str, float], batch: StepBatch) -> list[str]:
         """Add to the metrics of a step and adapt coefficients to them. Returns warnings about its updates."""
+        return self.trainer.learner.take_warnings()
 
 
 def run_steps(c: StepComponents, recipe: SampledRecipe, resume: bool, console: Console) -> None:
@@ -189,20 +191,29 @@ def run_steps(c: StepComponents, recipe: SampledRecipe, resume: bool, console: C
 # -- the credit of a step and its updates ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class CreditMaker:
     """Computes the advantages of a step from its rewards."""
 
-    settings: CreditRecipe
-    rewards: RewardShaping
-    energies: Updater[torch.Tensor] | None
-    """Computes the energies of tokens, for `optimal_token_baseline`."""
-    units: UnitCreditor | None
-    critic: CriticLearner | None
-    by_episode: bool
-    """Whether the loss is a mean over episodes, for the mean of advantages."""
+    def __init__(
+        self, recipe: RlRecipe, learner: PolicyLearner, critic: CriticLearner | None, scorer: RewardScorer | None
+    ) -> None:
+        policy, running = learner.policy, RunningStatistics(recipe.reward)
+        coefficient = recipe.teacher.coefficient if recipe.teacher is not None else 0.0
+        self.settings, self.critic = recipe.credit, critic
+        self.rewards = RewardShaping(recipe.rollout, recipe.kl, running, coefficient)
+        self.energies: Updater[torch.Tensor] | None = None
+        """Computes the energies of tokens, for `optimal_token_baseline`."""
+        if "energies" in recipe.credit.inputs:
+            forward = energy_forward(policy, recipe.learner, recipe.rollout.sampling.temperature)
+            self.energies = Updater(policy, learner.updater.optimizer, recipe.learner, forward)
+        self.units: UnitCreditor | None = None
+        if recipe.unit_credit is not None and scorer is not None:
+            budget, turns = recipe.learner.tokens_per_batch, recipe.environment.max_turns
+            self.units = UnitCreditor(recipe.unit_credit, scorer, policy, running, budget, turns)
+        self.by_episode = recipe.loss.aggregation == "sequence_mean"
+        """Whether the loss is a mean over episodes, for the mean of advantages."""
 
-    def credit(self, batch: RolloutBatch, samples: Sequence[Sample], step: int, kl_coefficient: float) -> StepCredit:
+    def credit(self, batch: RolloutBatch, samples: Samples, step: int, kl_coefficient: float) -> StepCredit:
         """One advantage per sampled token: rewards, including those of units, go through the baseline or the critic."""
         episodes, running = batch.episodes, self.rewards.running
         running.include(episodes)
@@ -272,7 +283,7 @@ class Components(StepComponents):
         returns = [episode.total_reward for episode in batch.sampled if episode.has_return]
         return StepBatch(samples, [*groups], metrics, [*batch.warnings, *credit.warnings], len(batch.episodes), returns)
 
-    def score(self, episodes: Sequence[Episode], samples: Sequence[Sample]) -> None:
+    def score(self, episodes: Sequence[Episode], samples: Samples) -> None:
         """Set the fields of every sample that rewards, credit and losses need: the reference model's log-probabilities
         for KL and, with `scores_all`, the learner's own log-probabilities and entropies. The latter pass also computes
         the values of a critic on the policy's trunk."""
@@ -328,8 +339,7 @@ class Components(StepComponents):
     def observe(self, metrics: dict[str, float], batch: StepBatch) -> list[str]:
         """Adapt the coefficients of KL and entropy. Returns warnings about updates."""
         self.learner.observe(metrics, batch.episodes)
-        critic = self.critic.take_warnings() if self.critic is not None else []
-        return [*self.learner.updater.take_warnings(), *critic]
+        return super().observe(metrics, batch) + (self.critic.take_warnings() if self.critic is not None else [])
 
 
 # -- the components ----------------------------------------------------------------------------------------------------
@@ -388,25 +398,6 @@ def make_learner(recipe: RlRecipe, policy: Policy, critic: CriticLearner | None)
     return PolicyLearner(policy, updater, recipe.loss, recipe.kl, recipe.entropy, old, extend)
 
 
-def make_credit(
-    recipe: RlRecipe, learner: PolicyLearner, critic: CriticLearner | None, scorer: RewardScorer | None
-) -> tuple[CreditMaker, list[str]]:
-    """The shaping of rewards and the credit, and warnings about units."""
-    policy, budget = learner.policy, recipe.learner.tokens_per_batch
-    running, energies, units = RunningStatistics(recipe.reward), None, None
-    if "energies" in recipe.credit.inputs:
-        forward = energy_forward(policy, recipe.learner, recipe.rollout.sampling.temperature)
-        energies = Updater(policy, learner.updater.optimizer, recipe.learner, forward)
-    if recipe.unit_credit is not None and scorer is not None:
-        turns = recipe.environment.max_turns
-        units = UnitCreditor(recipe.unit_credit, scorer, policy, running, budget, turns)
-    coefficient = recipe.teacher.coefficient if recipe.teacher is not None else 0.0
-    shaping = RewardShaping(recipe.rollout, recipe.kl, running, coefficient)
-    by_episode = recipe.loss.aggregation == "sequence_mean"
-    maker = CreditMaker(recipe.credit, shaping, energies, units, critic, by_episode)
-    return maker, units.warnings if units is not None else []
-
-
 def make_teacher(
     recipe: SampledRecipe, manager: RolloutManager, order: TaskOrder, top_k: int | None = None
 ) -> tuple[Teacher | None, list[str]]:
@@ -414,16 +405,10 @@ def make_teacher(
     settings = recipe.teacher  # type: ignore[attr-defined]
     if settings is None:
         return None, []
+    rollout, chunk, seed = recipe.rollout, recipe.learner.logits_per_chunk, order.seeds[0]
+    temperature, share = rollout.sampling.temperature, rollout.failures.max_share
     return open_teacher(
-        settings,
-        manager.policy,
-        manager.renderer,
-        recipe.environment,
-        recipe.rollout.sampling.temperature,
-        recipe.learner.logits_per_chunk,
-        recipe.rollout.failures.max_share,
-        order.seeds[0],
-        top_k,
+        settings, manager.policy, manager.renderer, recipe.environment, temperature, chunk, share, seed, top_k
     )
 
 
@@ -461,13 +446,14 @@ def make_trainer(
         every, timeout, action = recipe.evaluation.every, recipe.rollout.environment_timeout, recipe.guards.action  # type: ignore[attr-defined]
         auditor = Auditor(audit, manager.policy, run, recipe.steps, every, timeout, action)
     return Trainer(
-        LoopSettings.of(recipe, recipe.steps),
+        recipe,
+        recipe.steps,
         run,
         manager.policy,
         learner,
         # Without rewards, all checkpoints have the same return, so the last checkpoint is kept.
         evaluators=[evaluator] if rewarded else [],
-        best_by=evaluator.choice(recipe.evaluation.metric) if rewarded else None,
+        best_by=choice_of(recipe.evaluation.metric) if rewarded else None,
         start=start_values(recipe) if rewarded else None,
         auditor=auditor,
         **parts,
@@ -475,7 +461,7 @@ def make_trainer(
 
 
 def make_components(
-    recipe: RlRecipe, run: RunDirectory, callbacks: Sequence[Callback], make_rollouts: MakeRollouts
+    recipe: RlRecipe, run: RunDirectory, callbacks: Callbacks, make_rollouts: MakeRollouts
 ) -> Components:
     """Create the components of `recipe`. InputError for settings that conflict with each other or with the model."""
     tasks, warnings = make_tasks(recipe)
@@ -487,12 +473,13 @@ def make_components(
     )
     critic = make_critic(recipe, policy)
     learner = make_learner(recipe, policy, critic)
-    manager.sleepers = [learner.updater.optimizer, *([] if critic is None else [critic.updater])]
+    manager.sleepers = [learner.updater.optimizer, *([] if critic is None else critic.updater.sleepers)]
     order, left_out, too_long_tasks = make_order(recipe, manager, tasks)
-    credit, credit_warnings = make_credit(recipe, learner, critic, scorer)
+    credit = CreditMaker(recipe, learner, critic, scorer)
     teacher, teacher_warnings = make_teacher(recipe, manager, order)
     ptx, row_warnings = make_rows(recipe.ptx, recipe.ptx.rows_per_update if recipe.ptx else 0, manager, recipe.seed)
-    warnings += [*teacher_warnings, *too_long_tasks, *row_warnings, *credit_warnings, *manager.template_warnings()]
+    unit_warnings = credit.units.warnings if credit.units is not None else []
+    warnings += [*teacher_warnings, *too_long_tasks, *row_warnings, *unit_warnings, *manager.template_warnings()]
     rollouts, guards = make_rollouts(recipe, manager, order, run), Guards(recipe)
     reference_model = open_reference(policy, learner.updater) if recipe.kl.coefficient > 0 else None
     checkpointables: dict[str, Checkpointable] = {}

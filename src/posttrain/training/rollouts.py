@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.engines import LocalEngineRecipe, VllmEngineRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.rollout.agents.endpoint import AgentEndpoint
-from posttrain.rollout.agents.worker import AgentWorker
+from posttrain.rollout.agents.worker import AgentEnding, AgentWorker
 from posttrain.rollout.driver import (
     EpisodeRequest,
     EpisodeSharding,
@@ -41,8 +41,6 @@ from posttrain.rollout.driver import (
 )
 from posttrain.rollout.filters import has_signal, most_uncertain
 from posttrain.seeds import random_stream
-
-# -- who plays --------------------------------------------------------------------------------------------------------
 
 
 def sharding_of(engine: Engine) -> EpisodeSharding:
@@ -70,25 +68,17 @@ class RolloutManager:
         logs: Path | None = None,
         agent: AgentRecipe | None = None,
     ) -> None:
-        """Start the engine.
-
-        Args:
-            scorer: adds a reward model's rewards to the episodes.
-            sampling: the settings for which log-probabilities must be exact; default `rollout.sampling`.
-            logs: directory for the logs of an engine in another process.
-            agent: the program that plays the episodes.
-        """
+        """Start the engine. `scorer`: adds a reward model's rewards to the episodes. `sampling`: the settings for which
+        log-probabilities must be exact; default `rollout.sampling`. `logs`: directory for the logs of an engine in
+        another process. `agent`: the program that plays the episodes."""
         self.sleepers: list[Any] = []
         """Optimizers and critics whose state leaves the device while episodes are sampled, by `sleep` and `wake`."""
         self.played: Played = quiet
         """Called as each episode of a training batch ends, unless another thread samples it."""
-        self.policy = policy
+        self.policy, self.rollout, self.scorer = policy, rollout, scorer
+        self.agent, self.engine_settings = agent, engine
         self.environment = EnvironmentFactory(environment)
-        self.rollout = rollout
-        self.scorer = scorer
-        self.agent = agent
         self.renderer = Renderer(policy.tokenizer, policy.end_tokens)
-        self.engine_settings = engine
         ahead = rollout.async_rollouts > 0
         self.engine = open_engine(policy, engine, rollout.tokens_per_episode, sampling or rollout.sampling, logs, ahead)
         self.lock = threading.Lock()
@@ -142,9 +132,6 @@ class RolloutManager:
                 optimizer.wake()
 
 
-# -- which tasks ------------------------------------------------------------------------------------------------------
-
-
 class TaskOrder:
     """Environment seeds, reshuffled for each pass. `drawn` counts the seeds taken so far."""
 
@@ -153,8 +140,7 @@ class TaskOrder:
     ) -> None:
         """`left_out`: seeds that are never drawn."""
         self.seeds = [seed for seed in seeds if seed not in left_out]
-        self.run_seed = run_seed
-        self.drawn = drawn
+        self.run_seed, self.drawn = run_seed, drawn
         self._shuffled: tuple[int, np.ndarray] | None = None
         """The pass that was drawn from last, and its order."""
         self._digest = hashlib.blake2b(np.array(self.seeds, dtype=np.int64).tobytes(), digest_size=8).hexdigest()
@@ -164,13 +150,11 @@ class TaskOrder:
         taken = []
         for number in range(self.drawn, self.drawn + count):
             passes, place = divmod(number, len(self.seeds))
-            taken.append(self.seeds[int(self._order(passes)[place])])
+            if self._shuffled is None or self._shuffled[0] != passes:  # a shuffle of many seeds takes long
+                self._shuffled = passes, random_stream(self.run_seed, "tasks", passes).permutation(len(self.seeds))
+            taken.append(self.seeds[int(self._shuffled[1][place])])
         self.drawn += count
         return taken
-
-    def copy(self) -> "TaskOrder":
-        """An independent order that continues from here."""
-        return TaskOrder(self.seeds, self.run_seed, self.drawn)
 
     def state_dict(self) -> dict[str, Any]:
         return {"drawn": self.drawn, "tasks": self._digest}
@@ -182,15 +166,6 @@ class TaskOrder:
                 "the files, or start a run with another name"
             )
         self.drawn = state["drawn"]
-
-    def _order(self, passes: int) -> np.ndarray:
-        """Indices of `seeds` in the order of pass number `passes`. A shuffle of many seeds takes long, so the last is kept."""
-        if self._shuffled is None or self._shuffled[0] != passes:
-            self._shuffled = passes, random_stream(self.run_seed, "tasks", passes).permutation(len(self.seeds))
-        return self._shuffled[1]
-
-
-# -- the episodes of a step -------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -219,14 +194,9 @@ Play = Callable[[RolloutWorker, Sequence[EpisodeRequest]], list[Episode]]
 def collect(
     worker: RolloutWorker, tasks: TaskOrder, step: int, greedy: bool = False, play: Play = collect_episodes
 ) -> RolloutBatch:
-    """Sample the groups of a step. The `dynamic` filter samples more groups until enough of them have signal.
-
-    Args:
-        greedy: also play one greedy episode per group, the baseline of `remax`.
-
-    Raises:
-        RunError: more episodes failed than `failures.max_share` allows.
-    """
+    """Sample the groups of a step. The `dynamic` filter samples more groups until enough of them have signal. `greedy`:
+    also play one greedy episode per group, the baseline of `remax`. RunError if more episodes failed than
+    `failures.max_share` allows."""
     rollout = worker.rollout
     wanted, dynamic = rollout.groups_per_step, rollout.filter.type == "dynamic"
     batch = RolloutBatch([], [])
@@ -280,15 +250,16 @@ def counters_since(before: EngineCounters, engine: Engine) -> EngineCounters:
     return EngineCounters(**work | {"cache_bytes": engine.counters.cache_bytes})
 
 
+@dataclass
 class SyncRollouts:
     """The batches of a run, each sampled on request: `rollout.async_rollouts: 0`."""
 
-    phase = "rollout"
+    manager: RolloutManager
+    tasks: TaskOrder
+    greedy: bool = False
+    """As in `collect`."""
+    phase: ClassVar[str] = "rollout"
     """Name of the time of `take` in the metrics."""
-
-    def __init__(self, manager: RolloutManager, tasks: TaskOrder, greedy: bool = False) -> None:
-        """`greedy`: as in `collect`."""
-        self.manager, self.tasks, self.greedy = manager, tasks, greedy
 
     def running(self, step: int) -> AbstractContextManager[None]:
         """Context manager inside which batches are sampled, starting with that of `step`."""
@@ -313,17 +284,7 @@ class SyncRollouts:
         """Called when the policy has the weights after `step`."""
 
 
-# -- metrics ----------------------------------------------------------------------------------------------------------
-
-AGENT_ENDINGS = (
-    *("agent/finished", "agent/timed_out", "agent/crashed", "agent/not_started"),
-    *("agent/never_called", "agent/no_report", "agent/no_reward"),
-)
-"""Number of episodes by how their agent ended (`AgentEnding`)."""
-AGENT_COUNTS = (
-    *("agent/calls", "agent/streams", "agent/retried", "agent/abandoned", "agent/refused", "agent/late"),
-    "agent/malformed_calls",
-)
+AGENT_COUNTS = ("calls", "streams", "retried", "abandoned", "refused", "late", "malformed_calls")
 """Sums over the episodes of agents."""
 
 
@@ -382,8 +343,8 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         metrics["tools/malformed_share"] = malformed / max(calls + malformed, 1)
         metrics["tools/failed_share"] = sum(info.get("failed_calls", 0) for info in counted) / max(calls, 1)
     if agents := [e.info for e in episodes if "ending" in e.info]:
-        metrics |= {key: float(sum(i["ending"] == key.partition("/")[2] for i in agents)) for key in AGENT_ENDINGS}
-        metrics |= {key: float(sum(i[key.partition("/")[2]] for i in agents)) for key in AGENT_COUNTS}
+        metrics |= {f"agent/{end}": float(sum(i["ending"] == end for i in agents)) for end in AgentEnding}
+        metrics |= {f"agent/{name}": float(sum(i[name] for i in agents)) for name in AGENT_COUNTS}
     return metrics | batch.metrics
 
 

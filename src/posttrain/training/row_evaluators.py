@@ -26,8 +26,11 @@ from posttrain.runs.samples import LONGEST, RowAnswer, RowSample
 from posttrain.runs.tables import START, TRAINED, Table, checkpoint_note
 from posttrain.training.evaluators import Evaluator
 from posttrain.training.objectives import PairObjective, RewardObjective, UnpairedObjective, logprobs
-from posttrain.training.rows import DataSet, samples_of_row
-from posttrain.training.updater import Sample, Updater
+from posttrain.training.rows import DataSet, samples_of_compared, samples_of_row
+from posttrain.training.updater import Samples, Updater
+
+_SHOWN_ROWS, _REPLY_TOKENS = 6, 64
+"""Rows with replies on the pages, and the tokens of a reply."""
 
 
 class RowEvaluator(Evaluator, ABC):
@@ -39,22 +42,20 @@ class RowEvaluator(Evaluator, ABC):
     """Headings of `cells`."""
     score: ClassVar[str]
     """What the score of an answer is."""
+    work: ClassVar[str]
+    """What is done with rows, for the display."""
+    note: str
+    """The meaning of the columns."""
 
     def __init__(
         self, learner: Updater[Any], validation: Sequence[TokenRow], test: Sequence[TokenRow], title: str
     ) -> None:
         """`validation`: rows of the learning curve. `test`: rows of the final table; if empty, the validation rows.
         `title`: name of the run, for the table."""
-        self.learner = learner
-        self.validation, self.test = validation, test
-        self.title = title
-        self._scores: MetricResult | None = None
+        self.learner, self.validation, self.test, self.title = learner, validation, test, title
         self._measured: list[np.ndarray] = []
         """For each call of `final`, the scores of the answers of each test row [n, answers] float64."""
         self._by_row = np.zeros((0, 1))
-
-    def row_scores(self) -> MetricResult | None:
-        return self._scores
 
     def samples(self) -> list[RowSample]:
         """Test rows from the lowest to the highest score, evenly spaced, with replies of a policy."""
@@ -85,6 +86,9 @@ class RowEvaluator(Evaluator, ABC):
         """The names of the answers of a row."""
         return ("reference",)
 
+    def cost(self) -> str:
+        return f"{self.work} {len(self.test or self.validation)} held-out rows"
+
     def curve(self, step: int, played: Played = quiet) -> dict[str, Any]:
         return self.measure(self.validation, "validation", played) if self.validation else {}
 
@@ -94,7 +98,6 @@ class RowEvaluator(Evaluator, ABC):
         return values
 
     def tables(self, lines: Mapping[str, Mapping[str, Any]]) -> list[Table]:
-        """Before and after, whole and by domain."""
         rows = []
         for policy, title in ((START, START), (TRAINED, "trained model")):
             values = lines.get(policy, {})
@@ -111,11 +114,6 @@ class RowEvaluator(Evaluator, ABC):
             words=("policy", "rows of", "note"),
         )
         return [table]
-
-    @property
-    @abstractmethod
-    def note(self) -> str:
-        """The meaning of the columns."""
 
     @abstractmethod
     def measure(self, rows: Sequence[TokenRow], name: str, played: Played) -> dict[str, Any]:
@@ -157,13 +155,10 @@ def _by_domain(rows: Sequence[TokenRow]) -> Iterator[tuple[str, np.ndarray]]:
 class LossEvaluator(RowEvaluator):
     """Loss in nats per trained token."""
 
-    measured = "rows"
+    measured, work = "rows", "measuring the loss on"
     score = "loss in nats per token; lower is better"
     columns = ("loss", "95% interval", "perplexity")
     note = "Loss in nats per trained token; `n` rows; intervals are 95%, over rows"
-
-    def cost(self) -> str:
-        return f"measuring the loss on {len(self.test or self.validation)} held-out rows"
 
     def cells(self, values: Mapping[str, Any], suffix: str) -> tuple[str, ...]:
         loss, low, high = (values[f"test/loss{part}{suffix}"] for part in ("", "_low", "_high"))
@@ -178,7 +173,7 @@ class LossEvaluator(RowEvaluator):
         for number, score in zip(owners, scores, strict=True):
             nats[number] -= float(score.sum(dtype="float64"))
             tokens[number] += len(score)
-        self._scores = _scores("perplexity", "perplexity", "lower", nats, tokens)
+        self.row_scores = _scores("perplexity", "perplexity", "lower", nats, tokens)
         self._by_row = (nats / np.maximum(tokens, 1))[:, None]
         values: dict[str, Any] = {}
         for suffix, inside in _by_domain(rows):
@@ -188,11 +183,8 @@ class LossEvaluator(RowEvaluator):
             values[f"{name}/loss_high{suffix}"] = _known(estimate.high)
             values[f"{name}/rows{suffix}"] = int(inside.sum())
         loss = values[f"{name}/loss"]
-        values[f"{name}/perplexity"] = math.inf if loss > _LARGEST_EXPONENT else math.exp(loss)
+        values[f"{name}/perplexity"] = math.inf if loss > 700 else math.exp(loss)
         return values
-
-
-_LARGEST_EXPONENT = 700.0
 
 
 def _known(value: float) -> float | None:
@@ -206,22 +198,10 @@ def _scores(name: str, kind: Kind, better: Better, sums: np.ndarray, counts: np.
     return MetricResult(name, ItemScores(kind, {str(row): summands for row, summands in enumerate(table)}), better)
 
 
-_SHOWN_PAIRS, _SHOWN_ROWS = 3, 6
-_REPLY_TOKENS = 64
-
-
-def choice_of(metric: str) -> Callable[[dict[str, Any]], float]:
-    """The value of an evaluation that selects the best checkpoint; larger is better."""
-    if metric == "loss":
-        return lambda values: -values["validation/loss"]
-    # There is no accuracy if all answers are good, or all are bad.
-    return lambda values: -math.inf if values["validation/accuracy"] is None else values["validation/accuracy"]
-
-
 class PreferenceEvaluator(RowEvaluator):
     """Accuracy, loss and margin of preference rows."""
 
-    measured = "comparisons"
+    measured, work = "comparisons", "ranking"
     score = "reward; for a policy, the implicit one of its loss"
     columns = ("accuracy", "95% interval", "loss", "mean margin")
 
@@ -230,27 +210,22 @@ class PreferenceEvaluator(RowEvaluator):
         learner: Updater[Any],
         data: DataSet,
         title: str,
-        objective_for: Callable[[Sequence[Sample]], PairObjective | UnpairedObjective | RewardObjective],
+        objective_for: Callable[[Samples], PairObjective | UnpairedObjective | RewardObjective],
         unpaired: bool = False,
         model: RewardModel | None = None,
         renderer: Renderer | None = None,
     ) -> None:
-        """Create an evaluator.
-
-        Args:
-            title: name of the run, for the table.
-            objective_for: the objective of the given samples.
-            unpaired: the rows are single answers labeled good or bad, not pairs.
-            model, renderer: given for a reward model, which stores the statistics of its rewards and prints examples.
-        """
+        """`title`: name of the run, for the table. `objective_for`: the objective of the given samples. `unpaired`: the
+        rows are single answers labeled good or bad, not pairs. `model`, `renderer`: given for a reward model, which
+        stores the statistics of its rewards and prints examples."""
         super().__init__(learner, data.validation, data.test, title)
-        self.unpaired = unpaired
-        self.objective_for = objective_for
-        self.model = model
-        self.renderer = renderer
+        self.objective_for, self.unpaired, self.model, self.renderer = objective_for, unpaired, model, renderer
+        kind = "n pairs: the share whose better answer is ranked above the other; guessing gives 50%"
+        if unpaired:
+            kind = "n good and bad answers: the chance that a good one is ranked above a bad one"
+        self.note = f"{kind}; 95% intervals over rows"
         self.margins = np.zeros(0)
         """Those [n] of the validation rows at the last evaluation."""
-        self._shown: list[str] = []
 
     def final(self, step: int, played: Played = quiet) -> dict[str, Any]:
         rows = self.test or self.validation
@@ -260,27 +235,17 @@ class PreferenceEvaluator(RowEvaluator):
         both = np.stack([chosen, rejected], axis=1)
         self._measured.append(np.nansum(both, axis=1, keepdims=True) if self.unpaired else both)
         named: tuple[str, Kind, Better] = ("accuracy", "rate", "higher") if paired else ("loss", "mean", "lower")
-        self._scores = _scores(*named, ranked if paired else losses, np.ones(len(rows)))
+        self.row_scores = _scores(*named, ranked if paired else losses, np.ones(len(rows)))
         if self.model is not None:
             rewards = np.concatenate([chosen, rejected])
             if self.validation and self.test:
                 rewards = np.concatenate(self._compare(self.validation)[1:])
             self.model.set_statistics(float(rewards.mean()), float(rewards.std(ddof=1)))
-            self._shown = [*_calibration_lines(chosen - rejected), *self._sample_lines(rows, chosen, rejected)]
+            self.artifacts = self._lines(rows, chosen, rejected)
         return _summary(rows, losses, chosen, rejected, "test")
 
     def names(self, row: TokenRow) -> Sequence[str]:
         return ("chosen", "rejected") if not self.unpaired else ("good",) if row.chosen else ("bad",)
-
-    def cost(self) -> str:
-        return f"ranking {len(self.test or self.validation)} held-out rows"
-
-    @property
-    def note(self) -> str:
-        kind = "n pairs: the share whose better answer is ranked above the other; guessing gives 50%"
-        if self.unpaired:
-            kind = "n good and bad answers: the chance that a good one is ranked above a bad one"
-        return f"{kind}; 95% intervals over rows"
 
     def cells(self, values: Mapping[str, Any], suffix: str) -> tuple[str, ...]:
         share, low, high = (values[f"test/accuracy{part}{suffix}"] for part in ("", "_low", "_high"))
@@ -292,9 +257,6 @@ class PreferenceEvaluator(RowEvaluator):
             "–" if margin is None else f"{round(margin, 3) + 0.0:.3f}",
         )
 
-    def artifacts(self) -> Sequence[str]:
-        return self._shown
-
     def measure(self, rows: Sequence[TokenRow], name: str, played: Played) -> dict[str, Any]:
         losses, chosen, rejected = self._compare(rows, played)
         self.margins = chosen - rejected
@@ -302,7 +264,7 @@ class PreferenceEvaluator(RowEvaluator):
 
     def _compare(self, rows: Sequence[TokenRow], played: Played = quiet) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Loss and the two rewards of each row, [n] float64; NaN for an answer that a row does not have."""
-        samples = [sample for number, row in enumerate(rows) for sample in samples_of_row(row, number)]
+        samples = samples_of_compared(rows)
         objective: Any = self.objective_for(samples)
         table = np.full((3, len(rows)), np.nan)
         for group, output in self.learner.without_gradient(samples):
@@ -312,14 +274,22 @@ class PreferenceEvaluator(RowEvaluator):
             played(int((~np.isnan(table[0])).sum()), len(rows))
         return table[0], table[1], table[2]
 
-    def _sample_lines(self, rows: Sequence[TokenRow], chosen: np.ndarray, rejected: np.ndarray) -> list[str]:
-        """A few pairs as text with their rewards: those with the largest, median and smallest margin."""
+    def _lines(self, rows: Sequence[TokenRow], chosen: np.ndarray, rejected: np.ndarray) -> list[str]:
+        """The calibration, and the pairs with the largest, median and smallest margin as text with their rewards."""
         assert self.renderer is not None
-        order = np.argsort(chosen - rejected)
+        margins = chosen - rejected
+        bins, error = calibration(list(margins))
+        lines = [f"calibration: expected error {100 * error:.1f} percentage points over {len(margins)} pairs"]
+        lines += [
+            f"  predicted {100 * b.low:.0f}-{100 * b.high:.0f}%: mean {100 * b.confidence:.1f}%, right "
+            f"{100 * b.accuracy.value:.1f}% [{100 * b.accuracy.low:.1f}, {100 * b.accuracy.high:.1f}], n {b.accuracy.n}"
+            for b in bins
+        ]
+        order = np.argsort(margins)
         picked = dict.fromkeys(int(order[place]) for place in (-1, len(order) // 2, 0))
-        lines = ["scored pairs (largest, median and smallest margin):"]
-        for number in list(picked)[:_SHOWN_PAIRS]:
-            lines.append(f"  {rows[number].origin}: margin {chosen[number] - rejected[number]:+.3f}")
+        lines.append("scored pairs (largest, median and smallest margin):")
+        for number in picked:
+            lines.append(f"  {rows[number].origin}: margin {margins[number]:+.3f}")
             for name, stream, reward in zip(
                 ("chosen", "rejected"), rows[number].streams, (chosen[number], rejected[number]), strict=True
             ):
@@ -333,7 +303,13 @@ def _summary(
 ) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for suffix, inside in _by_domain(rows):
-        accuracy = _accuracy(chosen[inside], rejected[inside])
+        good, bad = (rewards[inside & ~np.isnan(rewards)] for rewards in (chosen, rejected))
+        if len(good) == len(bad) == inside.sum():
+            accuracy = pair_accuracy(list((chosen - rejected)[inside]))
+        elif len(good) and len(bad):
+            accuracy = probability_above([good], [bad])
+        else:
+            accuracy = Estimate(math.nan, math.nan, math.nan, int(inside.sum()))
         values[f"{name}/rows{suffix}"] = int(inside.sum())
         values[f"{name}/accuracy{suffix}"] = _known(accuracy.value)
         values[f"{name}/accuracy_low{suffix}"] = _known(accuracy.low)
@@ -350,23 +326,3 @@ def _mean(rewards: np.ndarray) -> float:
     """The mean of the rewards that exist; NaN if there are none, as in a domain with chosen answers alone."""
     known = rewards[~np.isnan(rewards)]
     return float(known.mean()) if len(known) else math.nan
-
-
-def _accuracy(chosen: np.ndarray, rejected: np.ndarray) -> Estimate:
-    good, bad = chosen[~np.isnan(chosen)], rejected[~np.isnan(rejected)]
-    if len(good) == len(bad) == len(chosen):
-        return pair_accuracy(list(chosen - rejected))
-    if not len(good) or not len(bad):
-        return Estimate(math.nan, math.nan, math.nan, len(chosen))
-    return probability_above([good], [bad])
-
-
-def _calibration_lines(margins: np.ndarray) -> list[str]:
-    bins, error = calibration(list(margins))
-    lines = [f"calibration: expected error {100 * error:.1f} percentage points over {len(margins)} pairs"]
-    lines += [
-        f"  predicted {100 * b.low:.0f}-{100 * b.high:.0f}%: mean {100 * b.confidence:.1f}%, right "
-        f"{100 * b.accuracy.value:.1f}% [{100 * b.accuracy.low:.1f}, {100 * b.accuracy.high:.1f}], n {b.accuracy.n}"
-        for b in bins
-    ]
-    return lines

@@ -1,11 +1,10 @@
 """Rows of the supervised stages: training and held-out rows, the order of an epoch, samples for the learner, and the
 loop."""
 
+import itertools
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import TypeVar
 
 import numpy as np
@@ -23,7 +22,7 @@ from posttrain.recipe.data import DataRecipe, RowsRecipe
 from posttrain.recipe.supervised import SupervisedRecipe
 from posttrain.seeds import random_stream
 from posttrain.training.trainer import Trainer
-from posttrain.training.updater import Objective, PreferenceSide, Sample, Totals, means
+from posttrain.training.updater import Objective, PreferenceSide, Sample, Samples, Totals, means
 
 Output = TypeVar("Output")
 RARE = 0.05
@@ -47,6 +46,10 @@ class DataSet:
     def final(self) -> list[TokenRow]:
         """The rows of the final table."""
         return self.test or self.validation
+
+    def batch(self, step: int) -> list[Sample]:
+        """The samples of update `step`, counted from 0, of rows that are not preference data."""
+        return [sample for row in self.train.batch(step) for sample in samples_of_row(row)]
 
 
 def load_data(
@@ -108,7 +111,9 @@ def _check_labels(recipe: SupervisedRecipe, data: DataSet) -> list[str]:
     """
     if recipe.data.streaming:
         read = read_examples("unpaired", recipe.data.train, recipe.data.columns, Problems())
-        labels = [one.label for one in islice(read, recipe.data.shuffle_buffer) if isinstance(one, UnpairedExample)]
+        labels = [
+            one.label for one in itertools.islice(read, recipe.data.shuffle_buffer) if isinstance(one, UnpairedExample)
+        ]
     else:
         labels = [row.chosen for row in data.stored]
     good = sum(labels)
@@ -187,26 +192,14 @@ class StreamedRows:
     """Rows read lazily and drawn at random from a buffer of `shuffle_buffer`."""
 
     def __init__(
-        self,
-        kind: Kind,
-        recipe: DataRecipe,
-        renderer: Renderer,
-        loss_on: LossOn,
-        rows_per_update: int,
-        seed: int,
+        self, kind: Kind, recipe: DataRecipe, renderer: Renderer, loss_on: LossOn, rows_per_update: int, seed: int
     ) -> None:
         self.recipe = recipe
         self.problems = Problems()
         """Problems of the rows read so far; repeated reads count once."""
         self.rows_per_update = rows_per_update
         self.seed = seed
-        self._read: Callable[[Problems], Iterator[TokenRow]] = lambda problems: tokenize(
-            read_examples(kind, recipe.train, recipe.columns, problems, recipe.max_rows),
-            recipe,
-            renderer,
-            loss_on,
-            problems,
-        )
+        self.kind, self.renderer, self.loss_on = kind, renderer, loss_on
         self._drawn: Iterator[TokenRow] = iter(())
         self._next_step = -1
 
@@ -216,30 +209,29 @@ class StreamedRows:
             # After a resume, draw the same rows again up to this step.
             self.problems = Problems()
             self._drawn = self._draw(self.problems)
-            for _ in islice(self._drawn, step * self.rows_per_update):
+            for _ in itertools.islice(self._drawn, step * self.rows_per_update):
                 pass
         self._next_step = step + 1
-        rows = list(islice(self._drawn, self.rows_per_update))
+        rows = list(itertools.islice(self._drawn, self.rows_per_update))
         self.problems.raise_if(self.recipe.strict)
         return rows
 
     def _draw(self, problems: Problems) -> Iterator[TokenRow]:
-        epoch = 0
-        while True:
+        recipe = self.recipe
+        for epoch in itertools.count():
             buffer: list[TokenRow] = []
             draws = random_stream(self.seed, "streamed rows", epoch)
-            count = 0
-            # Problems are counted in the first epoch only.
-            for row in self._read(problems if epoch == 0 else Problems()):
-                count += 1
+            counted = problems if epoch == 0 else Problems()  # problems are counted in the first epoch only
+            examples = read_examples(self.kind, recipe.train, recipe.columns, counted, recipe.max_rows)
+            row: TokenRow | None = None
+            for row in tokenize(examples, recipe, self.renderer, self.loss_on, counted):
                 buffer.append(row)
-                if len(buffer) >= self.recipe.shuffle_buffer:
+                if len(buffer) >= recipe.shuffle_buffer:
                     yield buffer.pop(int(draws.integers(len(buffer))))
             while buffer:
                 yield buffer.pop(int(draws.integers(len(buffer))))
-            if not count:
-                problems.require_any(", ".join(source.path for source in self.recipe.train))
-            epoch += 1
+            if row is None:
+                problems.require_any(", ".join(source.path for source in recipe.train))
 
 
 def stream_of(ids: np.ndarray, trained: np.ndarray) -> Stream:
@@ -267,6 +259,11 @@ def samples_of_row(row: TokenRow, number: int = -1) -> list[Sample]:
     ]
 
 
+def samples_of_compared(rows: Sequence[TokenRow]) -> list[Sample]:
+    """The samples of preference data, whose rows are identified by their place in `rows`."""
+    return [sample for number, row in enumerate(rows) for sample in samples_of_row(row, number)]
+
+
 class FixedRows:
     """Supervised rows, loaded at the start, for policy updates of RL with `ptx` and of off-policy distillation.
 
@@ -282,69 +279,36 @@ class FixedRows:
 
     def batch(self, update: int) -> list[Sample]:
         """The samples of the run's update `update`, counted from 0."""
-        samples = [sample for row in self.data.train.batch(update) for sample in samples_of_row(row)]
+        samples = self.data.batch(update)
         for sample in samples:
             sample.ptx = True
         return samples
 
 
-# -- the loop ---------------------------------------------------------------------------------------------------------
-
-
-class SampleBatches(ABC):
-    """Samples in batches of one optimizer step."""
-
-    updates_per_epoch: int
-
-    @abstractmethod
-    def batch(self, step: int) -> list[Sample]:
-        """Return the samples of update `step`, counted from 0."""
-
-    def warnings(self) -> list[str]:
-        """Problems of rows that were read during training. Called after the last update."""
-        return []
-
-
-class Batches(SampleBatches):
-    """The rows of a data set as batches of samples."""
-
-    def __init__(self, data: DataSet, to_samples: Callable[[int, TokenRow], list[Sample]]) -> None:
-        """`to_samples` gets the index of a row in its batch, and the row."""
-        self.data = data
-        self.to_samples = to_samples
-        self.updates_per_epoch = data.updates_per_epoch
-
-    def batch(self, step: int) -> list[Sample]:
-        return [
-            sample for number, row in enumerate(self.data.train.batch(step)) for sample in self.to_samples(number, row)
-        ]
-
-    def warnings(self) -> list[str]:
-        return self.data.train.problems.summary()
-
-
 def train_on(
     trainer: Trainer[Output],
-    batches: SampleBatches,
-    objective_for: Callable[[Sequence[Sample]], Objective[Output]],
+    data: DataSet | None,
+    batch: Callable[[int], list[Sample]],
+    objective_for: Callable[[Samples], Objective[Output]],
     resume: bool,
     console: Console,
     learned: Callable[[Totals], None] | None = None,
 ) -> None:
     """Make the run's updates, evaluate and save on schedule, and finish.
 
+    `data`: rows whose problems are reported at the end. `batch` returns the samples of an update, counted from 0.
     `objective_for` returns the objective of an update's samples. It may first set fields of the samples, for example
     reference log-probabilities. `learned` is called with the metrics of each update as (sum, count), before the
     checkpoint of its step, and may add metrics.
     """
-    learner, steps = trainer.learner, trainer.settings.steps
+    learner, steps = trainer.learner, trainer.steps
     if resume:
         trainer.resume()
     with trainer.working(console):
         trainer.begin()
         while trainer.step < steps and not trainer.audit_stops:
             with trainer.phase("rows"):
-                samples = batches.batch(trainer.step)
+                samples = batch(trainer.step)
                 objective = objective_for(samples)
             with trainer.interrupts.critical():
                 before = learner.trained_tokens
@@ -356,7 +320,7 @@ def train_on(
                 metrics["tokens/trained"] = float(learner.trained_tokens - before)
                 metrics["speed/tokens_per_second"] = metrics["tokens/trained"] / trainer.seconds["update"]
                 trainer.finish_step(metrics)
-                over = trainer.step == steps
-                trainer.warn([*learner.take_warnings(), *(batches.warnings() if over else [])])
+                read = data.train.problems.summary() if data is not None and trainer.step == steps else []
+                trainer.warn([*learner.take_warnings(), *read])
             trainer.evaluate_and_save(metrics)
         trainer.finish()

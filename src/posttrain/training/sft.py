@@ -17,21 +17,19 @@ from posttrain.recipe.warnings import recipe_warnings
 from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.seeds import random_stream
-from posttrain.training.evaluators import EpisodeEvaluator, Evaluator
+from posttrain.training.evaluators import EpisodeEvaluator, Evaluator, choice_of
 from posttrain.training.experts import expert_episodes, settings_warnings
 from posttrain.training.objectives import SupervisedObjective, token_forward
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.rollouts import RolloutManager
-from posttrain.training.row_evaluators import LossEvaluator, choice_of
-from posttrain.training.rows import Batches, SampleBatches, load_data, samples_of_row, train_on
+from posttrain.training.row_evaluators import LossEvaluator
+from posttrain.training.rows import load_data, train_on
 from posttrain.training.tasks import check_tasks
-from posttrain.training.trainer import Callback, LoopSettings, Trainer
+from posttrain.training.trainer import Callbacks, Trainer
 from posttrain.training.updater import Sample, Updater, samples_of_episodes
 
 
-def train(
-    recipe: SftRecipe, run: RunDirectory, resume: bool, console: Console, callbacks: Sequence[Callback] = ()
-) -> None:
+def train(recipe: SftRecipe, run: RunDirectory, resume: bool, console: Console, callbacks: Callbacks = ()) -> None:
     """Train the policy; one step is one update on `rows_per_update` rows or traces."""
     tasks, evaluated = TaskSplit((), (), ()), evaluated_environment(recipe)
     if evaluated is not None:
@@ -41,13 +39,13 @@ def train(
     renderer = Renderer(policy.tokenizer, policy.end_tokens)
     if recipe.data is None:
         traces = _Traces(recipe, tasks.training, renderer, run)
-        batches: SampleBatches = traces
+        batch, updates_per_epoch = traces.batch, traces.updates_per_epoch
         data, validation, test = None, traces.held_out, [] if recipe.chosen_by_loss else traces.held_out
     else:
         data = load_data("conversation", recipe.data, renderer, recipe.loss_on, recipe.rows_per_update, recipe.seed)
-        batches = Batches(data, lambda number, row: samples_of_row(row))
+        batch, updates_per_epoch = data.batch, data.updates_per_epoch
         validation, test = data.validation, data.test
-    total = recipe.steps or recipe.epochs * batches.updates_per_epoch
+    total = recipe.steps or recipe.epochs * updates_per_epoch
     manager = None
     if evaluated is not None:
         # An engine on the same GPU starts before the optimizer's state takes its memory.
@@ -67,20 +65,20 @@ def train(
     if validation or test:
         evaluators.append(LossEvaluator(learner, validation, test, recipe.name))
     if evaluated is not None and manager is not None:
-        evaluation, metric = recipe.evaluation, recipe.evaluation.metric
-        evaluator = EpisodeEvaluator(manager, evaluation, tasks, recipe.seed, run.episodes, recipe.name)
-        evaluators.append(evaluator)
+        metric, seed = recipe.evaluation.metric, recipe.seed
+        evaluators.append(EpisodeEvaluator(manager, recipe.evaluation, tasks, seed, run.episodes, recipe.name))
         warnings += check_tasks(
             recipe.environment or evaluated, tasks, recipe.rollout, True, recipe.evaluation.environment
         )
-        best_by = evaluator.choice(metric if metric != "loss" else None)
+        best_by = choice_of(metric if metric != "loss" else None)
         warnings += [text for text in manager.template_warnings() if text not in warnings]
         if recipe.data is not None:
             warnings += settings_warnings(evaluated, recipe.data.train)
     if recipe.chosen_by_loss:
         best_by = choice_of("loss")
     trainer = Trainer(
-        LoopSettings.of(recipe, total),
+        recipe,
+        total,
         run,
         policy,
         learner,
@@ -90,10 +88,10 @@ def train(
         callbacks=callbacks,
     )
     objective = SupervisedObjective(recipe.loss)
-    train_on(trainer, batches, lambda samples: objective, resume, console)
+    train_on(trainer, data, batch, lambda samples: objective, resume, console)
 
 
-class _Traces(SampleBatches):
+class _Traces:
     """Expert traces in batches. Each epoch contains every trace once, in a different order.
 
     Attributes:

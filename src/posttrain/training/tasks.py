@@ -40,12 +40,8 @@ def check_tasks(
     """Check the tasks of a run before a model is loaded. Returns the warnings of the environments.
 
     `evaluated`: the environment of the held-out tasks, if it differs. `agent`: the agent that plays the tasks, if any.
-    `audit`: the second scorer of the learning curve, if any. Environments name their keys `environment...`; messages name
-    those of the recipe.
-
-    Raises:
-        InputError: a task cannot be played, or nothing rewards the answers.
-    """
+    `audit`: the second scorer of the learning curve, if any. Environments name their keys `environment...`; messages
+    name those of the recipe. InputError if a task cannot be played, or nothing rewards the answers."""
     warnings = []
     if agent is not None and agent.function is not None:
         load_reward(agent.function, "agent.reward")
@@ -106,10 +102,7 @@ def parts_of(environment: EnvironmentRecipe, tasks: TaskSplit, evaluated: Enviro
     """(environment, its recipe key, training seeds, held-out seeds) of the environments of a run."""
     if evaluated is None:
         return [(environment, "environment", tasks.training, tasks.held_out)]
-    return [
-        (environment, "environment", tasks.training, []),
-        (evaluated, "evaluation.environment", (), tasks.held_out),
-    ]
+    return [(environment, "environment", tasks.training, []), (evaluated, "evaluation.environment", (), tasks.held_out)]
 
 
 @dataclass(frozen=True)
@@ -130,11 +123,8 @@ def too_long(
     """Seeds whose prompt leaves less than `tokens_per_turn` of the episode's tokens, and warnings about them. A warning
     also says if fewer tasks remain than a step needs. `evaluated` as for `check_tasks`.
 
-    Only tasks from the user's data are checked. They are left out of training and of evaluation.
-
-    Raises:
-        InputError: no seed of an environment is left, or a prompt is too long and the environment is `strict`.
-    """
+    Only tasks from the user's data are checked. They are left out of training and of evaluation. InputError if no
+    seed of an environment is left, or a prompt is too long and the environment is `strict`."""
     excluded, warnings = [], []
     for one, _, training, held_out in parts_of(environment, tasks, evaluated):
         seeds, messages = _too_long(one, rollout, renderer, [training, *held_out])
@@ -188,14 +178,8 @@ def first_episodes(
     model: str,
 ) -> tuple[str, list[str]]:
     """What the episodes of the first step, by the policy before any update, show about the environment, and warnings.
-
-    Args:
-        metrics: of the step's rollouts and credit.
-        random: the values of the random policy, where they are known.
-        temperature: of sampling.
-        returns: of the episodes.
-        model: `model.path`.
-    """
+    `metrics`: of the step's rollouts and credit. `random`: the values of the random policy, where they are known.
+    `temperature`: of sampling. `returns`: of the episodes. `model`: `model.path`."""
     counts = {"failed": metrics["rollout/failed"], "rejected": metrics.get("rollout/rejected_share", 0.0)}
     line = (
         f"before the first update, {metrics['rollout/episodes']:.0f} training episodes: {counts['failed']:.0f} failed, "

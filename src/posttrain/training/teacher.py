@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from posttrain.data.rendering import Renderer
 from posttrain.distributed.world import current_world
@@ -23,15 +22,12 @@ from posttrain.models.policy import Policy
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.teacher import CONTEXT_FIELD, TeacherRecipe
-from posttrain.training.updater import Sample, pack
+from posttrain.training.updater import Sample, Samples, by_sample, in_batches
 
 WHOLE = 0
 """`top_k` for the whole vocabulary."""
 _OF_EPISODES = ("success", "feedback")
 """Fields of a context that come from the episodes of a step, not from the task."""
-
-
-# -- what scores ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -49,22 +45,16 @@ class ModelScorer:
     initial: bool = False
     """Whether to score with the initial weights of a policy that is being trained."""
 
-    def score(self, samples: Sequence[Sample]) -> list[TeacherScores | ChatRequestError]:
+    def score(self, samples: Samples) -> list[TeacherScores | ChatRequestError]:
         """Scores of the sampled tokens of each sample."""
-        by_sample: dict[int, TeacherScores] = {}
         scoring: AbstractContextManager[None] = self.policy.as_reference() if self.initial else nullcontext()
         with scoring:
-            for group in pack(samples, self.tokens_per_batch, "teacher.tokens_per_batch"):
-                scores = self._score([samples[i] for i in group])
-                by_sample |= dict(zip(group, scores, strict=True))
-        return [by_sample[i] for i in range(len(samples))]
+            return [*in_batches(samples, self.tokens_per_batch, "teacher.tokens_per_batch", self._score)]
 
-    def _score(self, samples: Sequence[Sample]) -> list[TeacherScores]:
+    def _score(self, samples: Samples) -> list[TeacherScores]:
         ids, sampled = [s.stream.ids for s in samples], [s.stream.sampled for s in samples]
-        with torch.no_grad():
-            tokens = self.policy.score(ids, sampled, self.temperature, self.positions_per_chunk).logprobs
-        ends = np.cumsum([sample.sampled_tokens for sample in samples])[:-1]
-        logprobs = np.split(tokens.float().cpu().numpy(), ends)
+        tokens = self.policy.score(ids, sampled, self.temperature, self.positions_per_chunk).logprobs
+        logprobs = by_sample(tokens.float(), samples)
         if self.top_k is None:
             return [TeacherScores(part) for part in logprobs]
         distribution, candidates = self.policy.distributions(
@@ -72,8 +62,9 @@ class ModelScorer:
         )
         if candidates is not None:
             distribution[:, -1] = np.maximum(distribution[:, -1], TAIL_FLOOR)
-        chosen = [None] * len(samples) if candidates is None else np.split(candidates, ends)
-        return [TeacherScores(*parts) for parts in zip(logprobs, chosen, np.split(distribution, ends), strict=True)]
+        chosen = [None] * len(samples) if candidates is None else by_sample(candidates, samples)
+        columns = logprobs, chosen, by_sample(distribution, samples)
+        return [TeacherScores(*parts) for parts in zip(*columns, strict=True)]
 
 
 @dataclass
@@ -84,14 +75,12 @@ class ServerScorer:
     top_k: int | None
     """Number of most probable tokens to request; None for none."""
 
-    def score(self, samples: Sequence[Sample]) -> list[TeacherScores | ChatRequestError]:
+    def score(self, samples: Samples) -> list[TeacherScores | ChatRequestError]:
         """Scores of the sampled tokens of each sample, or the error of a failed request."""
         prompts = [sample.stream.ids.tolist() for sample in samples]
         answers = current_world().on_rank0(lambda: self.servers.score(prompts, self.top_k or 0))
-        return [
-            answer if isinstance(answer, ChatRequestError) else self._scores(answer, sample)
-            for answer, sample in zip(answers, samples, strict=True)
-        ]
+        pairs = zip(answers, samples, strict=True)
+        return [one if isinstance(one, ChatRequestError) else self._scores(one, sample) for one, sample in pairs]
 
     def _scores(self, answer: ScoredPrompt, sample: Sample) -> TeacherScores:
         places = np.flatnonzero(sample.stream.sampled)
@@ -107,9 +96,6 @@ class ServerScorer:
             tail = math.log1p(-mass) if mass < 1 else -math.inf
             distribution[row] = np.maximum([*(value for _, value in best), tail], TAIL_FLOOR)
         return TeacherScores(logprobs, candidates, distribution)
-
-
-# -- privileged context -----------------------------------------------------------------------------------------------
 
 
 class PrivilegedContext:
@@ -138,7 +124,7 @@ class PrivilegedContext:
                     f"one of {others}"
                 )
 
-    def applied(self, episodes: Sequence[Episode], samples: Sequence[Sample]) -> list[Sample | None]:
+    def applied(self, episodes: Sequence[Episode], samples: Samples) -> list[Sample | None]:
         """The samples as the teacher reads them; None if the context of the episode lacks a field.
 
         `samples` are those of `samples_of_episodes`. `success` is the first answer of the first other success of the group.
@@ -207,9 +193,6 @@ class PrivilegedContext:
         return replace(sample, stream=longer)
 
 
-# -- the teacher ------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Teacher:
     """A scorer, and the additional context that it sees."""
@@ -220,7 +203,7 @@ class Teacher:
     """Maximum share of the episodes of a step whose scoring may fail."""
 
     def score_episodes(
-        self, episodes: Sequence[Episode], samples: Sequence[Sample]
+        self, episodes: Sequence[Episode], samples: Samples
     ) -> tuple[list[Episode], list[Sample], list[str], dict[str, float]]:
         """Set `teacher` of all samples that can be scored.
 
@@ -251,7 +234,7 @@ class Teacher:
             metrics["teacher/without_context"] = float(len(lost - failed))
         return kept, scored, warnings, metrics
 
-    def score_rows(self, samples: Sequence[Sample]) -> None:
+    def score_rows(self, samples: Samples) -> None:
         """Set `teacher` of the samples of rows. RunError if a request to a server failed."""
         failures = self._score(samples, samples)
         if failures:
@@ -261,7 +244,7 @@ class Teacher:
                 f"{reason}; correct the server of teacher.urls, then resume the run"
             )
 
-    def _score(self, samples: Sequence[Sample], read: Sequence[Sample | None]) -> dict[int, str]:
+    def _score(self, samples: Samples, read: Sequence[Sample | None]) -> dict[int, str]:
         """Score `read`, the samples as the teacher reads them. Returns index -> reason of those that failed."""
         asked = [place for place, sample in enumerate(read) if sample is not None]
         scores = self.scorer.score([sample for sample in read if sample is not None]) if asked else []
@@ -274,13 +257,9 @@ class Teacher:
         return failures
 
 
-def reverse_kl(samples: Sequence[Sample]) -> dict[str, float]:
+def reverse_kl(samples: Samples) -> dict[str, float]:
     """`teacher/reverse_kl`: the mean over sampled tokens of log policy - log teacher, in nats; empty without samples."""
-    gaps = [
-        sample.stream.rollout_logprobs[sample.stream.sampled] - sample.teacher.logprobs
-        for sample in samples
-        if sample.teacher is not None
-    ]
+    gaps = [sample.rollout_logprobs - sample.teacher.logprobs for sample in samples if sample.teacher is not None]
     return {"teacher/reverse_kl": float(np.concatenate(gaps).mean())} if gaps else {}
 
 
@@ -295,17 +274,10 @@ def open_teacher(
     seed: int,
     top_k: int | None = None,
 ) -> tuple[Teacher, list[str]]:
-    """The teacher of `recipe` and warnings about it.
-
-    Args:
-        policy: the policy that is trained.
-        temperature: sampling temperature of the policy; the teacher's distributions use the same temperature.
-        seed: an environment seed of training, on whose task the fields of a context are checked.
-        top_k: as in `ModelScorer`.
-
-    Raises:
-        InputError: there is no such model or server, its tokenizer differs, or the task lacks a field of the context.
-    """
+    """The teacher of `recipe` and warnings about it. `policy`: the policy that is trained. `temperature`: sampling
+    temperature of the policy; the teacher's distributions use the same temperature. `seed`: an environment seed of
+    training, on whose task the fields of a context are checked. `top_k`: as in `ModelScorer`. InputError if there
+    is no such model or server, its tokenizer differs, or the task lacks a field of the context."""
     warnings: list[str] = []
     vocabulary = int(transformer(policy.model).config.get_text_config().vocab_size)
     scorer: ModelScorer | ServerScorer
@@ -325,15 +297,8 @@ def open_teacher(
         if recipe.path is not None:
             teacher = _load(recipe, policy)
             vocabulary = min(vocabulary, int(transformer(teacher.model).config.get_text_config().vocab_size))
-        scorer = ModelScorer(
-            teacher,
-            temperature,
-            positions_per_chunk,
-            recipe.tokens_per_batch,
-            vocabulary,
-            top_k,
-            initial=recipe.policy == "initial",
-        )
+        initial, budget = recipe.policy == "initial", recipe.tokens_per_batch
+        scorer = ModelScorer(teacher, temperature, positions_per_chunk, budget, vocabulary, top_k, initial)
     context = PrivilegedContext(recipe, environment, renderer, seed) if recipe.context is not None else None
     return Teacher(scorer, context, max_failed_share), warnings
 

@@ -12,15 +12,11 @@ from posttrain.losses.entropy import clip_cov, covariances, kl_cov, top_entropy
 from posttrain.losses.policy import gpg_factor
 from posttrain.models.policy import Policy
 from posttrain.recipe.loss import EntropyRecipe, PolicyLoss
-from posttrain.training.updater import Sample, Totals, computed
+from posttrain.training.updater import Sample, Samples, Totals, by_sample, computed
 
 
 def set_factors(
-    loss: PolicyLoss,
-    entropy: EntropyRecipe,
-    samples: Sequence[Sample],
-    trained: Sequence[Sample],
-    random: np.random.Generator | None,
+    loss: PolicyLoss, entropy: EntropyRecipe, samples: Samples, trained: Samples, random: np.random.Generator | None
 ) -> Totals:
     """Set `factors` and `held` of an update's `samples`. Returns metrics of the chosen tokens.
 
@@ -52,14 +48,13 @@ def set_factors(
     for sample in samples:  # masked samples have weight 0
         sample.factors = np.zeros(sample.sampled_tokens, dtype=np.float32)
         sample.held = np.zeros(sample.sampled_tokens, dtype=bool)
-    ends = np.cumsum([0, *tokens])
-    for sample, start, end in zip(trained, ends[:-1], ends[1:], strict=True):
-        sample.factors, sample.held = factors[start:end], held[start:end]
+    for sample, *parts in zip(trained, by_sample(factors, trained), by_sample(held, trained), strict=True):
+        sample.factors, sample.held = parts
     return metrics
 
 
 def set_bonus_tokens(
-    episodes: Sequence[Episode], samples: Sequence[Sample], tokens: Literal["after_thinking", "answer"], policy: Policy
+    episodes: Sequence[Episode], samples: Samples, tokens: Literal["after_thinking", "answer"], policy: Policy
 ) -> None:
     """Mark the sampled tokens of each sample that get the entropy bonus: those of one part of the answers."""
     decode = partial(policy.tokenizer.decode, clean_up_tokenization_spaces=False)
@@ -77,8 +72,7 @@ def set_bonus_tokens(
 
 def logprobs_before(sample: Sample) -> np.ndarray:
     """[n]: log-probabilities before the step's updates, from the learner if it computed them, else from the engine."""
-    stream = sample.stream
-    return stream.rollout_logprobs[stream.sampled] if sample.old_logprobs is None else sample.old_logprobs
+    return sample.rollout_logprobs if sample.old_logprobs is None else sample.old_logprobs
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -5,7 +5,7 @@ import shutil
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from posttrain.models.gate import exactness
 from posttrain.models.load import resolve_path
 from posttrain.models.policy import TrainedModel
 from posttrain.plugins import pip_command
-from posttrain.recipe.run import BY_AUDIT, CheckpointRecipe, ExportedStep, SinkName, TrainedRecipe
+from posttrain.recipe.run import BY_AUDIT, TrainedRecipe
 from posttrain.rollout.store import episodes_file, read_episodes, remove_episodes_after, stored_steps, write_episodes
 from posttrain.runs.directory import RunDirectory, partial_path, storage_errors
 from posttrain.runs.evaluated import StartValues
@@ -62,10 +62,6 @@ class Checkpointable(Stateful, Protocol):
         ...
 
 
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
 class Callback:
     """User functions that a training run calls. Subclass it and override the methods you need.
 
@@ -84,43 +80,7 @@ class Callback:
         """Called after the rollouts of each step of `rl` and `distill`, before the update, with all episodes."""
 
 
-@dataclass(frozen=True)
-class LoopSettings:
-    """The settings of a recipe that every training loop reads."""
-
-    stage: str
-    name: str
-    seed: int
-    steps: int
-    """Steps of the whole run."""
-    evaluate_every: int
-    """Steps between evaluations; 0: only the final one, after training."""
-    evaluate_start: bool
-    """Whether the model is evaluated before training."""
-    checkpoint: CheckpointRecipe
-    export: ExportedStep
-    sinks: Sequence[SinkName] = ()
-    plots: bool = True
-    """Whether figures are drawn at the end."""
-    completions: int = 0
-    """Episodes per step in the sinks' tables of completions."""
-
-    @classmethod
-    def of(cls, recipe: TrainedRecipe, steps: int) -> "LoopSettings":
-        """The settings of `recipe`, for a run of `steps` steps."""
-        return cls(
-            recipe.stage,
-            recipe.name,
-            recipe.seed,
-            steps,
-            recipe.evaluation.every,
-            recipe.evaluation.every > 0 and getattr(recipe.evaluation, "start", True),
-            recipe.checkpoint,
-            recipe.export,
-            recipe.sinks,
-            recipe.draws_plots,
-            recipe.tracking.completions,
-        )
+Callbacks = Sequence[Callback]
 
 
 @dataclass
@@ -152,7 +112,8 @@ class Trainer(Generic[Output]):
 
     def __init__(
         self,
-        settings: LoopSettings,
+        recipe: TrainedRecipe,
+        steps: int,
         run: RunDirectory,
         model: TrainedModel,
         learner: Updater[Output],
@@ -163,13 +124,14 @@ class Trainer(Generic[Output]):
         checkpointables: Mapping[str, Checkpointable] | None = None,
         remote: Mapping[str, RemoteState] | None = None,
         warnings: Sequence[str] = (),
-        callbacks: Sequence[Callback] = (),
+        callbacks: Callbacks = (),
         start: StartValues | None = None,
         auditor: Callable[[int], tuple[dict[str, Any], list[str], bool]] | None = None,
     ) -> None:
         """Create a trainer.
 
         Args:
+            steps: steps of the whole run.
             model: the model that `learner` trains.
             evaluators: measure the model on held-out data, for the learning curve and for the final table.
             best_by: maps the values of an evaluation to the score that selects the best checkpoint (larger is better).
@@ -183,10 +145,7 @@ class Trainer(Generic[Output]):
             auditor: tests the stored episodes of a step's evaluation against a second scorer. Returns the values of a line
                 of the log, warnings, and whether the run ends.
         """
-        self.settings = settings
-        self.run = run
-        self.model = model
-        self.learner = learner
+        self.recipe, self.steps, self.run, self.model, self.learner = recipe, steps, run, model, learner
         self.evaluators = list(evaluators)
         self.best_by = best_by
         self.stateful = dict(stateful or {})
@@ -194,11 +153,10 @@ class Trainer(Generic[Output]):
         self.remote = dict(remote or {})
         self.warnings = [*warnings, *model.warnings]
         self.callbacks = list(callbacks)
-        self.start = start
-        self.auditor = auditor
+        self.start, self.auditor = start, auditor
         self.audit_stops = False
         """Whether only the reward rises, and the recipe ends the run for it."""
-        self.checkpoints = Checkpoints(run.checkpoints, run.load_environment()["id"], settings.checkpoint)
+        self.checkpoints = Checkpoints(run.checkpoints, run.load_environment()["id"], recipe.checkpoint)
         self.interrupts = Interrupts()
         self.step = 0
         self.evaluated = -1
@@ -220,8 +178,6 @@ class Trainer(Generic[Output]):
         self._random: dict[str, torch.Tensor] = {}
         self._seed_process(0)
 
-    # -- beginning ----------------------------------------------------------------------------------------------------
-
     def resume(self) -> None:
         """Continue from the newest checkpoint, or from the start if there is none yet."""
         steps = self._world.broadcast(self.checkpoints.steps())
@@ -229,11 +185,6 @@ class Trainer(Generic[Output]):
             self._world.on_rank0(lambda: self._forget_after(-1))
             return
         directory, tensors, state = self.checkpoints.load(steps[-1])
-        if "shards" not in state.get("optimizer", {}):
-            raise InputError(
-                f"{directory.parent} was saved by an earlier version of posttrain, whose optimizer state this one cannot read; "
-                f"continue with that version, or start from {directory} as `model.path`"
-            )
         self.model.restore(directory)
         targets, random = self._tensors(state["step"], state), random_states(self.model.device)
         same = state["processes"] == self._world.size and state.get("devices") == sorted(random)
@@ -261,14 +212,14 @@ class Trainer(Generic[Output]):
 
         The package itself does not draw from them (dropout has its own counters), but extensions may.
         """
-        torch.manual_seed(derive_seed(self.settings.seed, "process", self._world.rank, step))
+        torch.manual_seed(derive_seed(self.recipe.seed, "process", self._world.rank, step))
 
     def _named(self, random: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Random states of this process under their names in a checkpoint."""
         return {f"random/{self._world.rank}/{device}": state for device, state in random.items()}
 
     def _open_log(self) -> None:
-        self._log = MetricsLog(self.run, self.settings.sinks)
+        self._log = MetricsLog(self.run, self.recipe.sinks)
 
     def _forget_after(self, step: int) -> None:
         lines = read_metrics(self.run.metrics)
@@ -287,8 +238,8 @@ class Trainer(Generic[Output]):
     def working(self, console: Console) -> Iterator[None]:
         """Signals, display on `console` and log around the loop. A requested stop saves a checkpoint."""
         console = console if self._world.is_rank0 else new_console(file=StringIO())
-        title = f"stage {self.settings.stage}, run {self.settings.name}"
-        with self.interrupts, self._log, Progress(self.settings.steps, title, self.step, console) as self.progress:
+        title = f"stage {self.recipe.stage}, run {self.recipe.name}"
+        with self.interrupts, self._log, Progress(self.steps, title, self.step, console) as self.progress:
             self.learner.computed = self.progress.trained
             try:
                 self._world.on_rank0(self._require_room)
@@ -297,7 +248,7 @@ class Trainer(Generic[Output]):
             except KeyboardInterrupt as stop:
                 whole = self._state and not (self._finished or self.interrupts.torn)
                 saved = f", saved as {self.save().name}" if whole else ""
-                command = f"posttrain {self.settings.stage} --resume {self.run.path}"
+                command = f"posttrain {self.recipe.stage} --resume {self.run.path}"
                 sentence = f"stopped by {str(stop) or 'KeyboardInterrupt'} after step {self.step}{saved}; continue with `{command}`"
                 self.progress.message(sentence)
                 stop.add_note(sentence)  # for a launcher that no longer receives this process's output
@@ -307,8 +258,9 @@ class Trainer(Generic[Output]):
 
     def _require_room(self) -> None:
         remote = sum(each.size for each in self.remote.values())
-        policy, state = _bytes(self.model.saved_tensors().values()), _bytes(self._tensors(1).values())
-        self.checkpoints.require_room(self.settings.steps, policy, state + remote)
+        each = self.model.saved_tensors(), self._tensors(1)
+        policy, state = (sum(tensor.nbytes for tensor in tensors.values()) for tensors in each)
+        self.checkpoints.require_room(self.steps, policy, state + remote)
 
     def preflight(self, step: int, message: str) -> None:
         """Show and log what was checked before `step`."""
@@ -328,7 +280,8 @@ class Trainer(Generic[Output]):
         for evaluator in self.evaluators if self.evaluated < 0 else ():
             for policy, baseline in evaluator.baselines().items():
                 self._log.write(0, "baseline", {"policy": policy, **baseline})
-        if self.evaluated < 0 and not self.settings.evaluate_start:
+        starts = self.recipe.evaluation.every > 0 and getattr(self.recipe.evaluation, "start", True)
+        if self.evaluated < 0 and not starts:
             self.evaluated = 0
         elif self.evaluated < 0:
             values: dict[str, Any] = {}
@@ -348,8 +301,6 @@ class Trainer(Generic[Output]):
         if self.evaluated != evaluated:
             self.save()
 
-    # -- steps --------------------------------------------------------------------------------------------------------
-
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time of the block to `time/<name>` of the step."""
@@ -365,7 +316,7 @@ class Trainer(Generic[Output]):
 
     def show_completions(self, step: int, episodes: Sequence[Episode], advantages: Advantages | None = None) -> None:
         """Send the first `tracking.completions` of the step's episodes to the sinks."""
-        self._log.completions(step, episodes[: self.settings.completions], advantages)
+        self._log.completions(step, episodes[: self.recipe.tracking.completions], advantages)
 
     def finish_step(self, metrics: dict[str, Any]) -> None:
         """Count the step, log its metrics, and copy its state for the next checkpoint. Call it inside `critical()`."""
@@ -400,15 +351,15 @@ class Trainer(Generic[Output]):
         checkpoint includes the evaluation. Call it outside `critical()`, with everything that the step changes done."""
         self._call(lambda callback: callback.on_step(self.step, metrics))
         improved = self._evaluate_if_due()
-        over = self.audit_stops or self.step == self.settings.steps
-        if improved or over or self.step % self.settings.checkpoint.every == 0:
+        over = self.audit_stops or self.step == self.steps
+        if improved or over or self.step % self.recipe.checkpoint.every == 0:
             with self.phase("checkpoint"):
-                self.save(later=self.settings.checkpoint.asynchronous)
+                self.save(later=self.recipe.checkpoint.asynchronous)
 
     def _evaluate_if_due(self) -> bool:
         """Evaluate for the learning curve if it is due; returns whether the result is the best so far."""
-        every = self.settings.evaluate_every
-        due = every > 0 and (self.step in (0, self.settings.steps) or self.step % every == 0)
+        every = self.recipe.evaluation.every
+        due = every > 0 and (self.step in (0, self.steps) or self.step % every == 0)
         return due and self.evaluated != self.step and self._evaluate()
 
     def _evaluate(self) -> bool:
@@ -425,7 +376,7 @@ class Trainer(Generic[Output]):
             if (auditor := self.auditor) is not None:
                 line, warnings, self.audit_stops = self._world.on_rank0(lambda: auditor(self.step))
         improved, score = False, None
-        if self.settings.export == BY_AUDIT:
+        if self.recipe.export == BY_AUDIT:
             score = line.get("audit/score")
         elif self.best_by is not None:
             score = self.best_by(values)
@@ -493,7 +444,7 @@ class Trainer(Generic[Output]):
         """Whether the run has worked for `minutes` without interruptions. Reports after step 1 how many will fit."""
         if minutes is None:
             return False
-        now, left = self._log.seconds, self.settings.steps - self.step
+        now, left = self._log.seconds, self.steps - self.step
         if self._clock is None:
             self._clock = self.step, now
         elif left and self.step == self._clock[0] + 1:
@@ -506,37 +457,35 @@ class Trainer(Generic[Output]):
         self.progress.message(f"stopped after step {self.step}: max_minutes = {minutes:g} have passed")
         return True
 
-    # -- the end ------------------------------------------------------------------------------------------------------
-
     def _measure(self, policy: str, step: int, name: str) -> dict[str, Any]:
         """The values of the model, named `name`, on the final data. Scores by row are stored for the verdict."""
         values: dict[str, Any] = {}
         for evaluator in self.evaluators:
             self.progress.message(f"{evaluator.cost()} with {name}")
             values |= evaluator.final(step, self.progress.played)
-            if (scores := evaluator.row_scores()) is not None:
+            if (scores := evaluator.row_scores) is not None:
                 results = Results(name, len(scores.scores), len(scores.scores), metrics=[scores])
                 self._world.on_rank0(partial(results.write, rows_file(self.run, policy)))
         return values
 
     def finish(self) -> None:
         """Evaluate the exported checkpoint on the final data, and write the model, tables, plots and report."""
-        if self.settings.evaluate_every == 0:
-            missed = self.step < self.settings.steps
+        if self.recipe.evaluation.every == 0:
+            missed = self.step < self.steps
         elif missed := self.evaluated != self.step:
             self._evaluate()
         if missed:  # a guard or the time limit ended the run early
-            self.save(later=self.settings.checkpoint.asynchronous)
+            self.save(later=self.recipe.checkpoint.asynchronous)
         if self.audit_stops:
             self.warn(["stopped by the audit: only the reward rises; the checkpoints are kept"])
         self._finished = True
-        if self.settings.export == BY_AUDIT and (missing := unaudited(read_log(self.run.metrics))):
+        if self.recipe.export == BY_AUDIT and (missing := unaudited(read_log(self.run.metrics))):
             self.warn([missing])
         step = self.step
         which, chosen = "last", "the last one"
-        if self.best is not None and self.settings.export != "last":
+        if self.best is not None and self.recipe.export != "last":
             step = self.best.step
-            by = "best by the audit" if self.settings.export == BY_AUDIT else "best of the curve"
+            by = "best by the audit" if self.recipe.export == BY_AUDIT else "best of the curve"
             which, chosen = "best", by if step else UNIMPROVED
         if step != self.step:
             self.model.restore(self.checkpoints.policy(step))
@@ -548,7 +497,7 @@ class Trainer(Generic[Output]):
                 self._world.on_rank0(partial(write_samples, self.run, samples))
         except Exception as error:  # such as no memory for an engine: pages must not end a run that is complete
             self.warn([f"the pages show no held-out rows: {' '.join(str(error).split())[:200]}"])
-        if self.settings.plots and find_spec("matplotlib") is None:
+        if self.recipe.draws_plots and find_spec("matplotlib") is None:
             self.warn(
                 [f"no figures are drawn without matplotlib; run `{pip_command('matplotlib')}`, then `posttrain plot`"]
             )
@@ -564,9 +513,9 @@ class Trainer(Generic[Output]):
             self._world.on_rank0(lambda: shutil.rmtree(aside, ignore_errors=True))
             self.model.export(aside)
             self._world.on_rank0(replace)
-        console, plots = self.progress.console, self.settings.plots
+        console, plots = self.progress.console, self.recipe.draws_plots
         self._world.on_rank0(lambda: report_results(self.run, self.evaluators, directory, console, plots))
-        while_running = self.settings.checkpoint.keep_state == "while_running"
+        while_running = self.recipe.checkpoint.keep_state == "while_running"
         start = None
         with suppress(InputError):  # it was moved or deleted meanwhile
             start = Path(resolve_path(self.model.recipe.path)) if step == 0 else None

@@ -1,9 +1,12 @@
 """Unit credit in training: segment a step's episodes into units, compute their credit, and add it to the outcome's."""
 
+import json
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,12 +19,8 @@ from posttrain.credit.units.mixing import (
     with_unit_advantages,
     with_unit_rewards,
 )
-from posttrain.credit.units.rendering import (
-    RenderingTokens,
-    blanked_prefix,
-    prefix_lengths,
-    render_coalition,
-)
+from posttrain.credit.units.normalizer import Normalizer, fit_key, parse_key, read_normalizer, same
+from posttrain.credit.units.rendering import RenderingTokens, blanked_prefix, prefix_lengths, render_coalition
 from posttrain.credit.units.segment import episode_answers, segment
 from posttrain.credit.units.spans import Spans
 from posttrain.episode import Advantages, Episode, RewardStreams, Stream
@@ -41,9 +40,8 @@ from posttrain.recipe.units import (
 from posttrain.training.controllers import RAW, RunningStatistics, scaled
 from posttrain.training.reward_scorer import OF_UNITS, RewardScorer
 from posttrain.training.rows import stream_of
-from posttrain.training.unit_normalizer import open_normalizer
-from posttrain.training.unit_rewards import entropies_under
-from posttrain.training.updater import Sample, on_stream, pack
+from posttrain.training.unit_rewards import WEAK, entropies_under
+from posttrain.training.updater import Sample, Samples, on_stream, pack
 
 _KEY = "reward.tokens_per_batch"
 
@@ -68,10 +66,7 @@ class UnitValuer:
         self, model: RewardModel, tokens_per_batch: int, scale: Callable[[float], float], clip: float | None = None
     ) -> None:
         """`scale`: maps a raw reward to the normalized reward, clipped to [-clip, clip]."""
-        self.model = model
-        self.budget = tokens_per_batch
-        self.scale = scale
-        self.clip = clip
+        self.model, self.budget, self.scale, self.clip = model, tokens_per_batch, scale, clip
         self.forwards = 0
         """Texts scored."""
         self.tokens = 0
@@ -153,6 +148,42 @@ class UnitValuer:
         return scaled
 
 
+def open_normalizer(recipe: UnitCreditRecipe, scorer: RewardScorer) -> tuple[Normalizer | None, list[str]]:
+    """The normalizer that the recipe names, or None, and a warning if its fit explains almost nothing.
+
+    Raises `InputError` if it cannot be read, or was fitted to units that differ from those of the reward model.
+    """
+    if not isinstance(recipe, LearnedCredit) or recipe.normalizer is None:
+        return None, []
+    units = scorer.model.units
+    assert units is not None
+    path = Path(recipe.normalizer)
+    if path.is_dir():
+        run = path if (path / "normalizer").is_dir() else path.parent  # a run, or the model that it exported
+        path = run / "normalizer" / "params.json"
+    try:
+        key, normalizer = read_normalizer(path, parse_key(recipe.fit) if recipe.fit is not None else None)
+    except InputError as error:
+        raise InputError(f"unit_credit.normalizer, unit_credit.fit: {error}") from error
+    expected = fit_key(key.model, key.dataset, units.segmenter)
+    if not same(key, expected):
+        raise InputError(
+            f"unit_credit.normalizer: {path} has the fit {key}, but {scorer.source.path} rewards units of {expected.method}, "
+            f"threshold {expected.threshold}; fit it again with `posttrain fit-normalizer`"
+        )
+    try:
+        r2 = json.loads((path.parent / f"{key.dataset}.json").read_text(encoding="utf-8"))["r2"]["mean"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return normalizer, []  # published and hand-written files have no R²
+    if r2 is not None and r2 >= WEAK:
+        return normalizer, []
+    shown = "none" if r2 is None else f"{r2:.3f}"
+    return normalizer, [
+        f"unit_credit.normalizer: the position of a unit hardly explains its mean reward in {key} (R² {shown}); see "
+        "plots/normalizer.png of the reward model's run"
+    ]
+
+
 @dataclass(frozen=True)
 class StepCredit:
     """The credit of a step's episodes."""
@@ -176,15 +207,8 @@ class UnitCreditor:
         tokens_per_batch: int,
         max_turns: int,
     ) -> None:
-        """Create a creditor.
-
-        Args:
-            running: statistics by which rewards are normalized with `reward.normalize: running`.
-            tokens_per_batch: maximum number of tokens per forward pass of the policy.
-            max_turns: maximum number of turns of an episode.
-
-        Raises:
-            InputError: the reward model does not support this credit.
+        """`running`: statistics by which rewards are normalized with `reward.normalize: running`. `tokens_per_batch`: of a
+        forward pass of the policy. `max_turns`: of an episode. InputError if the reward model does not support this credit.
         """
         self.settings, self.scorer, self.policy, self.running = settings, scorer, policy, running
         self.tokens_per_batch = tokens_per_batch
@@ -215,7 +239,7 @@ class UnitCreditor:
     def credit(
         self,
         episodes: Sequence[Episode],
-        samples: Sequence[Sample],
+        samples: Samples,
         step: int,
         rewards: RewardStreams,
         assign: Callable[[RewardStreams], Advantages],
@@ -223,15 +247,9 @@ class UnitCreditor:
         """The advantages of `episodes` with the credit of their units.
 
         Causal unit credit is added to `rewards` before `assign` turns them into advantages. Hindsight unit credit is
-        added to the advantages that `assign` returns.
-
-        Args:
-            samples: the samples of `episodes`.
-            rewards: the rewards of outcomes. `running` must include these episodes already.
-
-        Raises:
-            RunError: an episode consists of several token streams, so the reward model cannot score it as a whole.
-        """
+        added to the advantages that `assign` returns. `samples`: the samples of `episodes`. `rewards`: the rewards of
+        outcomes. `running` must include these episodes already. RunError if an episode consists of several token
+        streams, so the reward model cannot score it as a whole."""
         settings = self.settings
         with self.scorer.lock:
             units, metrics, warnings = self._units(episodes, samples, step)
@@ -245,7 +263,7 @@ class UnitCreditor:
         return StepCredit(advantages, units, metrics, warnings)
 
     def _units(
-        self, episodes: Sequence[Episode], samples: Sequence[Sample], step: int
+        self, episodes: Sequence[Episode], samples: Samples, step: int
     ) -> tuple[list[CreditedUnits | None], dict[str, float], list[str]]:
         """The units of each episode with their credit, metrics, and warnings."""
         begun = time.perf_counter()
@@ -292,7 +310,7 @@ class UnitCreditor:
         missing = [f"none of the {len(scored)} episodes has units; change unit_credit.segmenter"]
         return credited, metrics, [] if any(u is not None and u.has_units for u in credited) else missing
 
-    def _spans(self, episodes: Sequence[Episode], samples: Sequence[Sample]) -> list[Spans]:
+    def _spans(self, episodes: Sequence[Episode], samples: Samples) -> list[Spans]:
         if isinstance(self.settings, LearnedCredit):
             spans = []
             for episode in episodes:  # the units that the reward model rewarded when it scored the episode
@@ -336,21 +354,18 @@ class UnitCreditor:
             credits = [np.where(a.units.is_unit, a.outcome - v, 0.0) for a, v in zip(answers, blanked, strict=True)]
             return credits, [0.0] * len(answers)
         if isinstance(recipe, LearnedCredit):
-            return [self._learned(episode, valuer.scale) for episode in episodes], [0.0] * len(answers)
+            raw = [np.array([reward for _, reward in e.turns[-1].info[OF_UNITS]], dtype=np.float64) for e in episodes]
+            if self.normalizer is None:  # normalized like outcomes
+                credits = [np.array([valuer.scale(reward) for reward in rewards.tolist()]) for rewards in raw]
+            else:  # by position, and clipped like outcomes
+                most = math.inf if valuer.clip is None else valuer.clip
+                credits = [np.clip(self.normalizer.normalize(rewards), -most, most) for rewards in raw]
+            return credits, [0.0] * len(answers)
         if recipe.type == "outcome":
             credits = [estimators.last(a.outcome, len(a.units)) for a in answers]
         else:
             credits = [estimators.even(a.outcome, a.units.is_unit) for a in answers]
         return credits, [0.0] * len(answers)
-
-    def _learned(self, episode: Episode, scale: Callable[[float], float]) -> np.ndarray:
-        """Unit rewards [K], normalized by position (without a fit, like outcomes) and clipped like outcomes."""
-        raw = np.array([reward for _, reward in episode.turns[-1].info[OF_UNITS]], dtype=np.float64)
-        if self.normalizer is None:
-            return np.array([scale(value) for value in raw.tolist()])
-        clip = self.scorer.source.clip
-        normal = self.normalizer.normalize(raw)
-        return normal if clip is None else np.clip(normal, -clip, clip)
 
 
 def unit_metrics(units: Sequence[CreditedUnits | None]) -> dict[str, float]:

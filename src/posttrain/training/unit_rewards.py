@@ -1,8 +1,8 @@
 """Unit rewards: forward pass, segmentation and training objective of a unit-level reward model."""
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,36 +18,35 @@ from posttrain.models.layers import lengths_of
 from posttrain.models.load import load_model, resolve_path
 from posttrain.models.packing import RowPart, pack_row
 from posttrain.models.reward import RewardModel, UnitValues
-from posttrain.recipe.loss import RewardLossRecipe
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.units import StoredUnits, UnitRewardsRecipe
 from posttrain.training.objectives import Comparisons, RewardObjective
-from posttrain.training.updater import Sample, Totals, pack
+from posttrain.training.updater import Forward, Loss, Sample, Samples, by_sample, in_batches
 
+WEAK = 0.05
+"""R² of a normalizer's fit below which a warning says that positions explain almost nothing."""
 _POSITIONS_PER_CHUNK = 512
 """Number of positions whose logits exist at a time when entropies are computed."""
 
 
-def entropies_under(model: torch.nn.Module, samples: Sequence[Sample], tokens_per_batch: int) -> list[np.ndarray]:
+def entropies_under(model: torch.nn.Module, samples: Samples, tokens_per_batch: int) -> list[np.ndarray]:
     """Per sample [n] float32: entropy in nats of the distribution of each sampled token, at temperature 1, without
     gradient.
 
     `tokens_per_batch`: maximum number of tokens per forward pass.
     """
-    entropies: dict[int, np.ndarray] = {}
-    unpaired = [replace(sample, side=None) for sample in samples]  # samples may be packed in any combination
     device = next(model.parameters()).device
-    for group in pack(unpaired, tokens_per_batch):
-        streams = [samples[i].stream for i in group]
-        row = pack_row([s.ids for s in streams], [s.sampled for s in streams], lengths_of(base_decoder(model)))
+
+    def entropies(batch: Samples) -> list[np.ndarray]:
+        ids, sampled = [sample.stream.ids for sample in batch], [sample.stream.sampled for sample in batch]
+        row = pack_row(ids, sampled, lengths_of(base_decoder(model)))
         part = RowPart(row.ids, row.layout, row.predictors, device)
-        with torch.no_grad():
-            targets = upload(row.targets[part.mine], device)
-            scores = token_scores(model, part.states(model), targets, 1.0, _POSITIONS_PER_CHUNK)
-            numbers = part.gather(scores.entropies).float().cpu().numpy()
-        cuts = np.cumsum([samples[i].sampled_tokens for i in group])[:-1]
-        entropies |= dict(zip(group, np.split(numbers, cuts), strict=True))
-    return [entropies[i] for i in range(len(samples))]
+        targets = upload(row.targets[part.mine], device)
+        scores = token_scores(model, part.states(model), targets, 1.0, _POSITIONS_PER_CHUNK)
+        return by_sample(part.gather(scores.entropies).float(), batch)
+
+    unpaired = [replace(sample, side=None) for sample in samples]  # samples may be packed in any combination
+    return in_batches(unpaired, tokens_per_batch, "learner.tokens_per_batch", entropies)
 
 
 class UnitReader:
@@ -60,21 +59,18 @@ class UnitReader:
     def __init__(self, model: RewardModel, units: StoredUnits, tokens_per_batch: int) -> None:
         """`tokens_per_batch`: maximum number of tokens per pass of the reference model. Raises `InputError` if it
         cannot be loaded."""
-        self.model = model
-        self.units = units
-        self.tokens_per_batch = tokens_per_batch
+        self.model, self.units, self.tokens_per_batch = model, units, tokens_per_batch
         self.reference = _reference(model, units.reference) if units.reference is not None else None
         self._known: dict[bytes, np.ndarray] = {}
 
-    def remember(self, samples: Sequence[Sample]) -> None:
+    def remember(self, samples: Samples) -> None:
         """Segment all `samples` now, in packed passes, and store the result."""
         self._known |= {_name(s): ends for s, ends in zip(samples, self._find(samples), strict=True)}
 
     def forget(self) -> None:
-        """Discard the stored units."""
         self._known.clear()
 
-    def ends(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+    def ends(self, samples: Samples) -> list[np.ndarray]:
         """Per sample [K] int64: position in its stream of the last token of each unit. Samples without stored units are
         segmented one by one, so that the result depends on the sample alone."""
         names = [_name(sample) for sample in samples]
@@ -83,7 +79,7 @@ class UnitReader:
             for name, sample in zip(names, samples, strict=True)
         ]
 
-    def _find(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+    def _find(self, samples: Samples) -> list[np.ndarray]:
         entropies: Sequence[np.ndarray | None] = [None] * len(samples)
         if self.reference is not None:
             entropies = entropies_under(self.reference, samples, self.tokens_per_batch)
@@ -118,48 +114,45 @@ def _name(sample: Sample) -> bytes:
     return sample.stream.ids.tobytes() + sample.stream.sampled.tobytes()
 
 
-def unit_reward_forward(model: RewardModel, reader: UnitReader) -> Callable[[Sequence[Sample]], UnitValues]:
+def unit_reward_forward(model: RewardModel, reader: UnitReader) -> Forward[UnitValues]:
     """The function that computes the unit rewards of samples."""
 
-    def forward(samples: Sequence[Sample]) -> UnitValues:
+    def forward(samples: Samples) -> UnitValues:
         streams = [sample.stream for sample in samples]
         return model.unit_rewards([s.ids for s in streams], [s.sampled for s in streams], reader.ends(samples))
 
     return forward
 
 
-def unit_rewards(
-    model: RewardModel, reader: UnitReader, samples: Sequence[Sample], budget: int, key: str
-) -> list[np.ndarray]:
+def unit_rewards(model: RewardModel, reader: UnitReader, samples: Samples, budget: int, key: str) -> list[np.ndarray]:
     """Per sample [K_i] float32: the rewards of its units, without gradient. `reader` stores the units.
 
     `budget`: maximum number of tokens per forward pass. `key`: its recipe key, for messages.
     """
     reader.remember(samples)
     forward = unit_reward_forward(model, reader)
-    rewards: dict[int, np.ndarray] = {}
-    for group in pack(samples, budget, key):
-        with torch.no_grad():
-            values = forward([samples[i] for i in group])
-        cuts = np.cumsum(np.bincount(values.stream.cpu().numpy(), minlength=len(group)))[:-1]
-        rewards |= dict(zip(group, np.split(values.rewards.cpu().numpy(), cuts), strict=True))
-    return [rewards[i] for i in range(len(samples))]
+
+    def rewards(batch: Samples) -> list[np.ndarray]:
+        values = forward(batch)
+        counts = np.bincount(values.stream.cpu().numpy(), minlength=len(batch))
+        return np.split(values.rewards.cpu().numpy(), np.cumsum(counts)[:-1])
+
+    return in_batches(samples, budget, key, rewards)
 
 
+@dataclass
 class UnitRewardObjective(RewardObjective):
     """Bradley-Terry on the mean rewards of the units of two answers, + coefficient x unevenness of both."""
 
-    def __init__(self, loss: RewardLossRecipe, units: UnitRewardsRecipe) -> None:
-        super().__init__(loss)
-        self.units = units
+    units: UnitRewardsRecipe
 
-    def compare(self, output: UnitValues, samples: Sequence[Sample]) -> Comparisons:  # type: ignore[override]
+    def compare(self, output: UnitValues, samples: Samples) -> Comparisons:  # type: ignore[override]
         """Losses without the regularizer."""
         return super().compare(unit_means(output.rewards, output.stream, output.streams), samples)
 
     def __call__(  # type: ignore[override]
-        self, output: UnitValues, samples: Sequence[Sample], weights: Sequence[float]
-    ) -> tuple[torch.Tensor, Totals]:
+        self, output: UnitValues, samples: Samples, weights: Sequence[float]
+    ) -> Loss:
         compared = self.compare(output, samples)
         loss, totals = self.loss_and_totals(compared, samples)
         parts = (output.rewards, output.stream, output.streams)

@@ -9,7 +9,7 @@ Each process gets all samples of an update. A process without a micro-batch comp
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -19,7 +19,7 @@ import torch
 
 from posttrain.distributed.sharding import local_shard
 from posttrain.distributed.world import current_world
-from posttrain.episode import CUT_OFF, Episode, Stream
+from posttrain.episode import CUT_OFF, Episode, PerToken, Stream
 from posttrain.errors import RunError
 from posttrain.losses.distillation import TeacherScores
 from posttrain.models.cpu.backend import prepare_process
@@ -33,6 +33,7 @@ from posttrain.training.optimizer import Optimizer
 
 MOST_SKIPPED = 3
 """Consecutive updates that may be skipped because of a loss or gradient that is not finite; one more stops the run."""
+T = TypeVar("T")
 
 # -- samples ----------------------------------------------------------------------------------------------------------
 
@@ -100,6 +101,14 @@ class Sample:
         """Number of sampled tokens, n."""
         return int(self.stream.sampled.sum())
 
+    @property
+    def rollout_logprobs(self) -> np.ndarray:
+        """[n] float32: log-probabilities of the sampled tokens under the policy that sampled them."""
+        return self.stream.rollout_logprobs[self.stream.sampled]
+
+
+Samples = Sequence[Sample]
+
 
 def samples_of_episodes(episodes: Sequence[Episode], step: int) -> list[Sample]:
     """One sample per stream, in the order of episodes and their streams, with advantages of 0."""
@@ -117,10 +126,10 @@ def samples_of_episodes(episodes: Sequence[Episode], step: int) -> list[Sample]:
     ]
 
 
-def computed(numbers: np.ndarray | None) -> np.ndarray:
-    """`numbers`, which must not be None, because an earlier phase of the step computes them."""
-    assert numbers is not None
-    return numbers
+def computed(field: T | None) -> T:
+    """`field` of a sample, which must not be None, because an earlier phase of the step computes it."""
+    assert field is not None
+    return field
 
 
 def on_stream(values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
@@ -130,21 +139,24 @@ def on_stream(values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
     return full
 
 
+def per_token(episodes: Sequence[Episode], numbers: Iterable[np.ndarray]) -> PerToken:
+    """[T] float32 for each stream of `episodes`, of `numbers` [n] for the sampled tokens of each stream in order."""
+    left = iter(numbers)
+    return [[on_stream(next(left), stream.sampled) for stream in episode.streams] for episode in episodes]
+
+
 # -- micro-batches -----------------------------------------------------------------------------------------------------
 
 
-def pack(samples: Sequence[Sample], budget: int, key: str = "learner.tokens_per_batch") -> list[list[int]]:
+def pack(samples: Samples, budget: int, key: str = "learner.tokens_per_batch") -> list[list[int]]:
     """Indices of samples, in groups of at most `budget` tokens each.
 
     Samples with the same prompt stay together as far as the budget allows, because shared tokens are computed once. The
     two answers of a preference pair are never divided. Supervised rows of `ptx` are not packed with episodes, because
     the two are scored at different temperatures. These bundles are packed first-fit decreasing: the longest first, each
     into the first group with room. That needs at most 11/9 of the fewest possible groups of each kind, plus one
-    (Johnson 1973).
-
-    Raises:
-        RunError: a sample is longer than the budget; the message names the sample and the budget's `key`.
-    """
+    (Johnson 1973). RunError if a sample is longer than the budget; the message names the sample and the budget's
+    `key`."""
     groups: list[list[int]] = []
     room: list[int] = []
     for size, indices in sorted(_bundles(samples, budget), key=lambda bundle: (-bundle[0], bundle[1])):
@@ -164,7 +176,7 @@ def pack(samples: Sequence[Sample], budget: int, key: str = "learner.tokens_per_
     return groups
 
 
-def _bundles(samples: Sequence[Sample], budget: int) -> list[tuple[int, list[int]]]:
+def _bundles(samples: Samples, budget: int) -> list[tuple[int, list[int]]]:
     """(tokens of their row, indices) of samples that belong together."""
     rows: dict[int, list[int]] = defaultdict(list)
     prompts: dict[tuple[bool, bytes], list[int]] = defaultdict(list)
@@ -185,7 +197,7 @@ def _bundles(samples: Sequence[Sample], budget: int) -> list[tuple[int, list[int
     return bundles
 
 
-def divided(samples: Sequence[Sample], budget: int, processes: int) -> list[list[int]]:
+def divided(samples: Samples, budget: int, processes: int) -> list[list[int]]:
     """Micro-batches of at most `budget` tokens, made by `pack`. If there would be fewer micro-batches than processes,
     they are made smaller, as far as samples can be divided."""
     groups = pack(samples, budget)
@@ -207,26 +219,28 @@ def divided(samples: Sequence[Sample], budget: int, processes: int) -> list[list
 
 Totals = dict[str, tuple[float, float]]
 """Metrics as (sum, count), which add up exactly over micro-batches."""
+Loss = tuple[torch.Tensor, Totals]
+"""A sum of losses, a scalar to minimize, and metrics."""
 
 Output = TypeVar("Output")
 """The result of a forward pass over a micro-batch: `TokenScores` of a policy, rewards [S] of a reward model."""
+Forward = Callable[[Samples], Output]
+"""The forward pass over the samples of a micro-batch."""
 Input = TypeVar("Input", contravariant=True)
 
 
 class Objective(Protocol[Input]):
     """The loss of a stage, as a weighted sum over the samples of a micro-batch."""
 
-    def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
+    def weigh(self, samples: Samples) -> tuple[list[float], float]:
         """One weight per sample of the whole optimizer step, and the one divisor of the weighted sum."""
         ...
 
     def has_signal(self, sample: Sample) -> bool:
         """Whether the sample can contribute to the gradient. Other samples are not computed."""
-        ...
+        return True
 
-    def __call__(
-        self, output: Input, samples: Sequence[Sample], weights: Sequence[float]
-    ) -> tuple[torch.Tensor, Totals]:
+    def __call__(self, output: Input, samples: Samples, weights: Sequence[float]) -> Loss:
         """The weighted sum of losses (scalar) and metrics."""
         ...
 
@@ -304,26 +318,17 @@ class Updater(Generic[Output]):
         model: TrainedModel | SharedCritic,
         optimizer: Optimizer,
         settings: LearnerRecipe,
-        forward: Callable[[Sequence[Sample]], Output],
+        forward: Forward[Output],
         key: str = "optimizer",
         joint: Mapping[str, Optimizer] | None = None,
     ) -> None:
-        """Create a learner.
-
-        Args:
-            forward: the forward pass over the samples of one micro-batch.
-            key: the optimizer's key in the recipe, for messages.
-            joint: optimizers of further parameters that the same loss trains, by the prefix of their metrics and recipe
-                keys. Each clips its own gradients. Either all optimizers step or none does.
-        """
-        self.model = model
-        self.optimizer = optimizer
-        self.settings = settings
-        self.forward = forward
+        """`forward`: the forward pass over the samples of one micro-batch. `key`: the optimizer's key in the recipe,
+        for messages. `joint`: optimizers of further parameters that the same loss trains, by the prefix of their
+        metrics and recipe keys. Each clips its own gradients. Either all optimizers step or none does."""
+        self.model, self.optimizer, self.settings, self.forward = model, optimizer, settings, forward
         self.joint = dict(joint or {})
         self._optimizers = [optimizer, *self.joint.values()]
-        self.skipped_in_a_row = 0
-        self.trained_tokens = 0
+        self.skipped_in_a_row = self.trained_tokens = 0
         self.computed: Played = quiet
         self._keys = [key, *(f"{name}.optimizer" for name in self.joint)]
         self._warnings: list[str] = []
@@ -331,14 +336,11 @@ class Updater(Generic[Output]):
         if model.device.type == "cpu":
             prepare_process()
 
-    def update(self, samples: Sequence[Sample], objective: Objective[Output]) -> Totals:
+    def update(self, samples: Samples, objective: Objective[Output]) -> Totals:
         """Make one optimizer step on `samples`; returns metrics as (sum, count).
 
-        A loss or gradient that is not finite skips the step; `take_warnings` then names the samples.
-
-        Raises:
-            RunError: more than `MOST_SKIPPED` steps in a row were skipped.
-        """
+        A loss or gradient that is not finite skips the step; `take_warnings` then names the samples. Raises RunError:
+        more than `MOST_SKIPPED` steps in a row were skipped."""
         weights, divisor = objective.weigh(samples)
         signal = [i for i, sample in enumerate(samples) if objective.has_signal(sample)]
         totals: Totals = {}
@@ -396,7 +398,7 @@ class Updater(Generic[Output]):
         warnings, self._warnings = self._warnings, []
         return warnings
 
-    def without_gradient(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Output]]:
+    def without_gradient(self, samples: Samples) -> Iterator[tuple[list[int], Output]]:
         """Micro-batches of `samples` as indices, with the results of their forward passes. Every process gets all of
         them."""
         for group, counts in self._shares(samples):
@@ -409,7 +411,7 @@ class Updater(Generic[Output]):
                 for indices, computed in self._world.gather([(group, _moved(output, "cpu"))] if counts else []):
                     yield indices, _moved(computed, self.model.device)
 
-    def _shares(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], bool]]:
+    def _shares(self, samples: Samples) -> Iterator[tuple[list[int], bool]]:
         """This process's micro-batches of `samples`, the same number on each process, and whether each counts or is a
         placeholder. Processes of one `sequence_group` have the same ones."""
         groups = divided(samples, self.settings.tokens_per_batch, self._world.data_size)
@@ -420,7 +422,7 @@ class Updater(Generic[Output]):
             # The last micro-batch is a small one.
             yield groups[place if counts else -1], counts
 
-    def _skip(self, suspects: Sequence[Sample], objective: Objective[Output]) -> Totals:
+    def _skip(self, suspects: Samples, objective: Objective[Output]) -> Totals:
         """Leave the weights unchanged. RunError if too many consecutive updates are skipped."""
         self._clear()
         labels = list(dict.fromkeys(s.label for s in suspects))
@@ -437,7 +439,7 @@ class Updater(Generic[Output]):
             )
         return {"optimizer/skipped": (1.0, 1.0)}
 
-    def _is_finite(self, samples: Sequence[Sample], objective: Objective[Output]) -> bool:
+    def _is_finite(self, samples: Samples, objective: Objective[Output]) -> bool:
         """Whether these samples on their own give a finite loss and gradient."""
         with self.model.training_mode(*self._draw(0)):
             loss, _ = objective(self.forward(samples), samples, [1.0] * len(samples))
@@ -464,12 +466,26 @@ class Updater(Generic[Output]):
             optimizer.clear()
 
 
-def per_sample(updater: Updater[torch.Tensor], samples: Sequence[Sample]) -> list[np.ndarray]:
+def by_sample(values: torch.Tensor | np.ndarray, samples: Samples) -> list[np.ndarray]:
+    """`values` [N, ...] of the sampled tokens of all samples in a row, divided into [n, ...] for each, in CPU memory."""
+    array = values.cpu().numpy() if isinstance(values, torch.Tensor) else values
+    return np.split(array, np.cumsum([sample.sampled_tokens for sample in samples])[:-1])[: len(samples)]
+
+
+def in_batches(samples: Samples, budget: int, key: str, compute: Callable[[Samples], Sequence[T]]) -> list[T]:
+    """The results of `compute` for all samples, without gradient, in micro-batches as of `pack`."""
+    results: dict[int, T] = {}
+    with torch.no_grad():
+        for group in pack(samples, budget, key):
+            results |= dict(zip(group, compute([samples[i] for i in group]), strict=True))
+    return [results[i] for i in range(len(samples))]
+
+
+def per_sample(updater: Updater[torch.Tensor], samples: Samples) -> list[np.ndarray]:
     """[n] float32 for each sample, without gradient, from a forward pass that returns one number per sampled token."""
     arrays: dict[int, np.ndarray] = {}
     for group, numbers in updater.without_gradient(samples):
-        ends = np.cumsum([samples[i].sampled_tokens for i in group])[:-1]
-        arrays |= dict(zip(group, np.split(numbers.cpu().numpy(), ends), strict=True))
+        arrays |= dict(zip(group, by_sample(numbers, [samples[i] for i in group]), strict=True))
     return [arrays[i] for i in range(len(samples))]
 
 

@@ -166,6 +166,8 @@ class RayCritic:
     checkpoints."""
 
     head = None
+    sleepers = ()
+    """None: no engine uses the workers' devices."""
 
     def __init__(self, workers: Sequence[WorkerClient], has_gpus: bool, updates: int, stored_statistics: bool) -> None:
         self.workers = list(workers)
@@ -216,12 +218,6 @@ class RayCritic:
         """As `CriticUpdater.take_warnings`."""
         warnings, self._warnings = self._warnings, []
         return warnings
-
-    def sleep(self) -> None:
-        """No effect: no engine uses the workers' devices."""
-
-    def wake(self) -> None:
-        """No effect."""
 
     def tensors(self, saved: Any = None) -> dict[str, Any]:
         """Empty: the tensors are on the workers."""
