@@ -91,35 +91,29 @@ def load_data(
 
 
 def check_rows(recipe: SupervisedRecipe, data: DataSet) -> list[str]:
-    """Return warnings about rows that the loss of the recipe cannot use well. InputError if it cannot be computed."""
-    if recipe.kind == "unpaired":
-        return _check_labels(recipe, data)
-    margins = getattr(recipe.loss, "margin", False)
-    if not (margins and data.stored) or any(row.margin for row in data.stored):  # streamed rows are not checked
-        return []
-    column = recipe.data.columns.margin
-    problem = f"no training row has a number above 0 in the column `{column}`"
-    if column != type(recipe.data.columns)().margin:
-        raise InputError(f"data.columns.margin: {problem}; correct the name, or set loss.margin to false")
-    return [f"loss.margin has no effect: {problem} (data.columns.margin)"]
+    """Return warnings about rows that the loss of the recipe cannot use well. InputError if it cannot be computed.
 
-
-def _check_labels(recipe: SupervisedRecipe, data: DataSet) -> list[str]:
-    """Return a warning if few training rows have one of the labels; InputError if none has it.
-
-    Streamed rows are those that the first steps are drawn from, and only warned of.
+    Margins of streamed rows are not checked. Their labels are those that the first steps are drawn from, and only warned of.
     """
-    if recipe.data.streaming:
-        read = read_examples("unpaired", recipe.data.train, recipe.data.columns, Problems())
-        labels = [
-            one.label for one in itertools.islice(read, recipe.data.shuffle_buffer) if isinstance(one, UnpairedExample)
-        ]
-    else:
-        labels = [row.chosen for row in data.stored]
+    columns, streaming = recipe.data.columns, recipe.data.streaming
+    if recipe.kind != "unpaired":
+        margins = getattr(recipe.loss, "margin", False)
+        if not (margins and data.stored) or any(row.margin for row in data.stored):
+            return []
+        problem = f"no training row has a number above 0 in the column `{columns.margin}`"
+        if columns.margin != type(columns)().margin:
+            raise InputError(f"data.columns.margin: {problem}; correct the name, or set loss.margin to false")
+        return [f"loss.margin has no effect: {problem} (data.columns.margin)"]
+    labels = [row.chosen for row in data.stored]
+    if streaming:
+        read = itertools.islice(
+            read_examples("unpaired", recipe.data.train, columns, Problems()), recipe.data.shuffle_buffer
+        )
+        labels = [one.label for one in read if isinstance(one, UnpairedExample)]
     good = sum(labels)
     count, rare, common = min((good, "good", "bad"), (len(labels) - good, "bad", "good"))
-    problem = f"{count} of {'the first ' * recipe.data.streaming}{len(labels)} training rows are {rare} answers"
-    if not count and not recipe.data.streaming:
+    problem = f"{count} of {'the first ' * streaming}{len(labels)} training rows are {rare} answers"
+    if not count and not streaming:
         raise InputError(
             f"{', '.join(source.path for source in recipe.data.train)}: {problem} (data.columns.label), and `loss.type: kto` "
             f"compares good answers with bad ones; add {rare} answers, or train on pairs or with `posttrain sft`"
