@@ -157,12 +157,7 @@ def test_four_bit_matrices_are_an_eighth_of_float32():
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"devices": 4, "shard": 3},
-        {"devices": 2, "colocated": False},
-        {"devices": 4, "engines": 2, "tensor": 4},
-    ],
+    "wrong", [{"devices": 4, "shard": 3}, {"devices": 2, "colocated": False}, {"devices": 4, "engines": 2, "tensor": 4}]
 )
 def test_impossible_placements(wrong):
     with pytest.raises(ValueError):

@@ -231,13 +231,7 @@ def judge(
 
     from posttrain.environments.judge import check_judge
     from posttrain.errors import InputError
-    from posttrain.evaluation.judges import (
-        Options,
-        judge_pairs,
-        judge_predictions,
-        load_rubric,
-        questions_of,
-    )
+    from posttrain.evaluation.judges import Options, judge_pairs, judge_predictions, load_rubric, questions_of
     from posttrain.evaluation.predictions import column_names, read_predictions
     from posttrain.images import readable
     from posttrain.recipe.compose import section

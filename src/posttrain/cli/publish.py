@@ -10,10 +10,7 @@ def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that has ended.")],
     to: Annotated[
         str,
-        typer.Option(
-            metavar="FORM",
-            help="hf: safetensors and tokenizer. gguf: one file for llama.cpp and Ollama.",
-        ),
+        typer.Option(metavar="FORM", help="hf: safetensors and tokenizer. gguf: one file for llama.cpp and Ollama."),
     ] = "hf",
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder to write. Default: RUN-FORM.")] = None,
     kind: Annotated[str, typer.Option("--type", help="Weights of a GGUF file: f32, f16, bf16 or q8_0.")] = "f16",

@@ -9,8 +9,7 @@ def recipe(
     about: Annotated[
         str,
         typer.Argument(
-            metavar="[list | KEY]",
-            help="`list` for the recipes that can be named; or a key or a section to explain.",
+            metavar="[list | KEY]", help="`list` for the recipes that can be named; or a key or a section to explain."
         ),
     ] = "",
     stage: Annotated[

@@ -210,8 +210,7 @@ def compare(
         str | None, typer.Option(help="The side that the others are compared with. Default: the first.")
     ] = None,
     out: Annotated[
-        list[Path],
-        typer.Option(help="Write to this .json, .md or .csv file. May be given several times."),
+        list[Path], typer.Option(help="Write to this .json, .md or .csv file. May be given several times.")
     ] = [],  # noqa: B006
 ) -> None:
     """Compare models on the items that they share: values, paired differences from one of them, and the conclusion.

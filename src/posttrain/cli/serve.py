@@ -7,8 +7,7 @@ import typer
 
 def serve(
     model: Annotated[
-        str,
-        typer.Argument(metavar="RUN", help="Directory of a run, for example runs/run, or what `model.path` takes."),
+        str, typer.Argument(metavar="RUN", help="Directory of a run, for example runs/run, or what `model.path` takes.")
     ],
     settings: Annotated[
         list[str] | None,

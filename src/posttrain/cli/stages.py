@@ -36,8 +36,7 @@ DryRun = Annotated[
 On = Annotated[
     str | None,
     typer.Option(
-        metavar="DEVICE",
-        help="With --dry-run: plan for this GPU, h200, h100 or a100, or its memory in GB such as 48.",
+        metavar="DEVICE", help="With --dry-run: plan for this GPU, h200, h100 or a100, or its memory in GB such as 48."
     ),
 ]
 Full = Annotated[bool, typer.Option("--full", help="With --dry-run: show the whole recipe, and the parts of memory.")]
@@ -549,8 +548,7 @@ def fit_normalizer(
         Path, typer.Argument(metavar="RUN", help="Run of `posttrain reward` with `units`, for example runs/rm.")
     ],
     data: Annotated[
-        str | None,
-        typer.Option(metavar="PATH", help="File of pairs to fit on. Default: the run's validation pairs."),
+        str | None, typer.Option(metavar="PATH", help="File of pairs to fit on. Default: the run's validation pairs.")
     ] = None,
 ) -> None:
     """Fit the normalizer of unit rewards by position in the answer. Writes RUN/normalizer/params.json.

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="List runs with their sizes, and free what ended runs no longer need.", no_args_is_help=True)
 
 _Runs = Annotated[
-    list[Path] | None,
-    typer.Argument(metavar="[FOLDER ...]", help="Runs, or folders that hold runs. Default: runs."),
+    list[Path] | None, typer.Argument(metavar="[FOLDER ...]", help="Runs, or folders that hold runs. Default: runs.")
 ]
 
 
@@ -69,10 +68,7 @@ def list_runs(folders: _Runs = None) -> None:
 
 
 @app.command()
-def clean(
-    folders: _Runs = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-) -> None:
+def clean(folders: _Runs = None, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False) -> None:
     """Delete the training state of runs that have ended, and store equal weights once. Asks first.
 
     Models, the policies of all checkpoints, metrics, episodes and reports are kept. A run without its training state

@@ -114,11 +114,7 @@ class CriticRecipe(BaseConfig):
             "critic/explained_variance",
             "explained variance, training episodes",
             Panel(
-                "Values against observed returns",
-                "explained variance",
-                from_zero=False,
-                smoothed=True,
-                figure="critic",
+                "Values against observed returns", "explained variance", from_zero=False, smoothed=True, figure="critic"
             ),
             TRAINING,
         ),

@@ -20,16 +20,7 @@ from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.metrics import TRAINING, Metric, Panel
 from posttrain.recipe.model import LearnerRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.recipe.needs import TRAINED, Needs, needs, unless
-from posttrain.recipe.plan import (
-    ACTIVATIONS,
-    GATHERED,
-    Items,
-    Plan,
-    TaskSplit,
-    counted,
-    named_tasks,
-    plural,
-)
+from posttrain.recipe.plan import ACTIVATIONS, GATHERED, Items, Plan, TaskSplit, counted, named_tasks, plural
 from posttrain.recipe.rollout import (
     ANSWERS,
     LOADED,
