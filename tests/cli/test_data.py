@@ -123,14 +123,11 @@ def test_experts_write_rows_that_sft_trains_on_and_plays(history, tiny_model, tm
         assert "environment.format.thinking false (here true)" in report
 
 
-def test_experts_do_not_play_held_out_seeds(capsys):
+def test_experts_refuse_held_out_seeds_other_formats_and_environments_without_tasks(capsys):
     assert main(["data", "experts", "frozen_lake", "--start", "999990", "--count", "20"]) == 2
     assert "overlap evaluation.seeds" in capsys.readouterr().err
     assert main(["data", "experts", "frozen_lake", "--count", "3", "--out", "lake.csv"]) == 2
-    assert capsys.readouterr().err == ("posttrain: lake.csv: unknown format; name a .jsonl or .parquet file\n")
-
-
-def test_experts_of_an_environment_without_tasks_are_an_error(capsys):
+    assert capsys.readouterr().err == "posttrain: lake.csv: unknown format; name a .jsonl or .parquet file\n"
     assert main(["data", "experts", "text_task"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("posttrain: text_task has no default task")
@@ -142,6 +139,3 @@ def test_experts_of_an_environment_without_tasks_are_an_error(capsys):
     words = ["--start", "0", "--count", "1", "--out", "asked.parquet"]
     assert main(["data", "experts", "text_task", f"prompts={asked}", *words]) == 0
     assert capsys.readouterr().out == "asked.parquet: 1 rows of 1 episodes, seeds 0 to 0\n"
-    assert (
-        main(["data", "experts", "text_task", "reasoning_gym.dataset=chain_sum", "--count", "1", "--out", "x.csv"]) == 2
-    )

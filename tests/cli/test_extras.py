@@ -12,7 +12,6 @@ import pytest
 
 from posttrain.errors import InputError
 from posttrain.plugins import require_module
-from posttrain.recipe.sources import read_file
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
@@ -138,7 +137,3 @@ def test_every_optional_package_has_an_extra_and_is_not_a_core_dependency():
 def test_the_error_names_the_feature_that_needs_the_module():
     with pytest.raises(InputError, match=r"some.key needs the package no-such-module, .* `pip install no-such-module`"):
         require_module("no_such_module.part", "some.key")
-
-
-def test_recipes_of_examples_are_read_without_extras():
-    assert read_file(str(ROOT / "recipes" / "demo" / "pipeline.yaml")).values["stage"] == "pipeline"

@@ -58,12 +58,7 @@ MISSING = {  # words -> what the message names
     **{
         f"{stage} {' '.join(DATA if stage in ('dpo', 'reward') else PLAYED)} model.path={path}": f"model.path: there is no {what} {path}"
         for stage in ("rl", "sft", "dpo", "reward", "evaluate")
-        for path, what in (
-            ("./nosuch", "folder"),
-            ("runs/nosuch/model", "folder"),
-            ("here/nosuch", "folder"),
-            ("x.gguf", "file"),
-        )
+        for path, what in (("./nosuch", "folder"), ("runs/nosuch/model", "folder"), ("x.gguf", "file"))
     },
     "distill environment.type=bandit teacher.path=runs/nosuch/model": "teacher.path: there is no folder runs/nosuch/model",
     "rl environment.type=bandit model.path=packaged:smolm": "unknown packaged model 'smolm'",

@@ -17,7 +17,6 @@ TINY = ModelSizes(1000, 2, 32, 64, 4, 2, 8, 400)
     [
         (["rollout.max_staleness=3", "learner.updates_per_step=2"], "every episode is 4 updates old .* would drop"),
         (["rollout.on_new_weights=continue", "hardware.ray=auto"], "load new weights only between"),
-        (["rollout.on_new_weights=restart", "hardware.ray=auto"], "load new weights only between"),
         (["reward.path=x", "hardware.processes=2"], "only the first process samples and scores"),
     ],
 )
@@ -44,12 +43,8 @@ def test_ratios_to_the_rollout_are_clipped_where_episodes_are_of_older_weights()
 
 
 def test_the_plan_shows_asynchronous_rollouts_and_their_memory():
-    given = [
-        "rollout.async_rollouts=2",
-        "learner.epochs_per_step=3",
-        "rollout.groups_per_step=4",
-        "learner.updates_per_step=2",
-    ]
+    given = ["rollout.async_rollouts=2", "learner.epochs_per_step=3", "rollout.groups_per_step=4"]
+    given += ["learner.updates_per_step=2"]
     recipe = load_recipe([], given, "rl")
     assert recipe.updates_behind == 12
     (line,) = [line for line in batch_arithmetic(recipe) if "ahead of the learner" in line]

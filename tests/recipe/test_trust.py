@@ -61,18 +61,15 @@ def test_every_marked_key_is_found_in_the_values_of_a_recipe(keys):
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"environment": {"type": "text_task", "reward": "exact"}}, []),
         ({"environment": {"type": "text_task", "reward": ["exact", {"function": "final_number"}]}}, []),
         ({"environment": {"type": "text_task", "reward": ["exact", "a.py:f"]}}, ["environment.reward.1"]),
         ({"environment": {"type": "text_task", "mcp": [{"url": "http://x"}]}}, ["environment.mcp.0.url"]),
         ({"environment": {"type": "gymnasium", "id": "FrozenLake-v1", "keys": {}}}, []),
         ({"environment": {"type": "gymnasium", "keys": {"size": 4}}}, ["environment.keys"]),
         ({"environment": {"type": "x.y:Own", "letters": "ab", "n": 1}}, ["environment.type", "environment.letters"]),
-        ({"environment": {"type": "text_task.py"}}, ["environment.type"]),
         ({"environment": {"type": ["bandit"]}}, ["environment.type"]),
         ({"environment": "x.py"}, ["environment"]),
         ({"evaluation": {"environment": {"tools": ["os:system"]}}}, ["evaluation.environment.tools"]),
-        ({"engine": {"python": "x"}}, ["engine.python"]),
         ({"engine": {"type": "vllm", "python": "x", "urls": "http://x"}}, ["engine.urls", "engine.python"]),
         ({"engine": {"type": "vllm", "python": None}, "model": {"trust_remote_code": False}}, []),
         ({"hardware": {"ray": "auto"}}, []),

@@ -27,7 +27,6 @@ def test_the_engine_of_each_stage_may_be_vllm():
         (["engine.adapters=adapter_only"], "set `model.lora`"),
         ([*COOL, "loss.old=rollout"], "`loss.old: rollout` would treat truncation"),
         ([*COOL, "loss.correction.weights=sequence"], "`loss.correction.weights: sequence` would treat"),
-        ([*COOL, "loss.correction.reject=geometric"], "`loss.correction.reject: geometric` would treat"),
     ],
 )
 def test_incompatible_keys_are_refused(given, words):

@@ -21,9 +21,7 @@ from posttrain.recipe.teacher import TeacherRecipe, refuse_other_temperature
 
 class _DistillationLoss(Aggregation):
     metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            "loss/distillation", "distillation loss per token; for `reverse_kl` a surrogate whose value has no meaning"
-        ),
+        Metric("loss/distillation", "distillation loss per token; of `reverse_kl`, the value has no meaning"),
         MISMATCH,
     )
 

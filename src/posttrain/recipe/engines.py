@@ -56,10 +56,7 @@ class LocalEngineRecipe(_Engine):
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("memory/key_value_cache", "largest size of the local engine's key/value cache so far, in bytes"),
         Metric("time/decoding", "seconds of the local engine's passes on sampled tokens, summed over processes"),
-        Metric(
-            "time/prompts",
-            "seconds of the local engine's passes on prompt tokens, summed over processes; the rest of the rollout is rendering, environments and scheduling",
-        ),
+        Metric("time/prompts", "seconds of the local engine's passes on prompt tokens, summed over processes"),
     )
 
     type: Literal["local"] = "local"

@@ -8,12 +8,7 @@ from pydantic import Field
 
 from posttrain.recipe.base import BaseConfig, Text, Writes
 from posttrain.recipe.data import ColumnsRecipe, Sources
-from posttrain.recipe.engines import (
-    LocalEngineRecipe,
-    OpenAIEngineRecipe,
-    VllmEngineRecipe,
-    refuse_unknown_sampling,
-)
+from posttrain.recipe.engines import LocalEngineRecipe, OpenAIEngineRecipe, VllmEngineRecipe, refuse_unknown_sampling
 from posttrain.recipe.metrics import Metric
 from posttrain.recipe.plan import TaskSplit, counted
 from posttrain.recipe.rollout import LOADED, MOST_EPISODES, SamplingRecipe, StopString

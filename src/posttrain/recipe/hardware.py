@@ -55,8 +55,7 @@ class HardwareRecipe(BaseConfig):
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("memory/process", "largest resident memory of the process so far, in bytes"),
         Metric(
-            "speed/gpu_utilization",
-            "share of the last second of the step in which the GPU computed; needs nvidia-ml-py",
+            "speed/gpu_utilization", "share of the step's last second in which the GPU computed; needs nvidia-ml-py"
         ),
         Metric("memory/gpu", "largest memory that torch allocated on the GPU so far, in bytes"),
     )

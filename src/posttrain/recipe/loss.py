@@ -77,10 +77,7 @@ class PolicyLoss(Aggregation, Section):
         Metric("policy/kl_rollout_k3", "the same with estimator k3"),
         Metric("policy/off_policy_masked", "share of tokens masked by `loss.off_policy_mask`"),
         Metric("policy/truncated_masked", "share of episodes masked by `loss.mask_truncated`"),
-        Metric(
-            "policy/clipped_before_update",
-            "share of tokens that lose their gradient to the clip before any weight has changed",
-        ),
+        Metric("policy/clipped_before_update", "share of tokens without a gradient by the clip before any update"),
         MISMATCH,
     )
 
@@ -197,17 +194,14 @@ ADAPTERS_OFF = "cannot be set with `model.lora`, where the reference model is th
 
 
 PENALIZED = needs("coefficient")
+DISTANCE = Panel("Distance from the reference model", "nats per token", figure="kl")
 
 
 class KlRecipe(BaseConfig):
     """KL penalty towards the reference model."""
 
     metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            "policy/kl",
-            "Kullback-Leibler divergence",
-            Panel("Distance from the reference model", "nats per token", figure="kl"),
-        ),
+        Metric("policy/kl", "Kullback-Leibler divergence", DISTANCE),
         Metric("kl/coefficient", "KL coefficient", Panel("Penalty", "coefficient", figure="kl")),
         Metric("loss/kl", "KL", LOSS_TERMS, GREEN),
         Metric("policy/kl_clamped", "share of tokens whose k3 estimate reached its limit of 10"),

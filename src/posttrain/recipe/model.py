@@ -196,22 +196,16 @@ class RewardSource(BaseConfig):
 
 LOSS_TERMS = Panel("Loss and its terms", "loss", from_zero=False, figure="optimization")
 """The terms of the loss of a policy."""
-MISMATCH = Metric(
-    "policy/mismatch",
-    "log-probability mismatch",
-    Panel("Engine against learner", "mean |difference|, nats", logarithmic=True, figure="optimization"),
-)
+_APART = Panel("Engine against learner", "mean |difference|, nats", logarithmic=True, figure="optimization")
+MISMATCH = Metric("policy/mismatch", "log-probability mismatch", _APART)
+_GRADIENT = Panel("Gradient", "norm before clipping", logarithmic=True, figure="optimization")
 
 
 class OptimizerRecipe(BaseConfig):
     """AdamW, its schedule, and gradient clipping."""
 
     metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            "optimizer/gradient_norm",
-            "gradient norm",
-            Panel("Gradient", "norm before clipping", logarithmic=True, figure="optimization"),
-        ),
+        Metric("optimizer/gradient_norm", "gradient norm", _GRADIENT),
         Metric("optimizer/learning_rate", "learning rate", Panel("Step size", "learning rate", figure="optimization")),
         Metric("optimizer/no_signal", "1 if an update had no gradient because no episode had credit"),
         Metric("optimizer/skipped", "1 if an update was skipped because its gradient was not finite"),
@@ -263,9 +257,7 @@ class LearnerRecipe(BaseConfig):
         Metric("router/imbalance", "tokens of the busiest expert over the mean of all; 1: balanced, mean over routers"),
         Metric("router/entropy", "entropy of the shares of tokens over experts, as a share of its maximum"),
         Metric("router/unused", "share of experts without a token in the update"),
-        Metric(
-            "router/changed", "share of tokens and routers for which replay took other experts than the router would"
-        ),
+        Metric("router/changed", "share of tokens and routers for which replay took other experts"),
         Metric("tokens/trained", "tokens in the loss"),
     )
 

@@ -150,9 +150,7 @@ def allowed(info: FieldInfo) -> str:
     return _bounded(nullable, info) + (", or null" if nullable != words else "")
 
 
-_PATTERNS = {
-    "^[A-Za-z0-9][A-Za-z0-9._-]*$": "of letters, digits, `.`, `_` and `-`, and begin with a letter or digit",
-}
+_PATTERNS = {"^[A-Za-z0-9][A-Za-z0-9._-]*$": "of letters, digits, `.`, `_` and `-`, and begin with a letter or digit"}
 """Pattern of a text -> what it allows, in words."""
 
 

@@ -20,16 +20,7 @@ from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.metrics import TRAINING, Metric, Panel
 from posttrain.recipe.model import LearnerRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.recipe.needs import TRAINED, Needs, needs, unless
-from posttrain.recipe.plan import (
-    ACTIVATIONS,
-    GATHERED,
-    Items,
-    Plan,
-    TaskSplit,
-    counted,
-    named_tasks,
-    plural,
-)
+from posttrain.recipe.plan import ACTIVATIONS, GATHERED, Items, Plan, TaskSplit, counted, named_tasks, plural
 from posttrain.recipe.rollout import (
     ANSWERS,
     LOADED,
@@ -92,6 +83,8 @@ class TrackingRecipe(BaseConfig):
 
 
 ENTROPY = Panel("Entropy", "nats per token", figure="entropy")
+REPETITION = Panel("Repetition", "share of sampled tokens", percent=True, figure="entropy")
+SPREAD = Panel("Spread within groups", "standard deviation", figure="reward")
 
 
 class StageRecipe(BaseConfig):
@@ -463,26 +456,14 @@ class SampledRecipe(PlayedRecipe, TrainedRecipe):
         Metric("rollout/kept", "episodes of the step after `rollout.filter`"),
         Metric("rollout/failed", "episodes that failed"),
         Metric("rollout/unscored", "episodes to which no reward applies"),
-        Metric(
-            "reward/group_spread",
-            "mean standard deviation of a group's returns",
-            Panel("Spread within groups", "standard deviation", figure="reward"),
-            TRAINING,
-        ),
+        Metric("reward/group_spread", "mean standard deviation of a group's returns", SPREAD, TRAINING),
         Metric("policy/entropy", "entropy of the policy", ENTROPY),
-        Metric(
-            "policy/repeated_share",
-            "same token twice in a row",
-            Panel("Repetition", "share of sampled tokens", percent=True, figure="entropy"),
-        ),
+        Metric("policy/repeated_share", "same token twice in a row", REPETITION),
         Metric("tokens/sampled", "tokens sampled"),
         Metric("tokens/prefilled", "prompt tokens computed"),
         Metric("tokens/reused", "prompt tokens taken from the cache"),
         Metric("tools/calls", "well-formed tool calls per episode"),
-        Metric(
-            "tools/failed_share",
-            "share of the well-formed calls of unknown tools, with wrong arguments, or that raised an error",
-        ),
+        Metric("tools/failed_share", "share of well-formed calls with an unknown tool, wrong arguments or an error"),
         Metric("tools/malformed_share", "share of all calls that could not be parsed"),
         Metric("time/weights", "seconds of sending weights to the engine, part of `time/rollout`"),
     )

@@ -56,6 +56,7 @@ LOGPROBS = Panel(
     smoothed=True,
     figure="preference",
 )
+KTO_POINT = Panel("KTO's reference point", "nats per answer", figure="preference")
 HELD_OUT_LOSS = Metric("validation/loss", "loss of the validation rows")
 PREFERENCES = (
     Metric("loss/preference", "preference loss, per row"),
@@ -311,11 +312,7 @@ class DpoRecipe(SupervisedRecipe):
         *PREFERENCES,
         Metric("policy/chosen_logprob", "chosen", LOGPROBS, BETTER),
         Metric("policy/rejected_logprob", "rejected", LOGPROBS, WORSE),
-        Metric(
-            "preference/kl",
-            "estimated KL divergence from the reference model",
-            Panel("KTO's reference point", "nats per answer", figure="preference"),
-        ),
+        Metric("preference/kl", "estimated KL divergence from the reference model", KTO_POINT),
         Metric("preference/mismatched", "mismatched pairs behind KTO's KL estimate"),
         Metric("preference/shift", "shift of BCO"),
         Metric("loss/nll", "negative log-likelihood of chosen answers, nats per token"),

@@ -67,21 +67,22 @@ UnitsRecipe = Annotated[StepUnits | EntropyUnits | TextUnits | WholeUnits, Field
 
 
 UNITS = Panel("Units of an answer", "units", figure="units")
+LOWERED = Panel("Units that lowered the reward", "share of units", percent=True, whole=True, figure="units")
 UNIT_REWARDS = Panel("Rewards of the units of an answer", "reward", figure="units")
+
+
+_OF_UNITS = (
+    Metric("units/per_answer", "all units", UNITS, TRAINING),
+    Metric("units/effective", "effective units: exp of the entropy of their rewards", UNITS, HELD_OUT),
+    Metric("units/spread", "standard deviation within an answer", UNIT_REWARDS, TRAINING),
+)
 
 
 class _Mixed(BaseConfig):
     metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric("units/per_answer", "all units", UNITS, TRAINING),
-        Metric("units/effective", "effective units: exp of the entropy of their rewards", UNITS, HELD_OUT),
-        Metric("units/spread", "standard deviation within an answer", UNIT_REWARDS, TRAINING),
+        *_OF_UNITS,
         Metric("units/residual", "|residual| of the outcome", UNIT_REWARDS, HELD_OUT),
-        Metric(
-            "units/negative",
-            "credit below 0",
-            Panel("Units that lowered the reward", "share of units", percent=True, whole=True, figure="units"),
-            TRAINING,
-        ),
+        Metric("units/negative", "credit below 0", LOWERED, TRAINING),
         Metric("units/credit", "mean credit of a unit"),
         Metric("units/clipped", "reward-model values at the limit of `reward.clip`"),
         Metric("units/forwards", "texts that the reward model read to compute the credit"),
@@ -193,12 +194,7 @@ UnitCreditRecipe = Annotated[
 class UnitRewardsRecipe(BaseConfig):
     """A reward for each unit of an answer, read at the unit's last token. The score of an answer is their mean."""
 
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric("loss/unevenness", "regularizer of unit rewards"),
-        Metric("units/per_answer", "all units", UNITS, TRAINING),
-        Metric("units/effective", "effective units: exp of the entropy of their rewards", UNITS, HELD_OUT),
-        Metric("units/spread", "standard deviation within an answer", UNIT_REWARDS, TRAINING),
-    )
+    metrics: ClassVar[tuple[Metric, ...]] = (Metric("loss/unevenness", "regularizer of unit rewards"), *_OF_UNITS)
 
     segmenter: UnitsRecipe
     """How answers are segmented into units. `entropy` also loads the language model at `model.path`."""
