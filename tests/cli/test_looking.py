@@ -11,8 +11,8 @@ from posttrain.cli.main import main
 from posttrain.errors import InputError
 from posttrain.plugins import is_trusted, trusting
 from posttrain.recipe.sources import Layer, merge, read_file, read_overrides, read_text
-from posttrain.rollout.view import token_decoder
 from posttrain.runs.directory import RunDirectory
+from posttrain.view.episodes import token_decoder
 from tests.training import small
 
 ENVIRONMENT = """

@@ -8,9 +8,9 @@ from rich.console import Console
 from posttrain.cli.runs import episodes
 from posttrain.episode import Advantages, StopReason
 from posttrain.rollout.store import write_episodes
-from posttrain.rollout.view import view_episode
 from posttrain.runs.directory import RunDirectory
 from posttrain.terminal import printable
+from posttrain.view.terminal import view_episode
 from tests.rollout.episodes import played
 
 
@@ -32,7 +32,7 @@ def test_a_conversation_has_reward_stop_reason_and_credit_under_each_answer() ->
     order = [text.index(part) for part in ("question 0", "answer 0", "turn 0", "question 1", "answer 1", "turn 1")]
     assert order == sorted(order)
     assert "turn 0 · reward +0.500 · 3 tokens · end_token · advantage +1.000 · rejected: no <answer> tag" in text
-    assert "turn 1 · reward -1.000 · 3 tokens · end_token · advantage -0.167 (-1.000…+0.500)" in text
+    assert "turn 1 · reward -1.000 · 3 tokens · end_token · advantage -0.167 (-1.000 to +0.500)" in text
     assert "advantage" not in shown(episode, None)
 
 

@@ -12,7 +12,7 @@ from posttrain.credit.units.spans import Spans
 from posttrain.episode import Advantages, Episode, StopReason, Stream, Turn
 from posttrain.recipe.units import LeaveOneOutCredit
 from posttrain.rollout.store import write_episodes
-from posttrain.rollout.view import view_episode
+from posttrain.view.terminal import view_episode
 from tests.rollout.episodes import played
 
 END = 256

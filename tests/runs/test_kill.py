@@ -62,7 +62,7 @@ def test_files_of_a_killed_run_are_valid_and_it_resumes(run: RunDirectory) -> No
     "module",
     [
         *("runs.directory", "runs.metrics", "runs.report", "runs.tables"),
-        *("evaluation.summary", "rollout.store", "rollout.view", "cli.runs"),
+        *("evaluation.summary", "rollout.store", "view.terminal", "cli.runs"),
     ],
 )
 def test_importing_is_light(module: str) -> None:

@@ -89,8 +89,8 @@ def test_the_page_has_all_that_is_known_of_a_run(tmp_path):
     assert "learning_rate: 0.125" in page.text, "the whole recipe"
     assert run.load_environment()["processor"] in page.text
     assert "entropy is low" in page.text
-    summaries = re.findall(r"(best|median|worst): return ([+-][\d.]+) .*?seed (\d+)", page.text)
-    assert summaries == [("best", "+2.000", "2"), ("median", "+0.750", "3"), ("worst", "-1.000", "1")]
+    summaries = re.findall(r"(best|median|worst): .*?seed (\d+) · return ([+-][\d.]+)", page.text)
+    assert summaries == [("best", "2", "+2.000"), ("median", "3", "+0.750"), ("worst", "1", "-1.000")]
     assert "6 held-out episodes" in page.text
     assert "1 failed" in page.text
     assert len(page.all("img")) >= 3

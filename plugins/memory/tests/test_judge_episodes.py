@@ -21,7 +21,7 @@ from posttrain.evaluation.summary import summarize
 from posttrain.recipe.judge import JudgeServerRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, collect_episodes
-from posttrain.rollout.view import view_episode
+from posttrain.view.terminal import view_episode
 from posttrain_memory.environment import Memory, assignment
 from posttrain_memory.judging import LONGEST, changes, judge_episode
 from posttrain_memory.recipe import MemoryRecipe

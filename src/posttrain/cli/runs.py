@@ -50,10 +50,11 @@ def episodes(
     """
     from posttrain.errors import InputError
     from posttrain.rollout.store import episodes_file, read_episodes, stored_steps
-    from posttrain.rollout.view import token_decoder, unit_credit_recipe, view_episode, view_steps
     from posttrain.runs.directory import RunDirectory
     from posttrain.runs.tables import audit_table
     from posttrain.terminal import new_console
+    from posttrain.view.episodes import token_decoder, unit_credit_recipe
+    from posttrain.view.terminal import view_episode, view_steps
 
     directory, console = RunDirectory.open(run), new_console(highlight=False)
     if split == "audit":

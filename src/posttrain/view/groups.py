@@ -7,10 +7,19 @@ from dataclasses import replace
 from typing import Any
 
 from posttrain.errors import InputError
-from posttrain.rollout.view import token_decoder, unit_credit_recipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.view.browse import Filter, Store, at_step, group_of, steps_of
-from posttrain.view.episodes import TINTS, Look, Tint, episode_page, parting_of, prompt_text, scale_of
+from posttrain.view.episodes import (
+    TINTS,
+    Look,
+    Tint,
+    episode_page,
+    parting_of,
+    prompt_text,
+    scale_of,
+    token_decoder,
+    unit_credit_recipe,
+)
 
 
 def group_page(run: RunDirectory, given: Mapping[str, str], store: Store) -> dict[str, Any]:
