@@ -274,7 +274,6 @@ def requests(seed: int, folder: Path) -> None:
 def answers(seed: int, folder: Path) -> None:
     """Any text as the answer in a game or in an adapter: a step with a finite reward, and text that can be stored."""
     from posttrain.environments.make import make_env
-    from posttrain_environments.openenv import _action
 
     draw = random.Random(seed)
     pieces = ["<answer>", "</answer>", "<think>", "</think>", "Up", "Left || Right", "Pull", "[5]", "0", "-1"]
@@ -300,12 +299,6 @@ def answers(seed: int, folder: Path) -> None:
         ).encode()
         if step.terminated or step.truncated:
             break
-    for answer in said:
-        with suppress(ValueError):
-            fields = _action(
-                answer, *draw.choice([(None, "object"), ("x", "integer"), ("x", "number"), ("x", "string")])
-            )
-            json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
 
 
 def commands(seed: int, folder: Path) -> None:

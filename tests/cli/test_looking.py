@@ -173,7 +173,7 @@ def test_files_of_this_folder_and_of_the_command_need_no_trust(strangers, tiny_m
         ({"environment": {"type": "text_task", "tools": ["os:system"]}}, "environment.tools.0: os:system"),
         ({"environment": {"type": "text_task", "reward": "os:system"}}, "environment.reward: os:system"),
         ({"environment": {"type": "gymnasium", "id": "x:Y-v0"}}, "environment.id: x:Y-v0"),
-        ({"environment": {"type": "openenv", "in_process": "x:Y"}}, "environment.in_process: x:Y"),
+        ({"environment": {"type": "verifiers", "taskset": "x"}}, "environment.taskset: x"),
         ({"environment": {"type": "x.y:Own"}}, "environment.type: x.y:Own"),
         (
             {"environment": {"type": "text_task", "tools": ["posttrain.environments.rewards:load_function"]}},

@@ -273,10 +273,6 @@ def test_an_error_at_the_start_is_one_sentence(folder, tmp_path, capfd):
     assert "create the folder first" in told(tmp_path / "none")
     assert "no user.md" in told(tmp_path)
     assert "is not understood" in told(folder, "--filter", "Be nice.")
-    assert "requires --http" in told(folder, "--token-variable", "HOME")
-    assert "does not hold a token" in told(
-        folder, "--http", "0", "--model", "x", "--url", "http://x", "--token-variable", "NONE"
-    )
     (folder / "bad.md").write_bytes(b"\xff")
     assert "'bad.md' is not UTF-8 text" in told(folder, "--filter", HIDE)
     assert Path(folder / "user.md").read_text() == NOTES["user.md"]

@@ -144,7 +144,7 @@ def private_wire() -> Iterator[tuple[BinaryIO, BinaryIO]]:
     try:
         incoming, outgoing = os.dup(0), os.dup(1)
     except OSError:
-        raise InputError("stdin or stdout is closed; start the command from an MCP client, or use --http") from None
+        raise InputError("stdin or stdout is closed; start the command from an MCP client") from None
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
