@@ -21,20 +21,27 @@ def kl(one, other):
     return sum(math.exp(a) * (a - b) for a, b in zip(one.tolist(), other.tolist(), strict=True))
 
 
-def batch_of(rollout, lengths, weights=None):
+def batch_of(rollout, lengths):
     lengths = torch.tensor(lengths)
     return TokenBatch(
         rollout_logprobs=rollout,
         advantages=torch.zeros_like(rollout),
         stream=torch.repeat_interleave(torch.arange(len(lengths)), lengths),
         lengths=lengths,
-        weights=torch.ones_like(rollout) if weights is None else weights,
+        weights=torch.ones_like(rollout),
     )
 
 
-def test_the_divergence_is_the_forward_kl_at_0_and_the_reverse_kl_at_1():
+def test_the_divergence_is_the_forward_kl_at_0_and_the_reverse_kl_at_1_the_limits_of_the_scaled_one():
     assert float(generalized_jsd(Q, P, 0.0)) == pytest.approx(kl(P, Q), abs=1e-15)
     assert float(generalized_jsd(Q, P, 1.0)) == pytest.approx(kl(Q, P), abs=1e-15)
+    small = 1e-6
+    assert float(generalized_jsd(Q, P, small)) / small == pytest.approx(kl(P, Q), rel=1e-4)
+    assert float(generalized_jsd(Q, P, 1 - small)) / small == pytest.approx(kl(Q, P), rel=1e-4)
+    # At one half it is symmetric and at most log 2.
+    assert float(generalized_jsd(Q, P, 0.5)) == pytest.approx(float(generalized_jsd(P, Q, 0.5)))
+    apart = [torch.tensor(p, dtype=torch.float64).log() for p in ([1 - 1e-12, 1e-12], [1e-12, 1 - 1e-12])]
+    assert float(generalized_jsd(*apart, 0.5)) == pytest.approx(math.log(2), abs=1e-9)
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
@@ -43,18 +50,6 @@ def test_between_them_it_is_the_weighted_divergence_from_the_mixture(beta):
     expected = beta * kl(P, mixture) + (1 - beta) * kl(Q, mixture)
     assert float(generalized_jsd(Q, P, beta)) == pytest.approx(expected, abs=1e-15)
     assert float(generalized_jsd(P, P, beta)) == pytest.approx(0.0, abs=1e-15)
-
-
-def test_the_ends_are_limits_of_the_scaled_divergence():
-    small = 1e-6
-    assert float(generalized_jsd(Q, P, small)) / small == pytest.approx(kl(P, Q), rel=1e-4)
-    assert float(generalized_jsd(Q, P, 1 - small)) / small == pytest.approx(kl(Q, P), rel=1e-4)
-
-
-def test_at_one_half_it_is_symmetric_and_at_most_log_2():
-    assert float(generalized_jsd(Q, P, 0.5)) == pytest.approx(float(generalized_jsd(P, Q, 0.5)))
-    apart = [torch.tensor(p, dtype=torch.float64).log() for p in ([1 - 1e-12, 1e-12], [1e-12, 1 - 1e-12])]
-    assert float(generalized_jsd(*apart, 0.5)) == pytest.approx(math.log(2), abs=1e-9)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
@@ -103,29 +98,21 @@ def test_the_gradient_of_candidates_is_that_of_finite_differences(beta):
     assert torch.autograd.gradcheck(loss, (logits,))
 
 
-def test_the_advantage_is_the_gap_of_log_probabilities():
-    logprobs = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
-    teacher = torch.tensor([-0.5, -2.5, -0.5])
-    losses = reverse_kl_losses(logprobs, teacher, batch_of(logprobs.detach(), [2, 1]))
-    losses.sum().backward()
+@pytest.mark.parametrize(
+    ("teacher", "rollout", "lengths", "settings", "expected"),
+    [
+        ([-0.5, -2.5, -0.5], None, [2, 1], {}, [-0.5, 0.5, 0.0]),  # the gap of log-probabilities
+        ([-1.0, -3.0, -1.5], None, [2, 1], {"discount": 0.5}, [1.0, 2.0, 0.5]),  # discounted inside a stream
+        ([0.0, 0.0], [-1.5, -3.0], [2], {"cap": 2.0}, [-math.exp(0.5), -2.0]),  # stale tokens, up to the cap
+    ],
+)
+def test_the_gradient_is_the_advantage_times_the_weight(teacher, rollout, lengths, settings, expected):
+    start = [-1.0, -2.0, -0.5] if not settings else [-1.0] * len(teacher)
+    logprobs = torch.tensor(start, requires_grad=True)
+    data = batch_of(logprobs.detach() if rollout is None else torch.tensor(rollout), lengths)
+    reverse_kl_losses(logprobs, torch.tensor(teacher), data, **settings).sum().backward()
     assert logprobs.grad is not None
-    np.testing.assert_allclose(logprobs.grad.numpy(), [-0.5, 0.5, 0.0], atol=1e-7)
-
-
-def test_discounted_gaps_stay_inside_their_stream():
-    logprobs = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
-    teacher = torch.tensor([-1.0, -3.0, -1.5])
-    reverse_kl_losses(logprobs, teacher, batch_of(logprobs.detach(), [2, 1]), discount=0.5).sum().backward()
-    assert logprobs.grad is not None
-    np.testing.assert_allclose(logprobs.grad.numpy(), [1.0, 2.0, 0.5], atol=1e-6)
-
-
-def test_stale_tokens_are_weighted_up_to_the_cap():
-    logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
-    rollout = torch.tensor([-1.5, -3.0])
-    reverse_kl_losses(logprobs, torch.tensor([0.0, 0.0]), batch_of(rollout, [2]), cap=2.0).sum().backward()
-    assert logprobs.grad is not None
-    np.testing.assert_allclose(logprobs.grad.numpy(), [-math.exp(0.5), -2.0], rtol=1e-6)
+    np.testing.assert_allclose(logprobs.grad.numpy(), expected, atol=1e-7)
 
 
 TEACHER = log_softmax(np.random.default_rng(3).normal(size=PARAMETERS.shape))
@@ -173,11 +160,8 @@ def test_on_policy_the_gradient_is_unbiased(discount, whole):
     assert np.abs(exact).max() > 0.05
 
 
-def test_single_tokens_miss_the_gradient_of_whole_sequences():
+def test_single_tokens_miss_the_gradient_of_whole_sequences_and_importance_weights_correct_for_them():
     assert np.abs(expected_gradient(0.0, log_softmax(PARAMETERS)) - exact_gradient(whole=True)).max() > 1e-3
-
-
-def test_token_importance_weights_correct_for_single_tokens():
     # At the first token, whose state no earlier token has led to, the correction is exact.
     found = expected_gradient(0.0, log_softmax(PARAMETERS[:, ::-1].copy()))
     np.testing.assert_allclose(found[0], exact_gradient(whole=False)[0], atol=1e-12)

@@ -6,6 +6,7 @@ TRL computes its loss by padded batches of its own trainers; here, log-probabili
 import pytest
 import torch
 
+from posttrain.losses.distillation import generalized_jsd
 from posttrain.losses.policy import TokenBatch, dft, nll, token_weights
 from posttrain.losses.preference import PairLogprobs, kto_kl, kto_losses, preference_losses
 from posttrain.losses.reward import bradley_terry
@@ -75,14 +76,9 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture
-def policy(models):
-    """The policy under test, with separate weights."""
-    return Policy(ModelRecipe(path=str(models["policy"])))
-
-
-@pytest.fixture
-def reference(models):
-    return Policy(ModelRecipe(path=str(models["reference"])))
+def both(models):
+    """The policy under test and the reference model, with weights of their own."""
+    return [Policy(ModelRecipe(path=str(models[name]))) for name in ("policy", "reference")]
 
 
 def build(trainer, config, models, directory, rows, with_reference=False, model_class="AutoModelForCausalLM", **keys):
@@ -95,44 +91,37 @@ def build(trainer, config, models, directory, rows, with_reference=False, model_
         labels = {} if model_class == "AutoModelForCausalLM" else {"num_labels": 1}
         return automatic.from_pretrained(models[name], dtype=torch.float32, **labels)
 
-    arguments = config(
-        output_dir=str(directory),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        per_device_train_batch_size=len(rows),
-        disable_tqdm=True,
-        **keys,
-    )
-    extra = {"ref_model": load("reference")} if with_reference else {}
+    keys |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none", "disable_tqdm": True}
     built = trainer(
         model=load("policy"),
-        args=arguments,
+        args=config(output_dir=str(directory), per_device_train_batch_size=len(rows), **keys),
         train_dataset=Dataset.from_list(rows),
         processing_class=transformers.AutoTokenizer.from_pretrained(models["policy"]),
-        **extra,
+        **({"ref_model": load("reference")} if with_reference else {}),
     )
     built.model.train()
     return built, next(iter(built.get_train_dataloader()))
 
 
-def sums(policy, ids, attention, answer):
-    """Summed log-probability [B] and length [B] of the answers of a padded batch, each [B, T]."""
+def answer_logprobs(policy, ids, attention, answer):
+    """Log-probabilities [N] of the answers of a padded batch, each [B, T], in a row, and their lengths [B]."""
     streams = [row[keep.bool()].numpy() for row, keep in zip(ids, attention, strict=True)]
     sampled = [row[keep.bool()].bool().numpy() for row, keep in zip(answer, attention, strict=True)]
-    lengths = torch.tensor([int(mask.sum()) for mask in sampled])
-    logprobs = policy.score(streams, sampled, 1.0, 64).logprobs
+    return policy.score(streams, sampled, 1.0, 64).logprobs, torch.tensor([int(mask.sum()) for mask in sampled])
+
+
+def sums(policy, *columns):
+    """Summed log-probability [B] and length [B] of the answers of a padded batch."""
+    logprobs, lengths = answer_logprobs(policy, *columns)
     return torch.stack([part.sum() for part in logprobs.split(lengths.tolist())]), lengths
 
 
 def pair_sums(policy, reference, batch):
     """Our sums of a batch of TRL's DPO trainer: all chosen rows, then all rejected ones."""
     columns = (batch["input_ids"], batch["attention_mask"], batch["completion_mask"])
-    logprobs, lengths = sums(policy, *columns)
     with torch.no_grad():
         before, _ = sums(reference, *columns)
-    return PairLogprobs(*halves(logprobs), *halves(lengths), *halves(before))
+    return PairLogprobs(*(half for values in (*sums(policy, *columns), before) for half in values.chunk(2)))
 
 
 def pair_sums_without_reference(policy, batch):
@@ -144,8 +133,9 @@ def pair_sums_without_reference(policy, batch):
     return PairLogprobs(found[0][0], found[1][0], found[0][1], found[1][1])
 
 
-def halves(values):
-    return values.chunk(2)
+def assert_same_rewards(ours, logged):
+    assert ours.chosen_rewards.mean().item() == pytest.approx(logged["rewards/chosen"][-1], abs=1e-5)
+    assert ours.rejected_rewards.mean().item() == pytest.approx(logged["rewards/rejected"][-1], abs=1e-5)
 
 
 def assert_same(theirs, their_model, ours, our_model):
@@ -163,7 +153,7 @@ def assert_same(theirs, their_model, ours, our_model):
 
 
 @pytest.mark.parametrize(("loss_type", "loss"), [("nll", nll), ("dft", dft)])
-def test_sft(loss_type, loss, models, policy, tmp_path):
+def test_sft(loss_type, loss, models, both, tmp_path):
     from trl import SFTConfig, SFTTrainer
 
     rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in PAIRS]
@@ -171,20 +161,17 @@ def test_sft(loss_type, loss, models, policy, tmp_path):
     answer = batch["labels"] != -100
     assert 0 < answer.sum() < batch["attention_mask"].sum()
     theirs = trainer.compute_loss(trainer.model, dict(batch))
-    streams = [row[keep.bool()].numpy() for row, keep in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
-    sampled = [row[keep.bool()].numpy() for row, keep in zip(answer, batch["attention_mask"], strict=True)]
-    lengths = [int(mask.sum()) for mask in sampled]
-    logprobs = policy.score(streams, sampled, 1.0, 64).logprobs
-    weights, divisor = token_weights("token_mean", lengths)
+    logprobs, lengths = answer_logprobs(both[0], batch["input_ids"], batch["attention_mask"], answer)
+    weights, divisor = token_weights("token_mean", lengths.tolist())
     unused = torch.zeros_like(logprobs.detach())
     data = TokenBatch(
         rollout_logprobs=unused,
         advantages=unused,
-        stream=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
-        lengths=torch.tensor(lengths),
-        weights=torch.repeat_interleave(torch.tensor(weights), torch.tensor(lengths)),
+        stream=torch.repeat_interleave(torch.arange(len(lengths)), lengths),
+        lengths=lengths,
+        weights=torch.repeat_interleave(torch.tensor(weights), lengths),
     )
-    assert_same(theirs, trainer.model, loss(logprobs, data) / divisor, policy.model)
+    assert_same(theirs, trainer.model, loss(logprobs, data) / divisor, both[0].model)
 
 
 @pytest.mark.parametrize(
@@ -197,22 +184,20 @@ def test_sft(loss_type, loss, models, policy, tmp_path):
         (BcoLoss(beta=0.2), "bco_pair"),
     ],
 )
-def test_losses_against_a_reference(recipe, loss_type, models, policy, reference, tmp_path):
+def test_losses_against_a_reference(recipe, loss_type, models, both, tmp_path):
     from trl import DPOConfig, DPOTrainer
 
     trainer, batch = build(DPOTrainer, DPOConfig, models, tmp_path, PAIRS, True, beta=0.2, loss_type=loss_type)
     theirs = trainer.compute_loss(trainer.model, dict(batch))
-    ours = preference_losses(recipe, pair_sums(policy, reference, batch))
+    ours = preference_losses(recipe, pair_sums(*both, batch))
     assert ours.losses.detach().std() > 0.01
     if loss_type != "ipo":
         # Of ipo, TRL logs beta times the summed log-ratios; our rewards are the averages that its loss compares.
-        logged = trainer._metrics["train"]
-        assert ours.chosen_rewards.mean().item() == pytest.approx(logged["rewards/chosen"][-1], abs=1e-5)
-        assert ours.rejected_rewards.mean().item() == pytest.approx(logged["rewards/rejected"][-1], abs=1e-5)
-    assert_same(theirs, trainer.model, ours.losses.mean(), policy.model)
+        assert_same_rewards(ours, trainer._metrics["train"])
+    assert_same(theirs, trainer.model, ours.losses.mean(), both[0].model)
 
 
-def test_cdpo(models, policy, reference, tmp_path):
+def test_cdpo(models, both, tmp_path):
     """TRL's DPO trainer smooths labels in `aot` (and, differently, in `robust` and `exo_pair`) and not in `sigmoid`.
 
     `aot` sorts the log-ratios of a batch before it compares them; of one pair there is nothing to sort, and it is the
@@ -225,24 +210,22 @@ def test_cdpo(models, policy, reference, tmp_path):
     alone = [{name: values[i :: len(PAIRS)] for name, values in batch.items()} for i in range(len(PAIRS))]
     theirs = torch.stack([trainer.compute_loss(trainer.model, row) for row in alone]).mean()
     recipe = CdpoLoss(beta=0.2, label_smoothing=0.15)
-    found = preference_losses(recipe, pair_sums(policy, reference, batch)).losses
-    assert_same(theirs, trainer.model, found.mean(), policy.model)
+    found = preference_losses(recipe, pair_sums(*both, batch)).losses
+    assert_same(theirs, trainer.model, found.mean(), both[0].model)
 
 
-def test_simpo(models, policy, tmp_path):
+def test_simpo(models, both, tmp_path):
     from trl.experimental.cpo import CPOConfig, CPOTrainer
 
     keys = {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 1.5, "simpo_gamma": 0.8, "max_length": 256}
     trainer, batch = build(CPOTrainer, CPOConfig, models, tmp_path, PAIRS, **keys)
     theirs = trainer.compute_loss(trainer.model, dict(batch))
-    ours = preference_losses(SimpoLoss(beta=1.5, gamma=0.8), pair_sums_without_reference(policy, batch))
-    logged = trainer._stored_metrics["train"]
-    assert ours.chosen_rewards.mean().item() == pytest.approx(logged["rewards/chosen"][-1], abs=1e-5)
-    assert ours.rejected_rewards.mean().item() == pytest.approx(logged["rewards/rejected"][-1], abs=1e-5)
-    assert_same(theirs, trainer.model, ours.losses.mean(), policy.model)
+    ours = preference_losses(SimpoLoss(beta=1.5, gamma=0.8), pair_sums_without_reference(both[0], batch))
+    assert_same_rewards(ours, trainer._stored_metrics["train"])
+    assert_same(theirs, trainer.model, ours.losses.mean(), both[0].model)
 
 
-def test_the_odds_ratio_term_of_orpo(models, policy, tmp_path):
+def test_the_odds_ratio_term_of_orpo(models, both, tmp_path):
     """TRL's supervised term is a token mean over the batch with the prompts in it; the paper's, and ours, is a mean
     over each chosen answer. Here both are taken away, and the next test compares the whole."""
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
@@ -250,37 +233,37 @@ def test_the_odds_ratio_term_of_orpo(models, policy, tmp_path):
     trainer, batch = build(ORPOTrainer, ORPOConfig, models, tmp_path, PAIRS, beta=0.3, max_length=256)
     whole = trainer.compute_loss(trainer.model, dict(batch)).item()
     term = whole - trainer._stored_metrics["train"]["nll_loss"][-1]
-    found = pair_sums_without_reference(policy, batch)
+    found = pair_sums_without_reference(both[0], batch)
     losses = preference_losses(OrpoLoss(beta=0.3), found).losses
     ours = (losses + found.chosen_logprobs / found.chosen_length).mean().item()
     assert abs(term) > 0.05
     assert ours == pytest.approx(term, abs=1e-5)
 
 
-def test_orpo(models, policy, tmp_path):
+def test_orpo(models, both, tmp_path):
     """With no prompt but one token (the first is never predicted) and one pair at a time, the definitions agree."""
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
     rows = [{"prompt": "", "chosen": chosen, "rejected": rejected} for _, chosen, rejected in ANSWERS]
     trainer, batch = build(ORPOTrainer, ORPOConfig, models, tmp_path, rows, beta=0.3, max_length=256)
-    assert (batch["chosen_labels"] == -100).sum(1).tolist() == (
-        1 + (batch["chosen_attention_mask"] == 0).sum(1)
-    ).tolist()
+    padding = (batch["chosen_attention_mask"] == 0).sum(1)
+    assert torch.equal((batch["chosen_labels"] == -100).sum(1), 1 + padding)
     alone = [{name: values[i : i + 1] for name, values in batch.items()} for i in range(len(rows))]
     theirs = torch.stack([trainer.compute_loss(trainer.model, row) for row in alone]).mean()
-    ours = preference_losses(OrpoLoss(beta=0.3), pair_sums_without_reference(policy, batch))
+    ours = preference_losses(OrpoLoss(beta=0.3), pair_sums_without_reference(both[0], batch))
     logged = trainer._stored_metrics["train"]["rewards/chosen"]
     assert ours.chosen_rewards.mean().item() == pytest.approx(sum(logged) / len(logged), abs=1e-5)
-    assert_same(theirs, trainer.model, ours.losses.mean(), policy.model)
+    assert_same(theirs, trainer.model, ours.losses.mean(), both[0].model)
 
 
 @pytest.mark.parametrize("swapped", [False, True], ids=["first", "swapped"])
-def test_kto(swapped, models, policy, reference, tmp_path):
+def test_kto(swapped, models, both, tmp_path):
     """Swapping policy and reference turns the sign of the mismatched log-ratios: once they count, once they are 0."""
     from trl import KTOConfig, KTOTrainer
 
     if swapped:
-        models, policy, reference = {"policy": models["reference"], "reference": models["policy"]}, reference, policy
+        models, both = {"policy": models["reference"], "reference": models["policy"]}, both[::-1]
+    policy, reference = both
     keys = {"beta": 0.05, "desirable_weight": 1.2, "undesirable_weight": 0.7}
     trainer, batch = build(KTOTrainer, KTOConfig, models, tmp_path, VERDICTS, True, **keys)
     theirs = trainer.compute_loss(trainer.model, dict(batch))
@@ -295,7 +278,7 @@ def test_kto(swapped, models, policy, reference, tmp_path):
     assert kl.item() == pytest.approx(trainer._metrics["train"]["kl"][-1], abs=1e-4)
     ratios = sums(policy, *columns)[0] - before
     losses = kto_losses(KtoLoss(**keys), ratios, batch["label"].bool(), kl)
-    assert_same(theirs, trainer.model, losses.mean(), policy.model)
+    assert_same(theirs, trainer.model, losses.mean(), both[0].model)
 
 
 @pytest.fixture(scope="module")
@@ -326,8 +309,27 @@ def test_reward(margin, centring, reward_model, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(reward_model, dtype=torch.float32)
     # Each row alone, so that no padding plays a part.
     alone = [row[keep.bool()] for row, keep in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
-    chosen, rejected = halves(torch.cat([model(input_ids=ids[None]).logits[:, 0] for ids in alone]))
+    chosen, rejected = torch.cat([model(input_ids=ids[None]).logits[:, 0] for ids in alone]).chunk(2)
     assert ("margin" in batch) == margin
     losses = bradley_terry(chosen, rejected, batch.get("margin"), centring or 0.0)
     assert losses.detach().std() > 0.01
     assert_same(theirs, trainer.model, losses.mean(), model)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_divergence_of_distillation_and_its_gradient(beta, temperature):
+    from trl.experimental.gkd import GKDTrainer
+
+    draws = torch.Generator().manual_seed(0)
+    logits, teacher = (3 * torch.randn(2, 6, 50, generator=draws, dtype=torch.float64) for _ in range(2))
+    labels = torch.ones(2, 6, dtype=torch.int64)
+    labels[0, :2] = -100
+    logits.requires_grad_()
+    theirs = GKDTrainer.generalized_jsd_loss(logits, teacher, labels=labels, beta=beta, temperature=temperature)
+    (expected,) = torch.autograd.grad(theirs, logits)
+    student, target = (torch.log_softmax(values / temperature, -1)[labels != -100] for values in (logits, teacher))
+    ours = generalized_jsd(student, target, beta).mean()
+    (found,) = torch.autograd.grad(ours, logits)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
