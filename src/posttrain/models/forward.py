@@ -73,13 +73,11 @@ def base_decoder(model: torch.nn.Module) -> Any:
 
 def hidden_states(model: torch.nn.Module, ids: torch.Tensor, positions: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Last hidden states [T, hidden] of a row of tokens; `ids` and `positions` are [T] int64."""
-    if not path_of(model).packed:
-        set_lengths(base_decoder(model), None)  # the rotary embedding reads the length of each pass
-        inner = transformer(model)
-        return by_stream(
-            layout, lambda places: alone_output(inner, ids[upload(places, ids.device)], use_cache=False)[0]
-        )
     decoder = base_decoder(model)
+    if not path_of(model).packed:
+        set_lengths(decoder, None)  # the rotary embedding reads the length of each pass
+        inner = transformer(model)
+        return by_stream(layout, lambda at: alone_output(inner, ids[upload(at, ids.device)], use_cache=False)[0])
     set_lengths(decoder, layout.lengths())
     output = decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, layout=layout)
     return output.last_hidden_state[0]
@@ -108,11 +106,9 @@ def states_at(
 def alone_output(inner: Any, ids: torch.Tensor, **keywords: Any) -> tuple[torch.Tensor, Any]:
     """Hidden states [T, hidden] of one sequence `ids` [T] int64, or logits [T, V] if the model has no plain projection,
     and the output of the model that is called with `keywords`."""
-    if path_of(inner).projects:
-        output = base_decoder(inner)(input_ids=ids[None], **keywords)
-        return output.last_hidden_state[0], output
-    output = inner(input_ids=ids[None], **keywords)
-    return output.logits[0], output
+    projects = path_of(inner).projects
+    output = (base_decoder(inner) if projects else inner)(input_ids=ids[None], **keywords)
+    return (output.last_hidden_state if projects else output.logits)[0], output
 
 
 def logits_of(model: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -145,9 +141,7 @@ class TokenScores:
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "TokenScores":
         """`function` of each tensor."""
-        values = None if self.values is None else function(self.values)
-        measured = None if self.measured is None else function(self.measured)
-        return TokenScores(function(self.logprobs), function(self.entropies), values, measured)
+        return TokenScores(**{name: None if part is None else function(part) for name, part in vars(self).items()})
 
 
 TokenMetric = Callable[[torch.Tensor, Any], torch.Tensor]
@@ -189,10 +183,8 @@ def token_scores(
     parts = []
     for start in range(0, len(targets), positions_per_chunk):
         places = slice(start, min(start + positions_per_chunk, len(targets)))
-        if torch.is_grad_enabled():
-            parts.append(checkpoint(score, hidden[places], places, use_reentrant=False))
-        else:
-            parts.append(score(hidden[places], places))
+        chunk = (hidden[places], places)
+        parts.append(checkpoint(score, *chunk, use_reentrant=False) if torch.is_grad_enabled() else score(*chunk))
     logprobs, entropies, *measured = (torch.cat(part) for part in zip(*parts, strict=True))
     return TokenScores(logprobs, entropies, measured=measured[0] if measured else None)
 
@@ -215,12 +207,7 @@ def _plain_projection(model: torch.nn.Module) -> tuple[torch.nn.Linear, float] |
 
 
 def projected_scores(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    divisor: float,
-    elements: int,
-    wide: bool = False,
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, divisor: float, elements: int, wide: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of `targets` and entropies, [N] float32 each, in nats, of softmax(hidden @ weight.T / divisor).
 
@@ -236,14 +223,9 @@ class _ProjectedScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        targets: torch.Tensor,
-        divisor: float,
-        elements: int,
-        wide: bool,
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *how: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        divisor, elements, wide = ctx.how = how
         count, vocabulary = len(hidden), len(weight)
         kind = torch.promote_types(hidden.dtype, torch.float32)
         normalizers, logprobs, entropies = (hidden.new_empty(count, dtype=kind) for _ in range(3))
@@ -267,7 +249,6 @@ class _ProjectedScores(torch.autograd.Function):
                 logprobs[rows] = scores.gather(1, targets[rows, None])[:, 0] - normalizer
                 entropies[rows] = normalizer - torch.linalg.vecdot(probabilities, scores)
         ctx.save_for_backward(hidden, weight, targets, normalizers, logprobs, entropies)
-        ctx.how = (divisor, elements, wide)
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
@@ -312,8 +293,7 @@ class _ProjectedScores(torch.autograd.Function):
                 result = matmul(logits.t(), inputs, None if wide else columns_gradient)
                 if result is not columns_gradient:
                     columns_gradient.copy_(result)
-        if hidden_gradient is not None:
-            hidden_gradient = hidden_gradient.to(hidden.dtype)
+        hidden_gradient = None if hidden_gradient is None else hidden_gradient.to(hidden.dtype)
         return hidden_gradient, weight_gradient, None, None, None, None
 
 

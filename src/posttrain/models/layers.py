@@ -96,11 +96,11 @@ class Layout(Protocol):
 
 
 def causal_attention(heads: Heads) -> torch.Tensor:
-    """Causal attention [H, Q, D_v] of the last Q of K positions: query [H, Q, D], key [H_kv, K, D], value [H_kv, K,
-    D_v]."""
+    """Causal attention [H, Q, D_v] of the last Q of K positions: query [H, Q, D], key [H_kv, K, D], value [H_kv, K, D_v]."""
     query, key, value, scaling, window, bounds = heads
     queries, keys = query.shape[1], key.shape[1]
-    key, value = _repeat(key, query.shape[0]), _repeat(value, query.shape[0])
+    if (groups := len(query) // len(key)) > 1:  # the query heads of each key head
+        key, value = key.repeat_interleave(groups, dim=0), value.repeat_interleave(groups, dim=0)
     mask = None
     square = queries == keys and (window is None or window >= keys)
     if bounds is not None or (not square and (queries > 1 or (window is not None and window < keys))):
@@ -127,12 +127,6 @@ def causal_attention(heads: Heads) -> torch.Tensor:
     )[0]
 
 
-def _repeat(heads: torch.Tensor, count: int) -> torch.Tensor:
-    """Repeat key or value heads [H_kv, K, D] to [count, K, D]: each serves count / H_kv query heads."""
-    groups = count // heads.shape[0]
-    return heads if groups == 1 else heads.repeat_interleave(groups, dim=0)
-
-
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -156,9 +150,9 @@ def packed_attention(
         what = "a position bias" if extra.get("position_bias") is not None else "attention dropout"
         raise InputError(f"model.path: {type(module).__name__} uses {what}, which packed attention does not support")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    bounds = Bounds(extra.get("softcap"), extra.get("s_aux"))
-    some = None if bounds == Bounds(None, None) else bounds
-    heads = Heads(query[0], key[0], value[0], scale, sliding_window, some)
+    cap, sinks = extra.get("softcap"), extra.get("s_aux")
+    bounds = None if cap is None and sinks is None else Bounds(cap, sinks)
+    heads = Heads(query[0], key[0], value[0], scale, sliding_window, bounds)
     out = causal_attention(heads) if layout is None else layout.attend(module.layer_idx, heads)  # type: ignore[arg-type]
     return out.transpose(0, 1)[None], None
 
@@ -172,9 +166,6 @@ def use_packed_attention(model: torch.nn.Module) -> None:
 
 
 # -- recurrent layers --------------------------------------------------------------------------------------------------
-
-_MIXERS = re.compile(r"\.(linear_attn|conv|mamba|mixer|self_attn)$")
-"""Names of the modules that mix tokens in the layers of transformers."""
 
 
 def by_stream(layout: Any, compute: Callable[[np.ndarray], torch.Tensor]) -> torch.Tensor:
@@ -214,8 +205,9 @@ def use_layers_by_stream(model: torch.nn.Module) -> None:
         if hasattr(module, "recurrent_states"):
             module.register_forward_hook(_detach_states)
         cls = type(module)
+        mixes_tokens = re.search(r"\.(linear_attn|conv|mamba|mixer|self_attn)$", name)
         attends = name.endswith("self_attn") and "Delta" not in cls.__name__
-        if _MIXERS.search(name) and not attends and cls.__module__.startswith("transformers.models."):
+        if mixes_tokens and not attends and cls.__module__.startswith("transformers.models."):
             module.__class__ = type(cls.__name__, (_ByStream, cls), {"__module__": __name__})
 
 
@@ -225,8 +217,6 @@ def _detach_states(module: Any, inputs: Any, outputs: Any) -> None:
 
 
 # -- rotary positions by length ------------------------------------------------------------------------------------------
-
-_BY_LENGTH = ("longrope", "dynamic")
 
 
 @dataclass(frozen=True)
@@ -296,7 +286,7 @@ def use_positions_by_length(decoder: Any) -> None:
     for name, module in decoder.named_modules():
         kind = getattr(module, "rope_type", None)
         kinds = list(kind.values()) if isinstance(kind, dict) else [kind]
-        if not any(kind in _BY_LENGTH for kind in kinds):
+        if not any(kind in ("longrope", "dynamic") for kind in kinds):
             continue
         if name != "rotary_emb" or isinstance(kind, dict):
             raise InputError(
@@ -308,10 +298,9 @@ def use_positions_by_length(decoder: Any) -> None:
 
 def lengths_of(decoder: Any) -> Lengths | None:
     """Which lengths share frequencies in `decoder`; None if all do."""
-    rotary = getattr(decoder, "rotary_emb", None)
-    if not isinstance(rotary, _ByLength):
+    module: Any = getattr(decoder, "rotary_emb", None)
+    if not isinstance(module, _ByLength):
         return None
-    module: Any = rotary
     if module.rope_type == "longrope":
         return Lengths(int(module.config.rope_parameters["original_max_position_embeddings"]), each=False)
     return Lengths(int(module.original_max_seq_len), each=True)
@@ -330,39 +319,32 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Decoders of transformers whose norm, gated MLP and attention these functions can replace."""
 Fused = Literal["auto", "liger", "compiled", "none"]
 
-Norm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-"""x [..., D], weight [D], epsilon -> [..., D]."""
-Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""gate and up projections [..., I] -> silu(gate) * up."""
-Rotate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""query [1, T, H, D], key [1, T, H_kv, D], cos and sin [1, T, D] -> both rotated."""
-
 
 @dataclass(frozen=True)
 class Functions:
     """The functions of one value of `model.fused`."""
 
-    norm: Norm
-    gate: Gate
-    rotate: Rotate
-
-
-def _norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    # On a GPU one kernel of PyTorch, as in the local engine.
-    return RmsNorm.apply(x, weight, epsilon) if x.device.type == "cpu" else rms_norm(x, weight.shape, weight, epsilon)
-
-
-def _rotate(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    cos, sin = cos[0, :, None], sin[0, :, None]
-    return Rotary.apply(query, cos, sin), Rotary.apply(key, cos, sin)
+    norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    """x [..., D], weight [D], epsilon -> [..., D]."""
+    gate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """gate and up projections [..., I] -> silu(gate) * up."""
+    rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    """query [1, T, H, D], key [1, T, H_kv, D], cos and sin [1, T, D] -> both rotated."""
 
 
 @cache
 def own() -> Functions:
     """The autograd functions of `cpu.backend`, and PyTorch's norm on a GPU."""
-    return Functions(_norm, Gated.apply, _rotate)
+
+    def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        # On a GPU one kernel of PyTorch, as in the local engine.
+        return RmsNorm.apply(x, weight, epsilon) if x.is_cpu else rms_norm(x, weight.shape, weight, epsilon)
+
+    def rotate(query: torch.Tensor, key: torch.Tensor, *angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = (part[0, :, None] for part in angles)
+        return Rotary.apply(query, cos, sin), Rotary.apply(key, cos, sin)
+
+    return Functions(norm, Gated.apply, rotate)
 
 
 @cache
@@ -374,11 +356,9 @@ def liger() -> Functions:
         # Not in place: the gradient of a residual is still needed.
         return ops.LigerRMSNormFunction.apply(x, weight, epsilon, 0.0, "llama", False)
 
-    def rotate(
-        query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotate(query: torch.Tensor, key: torch.Tensor, *angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # It takes heads before tokens, and writes into contiguous arguments.
-        rotated = ops.LigerRopeFunction.apply(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
+        rotated = ops.LigerRopeFunction.apply(query.transpose(1, 2), key.transpose(1, 2), *angles)
         return rotated[0].transpose(1, 2), rotated[1].transpose(1, 2)
 
     return Functions(norm, ops.LigerSiLUMulFunction.apply, rotate)
@@ -404,9 +384,7 @@ def compiled() -> Functions:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return turned(query, cos, sin), turned(key, cos, sin)
 
-    return Functions(
-        torch.compile(norm, dynamic=True), torch.compile(gate, dynamic=True), torch.compile(rotate, dynamic=True)
-    )
+    return Functions(*(torch.compile(function, dynamic=True) for function in (norm, gate, rotate)))
 
 
 def resolve_fused(name: Fused, device: torch.device) -> Literal["own", "liger", "compiled", "none"]:

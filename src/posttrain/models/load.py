@@ -49,9 +49,6 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 _MOST_METADATA = 1 << 23
 """Maximum number of values in the metadata of a GGUF file, of 128 bytes on average: a large vocabulary has two million."""
-_GGUF_STRING, _GGUF_ARRAY = 8, 9
-_GGUF_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Type of a value in GGUF -> its size."""
 
 
 def converted_gguf(file: Path) -> Path:
@@ -70,15 +67,11 @@ def converted_gguf(file: Path) -> Path:
 
     transformers_logging.disable_progress_bar()
 
+    keywords: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_pretrained(
-            str(file.parent),
-            gguf_file=file.name,
-            quantization_config=GgufConfig(dequantize=True),
-            dtype="float32",
-            trust_remote_code=False,
-        )
+        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), **keywords)
+        keywords |= {"quantization_config": GgufConfig(dequantize=True), "dtype": "float32"}
+        model = AutoModelForCausalLM.from_pretrained(str(file.parent), **keywords)
     except Exception as error:
         raise InputError(
             f"model.path: {file} could not be read as a GGUF model ({type(error).__name__}: {error}); "
@@ -94,7 +87,8 @@ def converted_gguf(file: Path) -> Path:
 
 def _require_small_metadata(file: Path) -> None:
     """InputError for a GGUF file whose metadata would fill the memory. The reader reports any other problem."""
-    left = _MOST_METADATA
+    left, string, array = _MOST_METADATA, 8, 9
+    sizes = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # of values, by type
     with file.open("rb") as opened, suppress(struct.error, KeyError, OSError, OverflowError):
 
         def read(form: str) -> tuple[int, ...]:
@@ -114,10 +108,10 @@ def _require_small_metadata(file: Path) -> None:
         for _ in range(*read("<Q")):
             skip(256, *read("<Q"))  # the key of one of some hundred entries
             (kind,), values = read("<I"), 1
-            if kind == _GGUF_ARRAY:
+            if kind == array:
                 kind, values = read("<IQ")
-            skip(values, 0 if kind == _GGUF_STRING else values * _GGUF_BYTES[kind])
-            for _ in range(values if kind == _GGUF_STRING else 0):
+            skip(values, 0 if kind == string else values * sizes[kind])
+            for _ in range(values if kind == string else 0):
                 skip(0, *read("<Q"))
 
 
@@ -175,9 +169,7 @@ def require_reward_model(path: str, key: str) -> None:
     """InputError, which names `key`, if the model at `path` is on disk and certainly has no head `score`."""
     if not on_disk(path, key) or not (directory := Path(path).expanduser()).is_dir() or is_adapter(path):
         return
-    names: set[str] = set()
-    for file in directory.glob("*.safetensors"):
-        names.update(tensors_of(file))
+    names = {name for file in directory.glob("*.safetensors") for name in tensors_of(file)}
     if names and "score.weight" not in names:
         raise InputError(f"{key}: {NO_REWARD_MODEL.format(path=path)}")
 
@@ -207,9 +199,9 @@ def family_of(recipe: ModelRecipe) -> Any:
     try:
         config = load_config(recipe)
         return model_family(config.model_type, config.name_or_path)
-    except Exception as error:
-        if isinstance(error, InputError):
-            raise
+    except InputError:
+        raise
+    except Exception:
         return None  # the loader of the model reports it
 
 
@@ -239,9 +231,8 @@ def load_tokenizer(recipe: ModelRecipe) -> Any:
             with file.open(encoding="utf-8") as content:
                 tokenizer.chat_template = content.read(LONGEST + 1)
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(
-                f"model.chat_template: {file} cannot be read as UTF-8 ({error}); name a Jinja file"
-            ) from None
+            cause = f"cannot be read as UTF-8 ({error})"
+            raise InputError(f"model.chat_template: {file} {cause}; name a Jinja file") from None
     if not tokenizer.chat_template:
         raise InputError(
             f"model.path: the tokenizer of {recipe.path} has no chat template; set model.chat_template to a Jinja file"
@@ -274,26 +265,19 @@ def _switched(tokenizer: Any, recipe: ModelRecipe) -> str:
     """The chat template with `model.thinking` as its default. InputError if thinking changes nothing in it."""
     template = tokenizer.get_chat_template()
     switched = with_thinking(template, recipe.thinking)
+    messages, keywords = [{"role": "user", "content": "x"}], {"chat_template": template, "tokenize": False}
+    keywords["add_generation_prompt"] = True
+    switches = [dict.fromkeys(SWITCHES, thinking) for thinking in (True, False)]
     try:
-        prompts = [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": "x"}],
-                chat_template=template,
-                tokenize=False,
-                add_generation_prompt=True,
-                **dict.fromkeys(SWITCHES, thinking),
-            )
-            for thinking in (True, False)
-        ]
+        prompts = [tokenizer.apply_chat_template(messages, **keywords, **switch) for switch in switches]
     except Exception as error:  # templates raise errors of any type
         raise InputError(
             f"model.path: the chat template of {recipe.path} cannot render a prompt ({first_line(error)}); set another "
             "template in model.chat_template"
         ) from error
     if switched is None or prompts[0] == prompts[1]:
-        raise InputError(
-            f"model.thinking: the chat template of {recipe.path} has no switch for thinking; set it to template"
-        )
+        lacks = f"the chat template of {recipe.path} has no switch for thinking"
+        raise InputError(f"model.thinking: {lacks}; set it to template")
     return switched
 
 
@@ -378,15 +362,14 @@ def _load(recipe: ModelRecipe, auto_class: Any, device_override: torch.device | 
     adapter = _adapter_config(path) if is_adapter(path) else None
     keywords: dict[str, Any] = {"trust_remote_code": recipe.trust_remote_code}
     base = resolve_path(adapter["base_model_name_or_path"]) if adapter is not None else path
+    keywords |= {"dtype": dtype, "output_loading_info": True, "use_safetensors": True}
     try:
         if auto_class is AutoModelForSequenceClassification:
             # The same part of a composite model as the policy, with the statistics and units of a reward model.
             keywords["config"] = load_config(recipe)
             keywords["config"].num_labels = 1
         with quiet_transformers():  # the caller reports missing weights
-            loaded: Any = auto_class.from_pretrained(
-                base, dtype=dtype, output_loading_info=True, use_safetensors=True, **keywords
-            )
+            model, info = auto_class.from_pretrained(base, **keywords)
     except Exception as error:
         remedy = "check that the files are complete, or that the hub id is right and reachable"
         if "Unrecognized configuration class" in str(error):
@@ -397,7 +380,6 @@ def _load(recipe: ModelRecipe, auto_class: Any, device_override: torch.device | 
                 "from the same model"
             ) from error
         raise InputError(f"model.path: {recipe.path} could not be loaded ({_reason(error)}); {remedy}") from error
-    model, info = loaded
     missing = sorted(info["missing_keys"])
     if adapter is not None:
         model = _with_adapters(model, path)
@@ -431,9 +413,8 @@ def _load(recipe: ModelRecipe, auto_class: Any, device_override: torch.device | 
             "to cpu"
         ) from error
     if reason := path_of(model).reason:
-        warnings.warn(
-            f"{model.config.model_type} models are computed one by one, which is slower: {reason}", stacklevel=2
-        )
+        slower = f"{model.config.model_type} models are computed one by one, which is slower"
+        warnings.warn(f"{slower}: {reason}", stacklevel=2)
     if (lengths := lengths_of(base_decoder(model))) is not None and lengths.each:
         warnings.warn(
             f"positions of this model depend on the length (rope_type dynamic): each token beyond {lengths.original} takes a "
@@ -501,9 +482,13 @@ def _bound_patterns(config: Any, model: Any) -> None:
                 "names of modules there"
             ) from None
         setattr(config, key, found)
-    patterns = [getattr(config, "layers_pattern", None)]
-    patterns += [*(getattr(config, "rank_pattern", None) or ()), *(getattr(config, "alpha_pattern", None) or ())]
-    for pattern in (one for part in patterns for one in (part if isinstance(part, list) else [part])):
+    layers = getattr(config, "layers_pattern", None)
+    patterns = layers if isinstance(layers, list) else [layers]
+    for pattern in (
+        *patterns,
+        *(getattr(config, "rank_pattern", None) or ()),
+        *(getattr(config, "alpha_pattern", None) or ()),
+    ):
         if isinstance(pattern, str) and re.search(r"\)[*+{]|([*+{].*){3}", pattern):
             raise InputError(
                 f"model.path: adapter_config.json has the pattern {pattern[:80]!r}, which may match without end; write names there"

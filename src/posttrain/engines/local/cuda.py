@@ -50,7 +50,7 @@ class KeyValueRows(KeyValuePages):
     @property
     def bytes(self) -> int:
         """Bytes of memory that the cache occupies."""
-        return sum(store.nbytes for store in (*self.keys.values(), *self.values.values()))
+        return sum(store.nbytes for store in self._stores)
 
     def _empty(self, heads: int, like: torch.Tensor) -> torch.Tensor:
         try:
@@ -82,9 +82,8 @@ class KeyValueRows(KeyValuePages):
 
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` tokens from slot `source` to slot `target`."""
-        for store in (self.keys, self.values):
-            for rows in store.values():
-                rows[target, :tokens] = rows[source, :tokens]
+        for store in self._stores:
+            store[target, :tokens] = store[source, :tokens]
 
     def swap(self, one: int, other: int, tokens: int) -> None:
         """Never called: sequences need not be neighbors, so the engine does not move them."""
@@ -138,23 +137,19 @@ class FlashLayout(CachedLayout):
             raise ValueError("the flash kernel has no soft caps and sinks")
         keys, values = (store[layer].flatten(0, 1) for store in (self.cache.keys, self.cache.values))
         if self._spans is None:
-            self._spans = cached_spans(self._ordered, len(keys) // self.cache.slots, self.device)
+            room = len(keys) // self.cache.slots
+            counts = [segment.count for segment in self._ordered]
+            seen = [segment.start + segment.count for segment in self._ordered]
+            begins = [segment.slot * room for segment in self._ordered]
+            self._spans = Spans(
+                query_ends=upload(np.cumsum([0, *counts], dtype=np.int32), self.device),
+                key_ends=upload(np.array([*begins, begins[-1] + room], dtype=np.int32), self.device),
+                longest_query=max(counts),
+                longest_key=max(seen),
+                gathered=None,
+                keys_seen=upload(np.array(seen, dtype=np.int32), self.device),
+            )
         return flash_over_cache(self._spans, heads.query, keys, values, heads.scaling, heads.window)
-
-
-def cached_spans(segments: Sequence[Segment], tokens_per_slot: int, device: torch.device) -> Spans:
-    """The spans of segments whose keys are in the slots of a `KeyValueRows`."""
-    counts = [segment.count for segment in segments]
-    seen = [segment.start + segment.count for segment in segments]
-    begins = [segment.slot * tokens_per_slot for segment in segments]
-    return Spans(
-        query_ends=upload(np.cumsum([0, *counts], dtype=np.int32), device),
-        key_ends=upload(np.array([*begins, begins[-1] + tokens_per_slot], dtype=np.int32), device),
-        longest_query=max(counts),
-        longest_key=max(seen),
-        gathered=None,
-        keys_seen=upload(np.array(seen, dtype=np.int32), device),
-    )
 
 
 # -- recorded passes --------------------------------------------------------------------------------------------------
@@ -190,12 +185,12 @@ class CudaGraphs:
 @dataclass(frozen=True)
 class _Recorded:
     replay: Callable[[], None]
+    out: torch.Tensor
+    """[S, hidden], or with `settings` [2, S]: what the last pass computed."""
     inputs: torch.Tensor
     """[3, S] int64: ids, positions and slots of the next pass."""
     settings: torch.Tensor | None
     """[3, S] float64: what `Sampler` takes for it."""
-    out: torch.Tensor
-    """[S, hidden], or with `settings` [2, S]: what the last pass computed."""
 
 
 Sampler = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -286,25 +281,18 @@ class RecordedDecoder:
         settings = None if settings is None else _padded(settings, size)
         key = size, settings is not None
         if key not in self._passes:
-            self._passes[key] = self._recorded(inputs, layout, settings)
+
+            def run() -> torch.Tensor:
+                hidden = self._decoder.hidden(*inputs[:2], layout.decoding(*inputs[1:]))
+                return hidden if settings is None else self._sampler(self.logits(hidden), settings)
+
+            self._passes[key] = _Recorded(*self._record(run), inputs, settings)
         recorded = self._passes[key]
         recorded.inputs.copy_(inputs)
-        if settings is None or recorded.settings is None:
-            recorded.replay()
-            return recorded.out[: len(ids)]
-        recorded.settings.copy_(settings)
+        if settings is not None and recorded.settings is not None:
+            recorded.settings.copy_(settings)
         recorded.replay()
-        return recorded.out[:, : len(ids)]
-
-    def _recorded(self, inputs: torch.Tensor, layout: FlashLayout, settings: torch.Tensor | None) -> _Recorded:
-        ids, positions, slots = inputs
-
-        def run() -> torch.Tensor:
-            hidden = self._decoder.hidden(ids, positions, layout.decoding(positions, slots))
-            return hidden if settings is None else self._sampler(self.logits(hidden), settings)
-
-        replay, out = self._record(run)
-        return _Recorded(replay, inputs, settings, out)
+        return recorded.out[: len(ids)] if settings is None else recorded.out[:, : len(ids)]
 
 
 def _padded(rows: torch.Tensor, size: int) -> torch.Tensor:

@@ -40,10 +40,6 @@ MIN_PENDING_TOKENS = 4
 """Minimum number of shared prompt tokens that another sequence is computing for a request to wait for them. It is low
 because all episodes of a group share them: where tasks differ by ten tokens only, a group of eight computes these once.
 """
-PREFIX_SLACK = 64
-"""Number of tokens by which two slots may share more than a known prefix and still count as sharing only this
-prefix.
-"""
 
 
 # -- slots of the cache -----------------------------------------------------------------------------------------------
@@ -92,9 +88,8 @@ class Slots:
         return [i for i, slot in enumerate(self.slots) if not slot.busy]
 
     def invalidate(self) -> None:
-        """Discard all cached tokens, and the order in which slots were used: it decides which row of a pass a sequence
-        gets, and the last bit of a small product can depend on its row.
-        """
+        """Discard all cached tokens, and the order in which slots were used: it decides the row of a sequence in a pass, and
+        the last bit of a small product can depend on its row."""
         for index, slot in enumerate(self.slots):
             self.clear(index, slot.length)
             slot.last_used = -1
@@ -131,7 +126,7 @@ class Slots:
         if slot is source:
             if known is not None and known.tokens > shared:
                 slot.prefix = None
-        elif known is not None and 0 <= shared - known.tokens <= PREFIX_SLACK:
+        elif known is not None and 0 <= shared - known.tokens <= 64:  # the few more tokens are not worth another prefix
             slot.prefix = known
         elif shared < MIN_PENDING_TOKENS:
             slot.prefix = None
@@ -182,11 +177,7 @@ class _Sequence:
         arrived: int,
         on_token: Callable[[int], None] | None = None,
     ) -> None:
-        self.request = request
-        self.stops = stops
-        self.future = future
-        self.arrived = arrived
-        self.on_token = on_token
+        self.request, self.stops, self.future, self.arrived, self.on_token = request, stops, future, arrived, on_token
         self.draws = random_stream("tokens", request.seed)
         self.prompt = len(request.prompt_ids)
         self.tokens = np.empty(self.prompt + request.max_tokens, dtype=np.int64)
@@ -246,13 +237,12 @@ class LocalEngine:
         self.version = 0
         self.before_forward: Callable[[], None] | None = None
         """Called before each forward pass, when every open episode waits for the engine. It may load weights and cancel
-        requests. The same calls before the same passes give bit-identical results.
-        """
-        flash = policy.device.type != "cpu" and supports(
-            policy.device,
+        requests. The same calls before the same passes give bit-identical results."""
+        config, dtype = (
+            transformer(policy.model).config.get_text_config(),
             compute_dtype(next(policy.model.parameters())),
-            _head_size(transformer(policy.model).config.get_text_config()),
         )
+        flash = policy.device.type != "cpu" and supports(policy.device, dtype, _head_size(config))
         with policy.sharded.whole() if policy.sharded is not None else nullcontext():
             self._parts = choose_decoding(policy.model, flash, cache_directory() / "gate")
         if policy.recipe.router_replay and self._parts.streams:
@@ -271,7 +261,6 @@ class LocalEngine:
                 "remove it, and lower engine.slots"
             )
         if recipe.cache_bytes is not None:
-            config = transformer(policy.model).config.get_text_config()
             context = max_context or (PAGE if policy.device.type == "cpu" else config.max_position_embeddings)
             pages = -(-context // PAGE)
             if recipe.cache_bytes < pages * page_bytes(policy):
@@ -290,8 +279,7 @@ class LocalEngine:
         """Whether the decoder has the weights of `_source`."""
         self._waiting: list[_Sequence] = []
         self._running: list[_Sequence] = []
-        self._open_episodes = 0
-        self._clock = 0
+        self._open_episodes = self._clock = 0
         self._pump: asyncio.Task[None] | None = None
 
     # -- the protocol -------------------------------------------------------------------------------------------------
@@ -534,8 +522,7 @@ class LocalEngine:
         return 0 if self._lengths is None else self._lengths.of(sequence.length)
 
     def _make_room(self, sequence: _Sequence, placement: Placement) -> Placement:
-        """Drop cached tokens of free slots, least recently used first, until `sequence` fits; returns where to start
-        it.
+        """Drop cached tokens of free slots, least recently used first, until `sequence` fits; returns where to start it.
 
         If the tokens shared with a free slot do not fit twice, the sequence starts in that slot.
         """

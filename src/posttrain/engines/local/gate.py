@@ -91,7 +91,9 @@ def _verdict(model: torch.nn.Module, kinds: tuple[Decoding, ...]) -> dict[str, A
     with arithmetic as dtype, short_windows(inner), torch.no_grad():
         limit = tolerance(dtype)
         rows = gate_rows(inner)
-        references = _learned(model, rows)
+        states, places = pack_rows(model, rows)
+        ends = [torch.from_numpy(at[np.cumsum(_counts(row)) - 1]) for at, row in zip(places, rows, strict=True)]
+        references = [torch.log_softmax(logits_of(model, states[at.to(states.device)]), dim=-1) for at in ends]
         for kind in kinds[:-1]:
             try:
                 found = distance(_decoded(model, Parts(kind), rows), references)
@@ -106,15 +108,7 @@ def _verdict(model: torch.nn.Module, kinds: tuple[Decoding, ...]) -> dict[str, A
 
 def _counts(row: torch.Tensor) -> list[int]:
     """New tokens of a row in each pass: its prompt, `STEPS`, and the last ten one by one."""
-    prompt = len(row) - 10 - sum(STEPS)
-    return [prompt, *STEPS, *[1] * 10]
-
-
-def _learned(model: torch.nn.Module, rows: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Log-probabilities after each pass of `_counts`, by the learner."""
-    states, places = pack_rows(model, rows)
-    ends = [at[np.cumsum(_counts(row)) - 1] for at, row in zip(places, rows, strict=True)]
-    return [torch.log_softmax(logits_of(model, states[torch.from_numpy(at).to(states.device)]), dim=-1) for at in ends]
+    return [len(row) - 10 - sum(STEPS), *STEPS, *[1] * 10]
 
 
 def _decoded(model: torch.nn.Module, parts: Parts, rows: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -29,10 +29,6 @@ KERNELS_KEPT = 128
 """Capacity of oneDNN's cache of compiled products, one per shape. A step of equal shapes needs about thirty."""
 ELEMENTS_IN_CACHE = 1 << 17
 """Float32 numbers that a norm processes at a time."""
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-"""Parameters of `mallopt` in the GNU C library."""
-LARGEST_FROM_HEAP = 32 << 20
-"""Bytes: the library's maximum. Larger blocks are always mapped and returned to the system."""
 
 # -- matrix products ---------------------------------------------------------------------------------------------------
 
@@ -85,12 +81,7 @@ def multiplies_bfloat16() -> bool:
     """Whether PyTorch can multiply bfloat16 matrices on this processor with its present settings."""
     a = torch.ones(64, 64, dtype=torch.bfloat16)
     try:
-        for product in (
-            lambda: a @ a,
-            lambda: torch.bmm(a[None], a[None]),
-            lambda: torch.nn.functional.linear(a, a, a[0]),
-        ):
-            product()
+        _ = a @ a, torch.bmm(a[None], a[None]), torch.nn.functional.linear(a, a, a[0])
     except RuntimeError:
         return False
     return True
@@ -229,21 +220,14 @@ def bound_kept_kernels() -> None:
 
 
 def prepare_process() -> None:
-    """Set what speeds up all passes of this process on a CPU: the heap, and how threads wait."""
-    _keep_freed_memory()
-    wait_by_load()
+    """Set what speeds up all passes of this process on a CPU: the heap, and how threads wait.
 
-
-def _keep_freed_memory() -> None:
-    """Keep freed blocks of up to 32 MiB in the heap of this process instead of returning them to the system.
-
-    Otherwise the activations of a training step are returned at its end and mapped again, page by page and zeroed, in
-    the next one, which takes a tenth of the step on a CPU. Peak memory does not change. No effect without the GNU C
-    library.
+    With the GNU C library, freed blocks of up to 32 MiB, its maximum, stay in the heap. Otherwise the activations of a
+    training step are returned to the system at its end and mapped again, page by page and zeroed, in the next one, which
+    takes a tenth of the step on a CPU. Peak memory does not change.
     """
-    if sys.platform != "linux":
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(MMAP_THRESHOLD, LARGEST_FROM_HEAP)
-        mallopt(TRIM_THRESHOLD, -1)
+    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        trim_threshold, mmap_threshold = -1, -3
+        mallopt(mmap_threshold, 32 << 20)
+        mallopt(trim_threshold, -1)
+    wait_by_load()

@@ -54,13 +54,10 @@ def compiled(name: str, source: Path, macros: Sequence[str]) -> Path | None:
     """
     if os.environ.get("POSTTRAIN_KERNEL") == "0":
         return None
-    command = compiler()
-    if command is None:
+    if (command := compiler()) is None:
         if chosen := os.environ.get("CXX"):
-            warnings.warn(
-                f"CXX={chosen} is not a command, so no kernels are compiled and sampling is slower; unset CXX, or install it",
-                stacklevel=3,
-            )
+            lost = "so no kernels are compiled and sampling is slower"
+            warnings.warn(f"CXX={chosen} is not a command, {lost}; unset CXX, or install it", stacklevel=3)
         return None
     flags = [f"-I{HEADER.parent}", *FLAGS, *OPENMP, *(X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else [])]
     try:
@@ -94,9 +91,8 @@ def build(name: str, source: Path, command: list[str], depends_on: str) -> Path:
         library.parent.mkdir(parents=True, exist_ok=True)
         # Compile to a temporary name and rename: another process may compile it at the same time.
         temporary = library.with_suffix(f".{os.getpid()}")
-        subprocess.run(
-            [*command, "-o", str(temporary), str(source)], check=True, capture_output=True, text=True, timeout=120
-        )
+        command = [*command, "-o", str(temporary), str(source)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
         temporary.rename(library)
     return library
 
