@@ -1,21 +1,14 @@
 """The streamlined decoder, compiled and not, against the model's own modules."""
 
-import asyncio
 import ctypes
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Segment
 from posttrain.engines.local.cpu.kernel import decoding_kernel
@@ -26,7 +19,6 @@ from posttrain.engines.local.cpu.layers import (
     VECTORS,
     CompiledProduct,
     OneDnnProduct,
-    SamplingLinear,
     product_library,
     unit,
 )
@@ -39,29 +31,16 @@ from posttrain.models.forward import use_float32_head
 from posttrain.models.layers import use_packed_attention
 from posttrain.recipe.engines import LocalEngineRecipe
 from posttrain.recipe.model import ModelRecipe
-from posttrain.recipe.rollout import SamplingRecipe
+from tests.vllm.asking import GREEDY, answers
 
-SHAPE = {
-    "vocab_size": 300,
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-}
-MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=9)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in SHAPE.items() if k != "head_dim"})),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
-}
+SHAPE = {"vocab_size": 300, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3, "head_dim": 64}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+MODELS = {"llama": {"attention_bias": True}, "mistral": {"sliding_window": 9}, "qwen2": {"head_dim": 32}, "qwen3": {}}
 
 
 def made(name, dtype=torch.float32):
     torch.manual_seed(0)
-    model = MODELS[name]()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SHAPE | MODELS[name]), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             # Norm weights and biases that are not 1 and 0, so that leaving one out shows.
@@ -118,12 +97,7 @@ def test_without_packed_products_the_modules_own_weights_are_used(monkeypatch):
     monkeypatch.setattr("posttrain.engines.local.cpu.layers.onednn_multiplies", lambda dtype: False)
     model = made("llama")
     decoder = decoder_of(model)
-    assert all(
-        product._packed is None
-        for layer in decoder._layers
-        for product in vars(layer).values()
-        if isinstance(product, SamplingLinear)
-    )
+    assert all(product._packed is None for layer in decoder._layers for product in layer.linears)
     for mine, theirs in zip(passes(decoder, torch.float32), passes(ModuleDecoder(model), torch.float32), strict=True):
         assert (mine - theirs).abs().max() < 2e-5
 
@@ -141,12 +115,7 @@ def compiled_product(weight, bias, by=VECTORS):
     return CompiledProduct(compiled_products(weight.dtype, by), weight, bias)
 
 
-def product_by_pairs(weight, bias):
-    return compiled_product(weight, bias, PAIRS)
-
-
-def product_by_tiles(weight, bias):
-    return compiled_product(weight, bias, TILES)
+product_by_pairs, product_by_tiles = partial(compiled_product, by=PAIRS), partial(compiled_product, by=TILES)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -180,17 +149,12 @@ def test_float32_norms_beside_bfloat16_matrices_are_computed_without_the_kernel(
         assert (mine - theirs).abs().max() < 0.15
 
 
-@pytest.mark.parametrize(
-    "path", ["model.embed_tokens", "model.layers.1.mlp.down_proj", "model.layers.2.self_attn.q_proj"]
-)
-def test_layers_with_a_matrix_of_another_dtype_are_not_compiled(path, monkeypatch):
+def test_matrices_and_operands_of_another_dtype_are_not_compiled_and_refused(monkeypatch):
     monkeypatch.setattr("posttrain.engines.local.cpu.layers.product_library", compiled_products)
-    model = made("llama", torch.bfloat16)
-    model.get_submodule(path).float()
-    assert decoder_of(model)._compiled is None
-
-
-def test_a_compiled_product_refuses_an_operand_of_another_dtype():
+    for path in ("embed_tokens", "layers.1.mlp.down_proj", "layers.2.self_attn.q_proj"):
+        model = made("llama", torch.bfloat16)
+        model.model.get_submodule(path).float()
+        assert decoder_of(model)._compiled is None
     product = compiled_product(torch.zeros(16, 32), None)
     x = torch.zeros(2, 32)
     with pytest.raises(TypeError, match=r"the weights are torch.float32, and an operand is torch.bfloat16"):
@@ -267,8 +231,6 @@ def test_a_row_of_a_compiled_product_does_not_depend_on_the_others(dtype, make):
 
 @pytest.mark.parametrize("target", ["q_proj", "lm_head"])
 def test_a_float32_head_computes_float32_logits(target):
-    from peft import LoraConfig, get_peft_model
-
     model = made("llama", torch.bfloat16)
     use_float32_head(model)
     weight = model.lm_head.weight.detach()
@@ -279,9 +241,7 @@ def test_a_float32_head_computes_float32_logits(target):
             torch.testing.assert_close(decoder.logits(hidden), hidden.float() @ weight.float().T)
 
 
-def test_adapters_count(tmp_path):
-    from peft import LoraConfig, get_peft_model
-
+def test_adapters_count():
     model = made("qwen3")
     adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
     plain = passes(decoder_of(adapted), torch.float32)
@@ -297,36 +257,18 @@ def test_adapters_count(tmp_path):
         assert (mine - before).abs().max() > 1e-3
 
 
-class Stub:
-    """The interface of a policy that the engine uses."""
-
-    def __init__(self, model):
-        self.model = model
-        self.device = torch.device("cpu")
-        self.end_tokens = frozenset()
-        self.recipe = ModelRecipe()
-        self.tokenizer = None
-        self.version = 0
-        self.sharded = None
-
-
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_greedy_equals_transformers_generate_token_for_token(name):
     model = made(name)
-    engine = LocalEngine(Stub(model), LocalEngineRecipe(slots=3, tokens_per_forward=64))
+    stub = SimpleNamespace(model=model, device=torch.device("cpu"), end_tokens=frozenset(), recipe=ModelRecipe())
+    stub.tokenizer = stub.sharded = None
+    engine = LocalEngine(stub, LocalEngineRecipe(slots=3, tokens_per_forward=64))
     rng = np.random.default_rng(0)
     prompts = [tuple(int(t) for t in rng.integers(3, 300, length)) for length in (5, 90, 30, 140, 17)]
 
-    async def ask():
-        greedy = SamplingRecipe(temperature=0.0)
-        return await asyncio.gather(*(engine.generate(Request(p, greedy, 0, 40)) for p in prompts))
-
-    answers = asyncio.run(ask())
-    torch.manual_seed(0)
-    theirs = made(name)
+    found = answers(engine, [Request(prompt, GREEDY, 0, 40) for prompt in prompts])
+    theirs, greedy = made(name), {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     theirs.set_attn_implementation("sdpa")
-    for prompt, answer in zip(prompts, answers, strict=True):
-        expected = theirs.generate(
-            torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0
-        )[0, len(prompt) :].tolist()
+    for prompt, answer in zip(prompts, found, strict=True):
+        expected = theirs.generate(torch.tensor([prompt]), **greedy)[0, len(prompt) :].tolist()
         assert list(answer.ids) == expected

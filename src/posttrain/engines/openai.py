@@ -1,6 +1,5 @@
 """The client of OpenAI-compatible servers, for judges and remote models. Every failed request is a
-`ChatRequestError`.
-"""
+`ChatRequestError`."""
 
 import os
 import threading
@@ -111,9 +110,7 @@ class ChatCompletion:
 
     def text_with_reasoning(self) -> str:
         """The text preceded by the reasoning as a `<think>…</think>` block, unless the text begins with such a block.
-
-        The block stays open if the model was cut off before it wrote any text.
-        """
+        The block stays open if the model was cut off before it wrote any text."""
         if not self.reasoning or self.text.lstrip().startswith("<think>"):
             return self.text
         end = "</think>" if self.finished or self.text else ""
@@ -174,10 +171,8 @@ def for_servers(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_same_model(client: Any, asked: str, response: Any, where: str) -> None:
-    """ChatRequestError unless the response names the model of the first response of `client` to `asked` in this process.
-
-    The first name may differ from `asked`, which may be an alias.
-    """
+    """ChatRequestError unless the response names the model of the first response of `client` to `asked` in this
+    process. The first name may differ from `asked`, which may be an alias."""
     name = getattr(response, "model", None)
     if isinstance(name, str) and name != (first := _ANSWERING.setdefault(client, {}).setdefault(asked, name)):
         raise ChatRequestError(
@@ -187,11 +182,8 @@ def require_same_model(client: Any, asked: str, response: Any, where: str) -> No
 
 @contextmanager
 def request_errors(where: str, client: Any, content: str, fields: Sequence[str]) -> Iterator[None]:
-    """Raise ChatRequestError for every failure of a request inside the block.
-
-    `where`: the model and its server. `content`, `fields`: the content and fields of the request, for the message if
-    the server rejects it.
-    """
+    """Raise ChatRequestError for every failure of a request inside the block. `where`: the model and its server.
+    `content`, `fields`: the content and fields of the request, for the message if the server rejects it."""
     import openai
 
     try:

@@ -1,6 +1,5 @@
 """Log-probabilities of given tokens from a model behind a server, using its completions endpoint with token ids as
-prompt.
-"""
+prompt."""
 
 import itertools
 import math

@@ -24,10 +24,8 @@ from posttrain.recipe.model import LoraRecipe, ModelRecipe
 
 
 def add_adapters(model: torch.nn.Module, lora: LoraRecipe, task: str) -> torch.nn.Module:
-    """`model` with new LoRA adapters. Only they are trainable, and for `task` SEQ_CLS the head.
-
-    InputError for a target that names nothing, and for one whose weight is shared with another module.
-    """
+    """`model` with new LoRA adapters. Only they are trainable, and for `task` SEQ_CLS the head. InputError for a target
+    that names nothing, and for one whose weight is shared with another module."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, task_type=task)
@@ -45,9 +43,7 @@ def add_adapters(model: torch.nn.Module, lora: LoraRecipe, task: str) -> torch.n
 
 def check_targets(recipe: ModelRecipe, reward: bool) -> list[str]:
     """What `add_adapters` would raise, and `coverage_warnings`, for a model on disk, without loading its weights.
-
-    `reward`: whether the model becomes a reward model.
-    """
+    `reward`: whether the model becomes a reward model."""
     from transformers import AutoModelForSequenceClassification
 
     assert recipe.lora is not None

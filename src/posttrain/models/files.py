@@ -75,8 +75,8 @@ def check_files(directory: Path, key: str = "model.path") -> None:
             if not file.is_file() or file.stat().st_size > most:
                 raise InputError(f"{key}: {file} is not a file of at most {most:,} bytes; download it again")
     weights = sorted(directory.glob("*.safetensors"))
-    names = sorted(file.name for file in directory.iterdir())
-    pickles = [name for name in names if name.endswith(PICKLES)] + [n for n in names if n.endswith(".bin.index.json")]
+    present = sorted(file.name for file in directory.iterdir())
+    pickles = [one for one in present if one.endswith(PICKLES)] + [o for o in present if o.endswith(".bin.index.json")]
     if not weights and pickles:
         raise InputError(
             f"{key}: {directory} has its weights in {pickles[0]}, a format that can run code; convert them in a sandbox with "
@@ -128,9 +128,7 @@ def require_model(path: str, key: str = "model.path") -> None:
 
 def on_disk(path: str, key: str = "model.path") -> bool:
     """Whether the model at `path`, any form of `model.path`, can be loaded without downloading or converting it first.
-
-    InputError, which names `key`, for a path that is neither a model nor a possible hub id.
-    """
+    InputError, which names `key`, for a path that is neither a model nor a possible hub id."""
     if path.startswith("packaged:") or path.endswith(".gguf"):
         try:
             file = packaged_file(path.removeprefix("packaged:")) if path.startswith("packaged:") else Path(path)

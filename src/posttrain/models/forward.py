@@ -25,10 +25,7 @@ COLUMNS = 256
 
 def upload(values: Any, device: torch.device) -> torch.Tensor:
     """`values` (an array, a tensor or a list of numbers) as a tensor on `device`; on a CPU it shares the array's
-    memory.
-
-    Copies to a GPU start from pinned memory, so that the CPU does not wait for queued GPU work.
-    """
+    memory. Copies to a GPU start from pinned memory, so that the CPU does not wait for queued GPU work."""
     tensor = torch.as_tensor(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
@@ -86,11 +83,9 @@ def hidden_states(model: torch.nn.Module, ids: torch.Tensor, positions: torch.Te
 def states_at(
     model: torch.nn.Module, ids: torch.Tensor, positions: torch.Tensor, layout: Any, at: torch.Tensor
 ) -> torch.Tensor:
-    """`hidden_states` [n, hidden] at the indices `at` [n] int64 of the row of a `PackedLayout`.
-
-    Where positions depend on the length, a row has its streams once for each length. These are passes one after the other,
-    computed again in the backward pass, so memory is that of the largest.
-    """
+    """`hidden_states` [n, hidden] at the indices `at` [n] int64 of the row of a `PackedLayout`. Where positions depend
+    on the length, a row has its streams once for each length. These are passes one after the other, computed again in
+    the backward pass, so memory is that of the largest."""
     # Processes that share a model need as many passes.
     if current_world().sharded or len(parts := layout.parts()) < 2:
         return hidden_states(model, ids, positions, layout)[at]
@@ -141,7 +136,8 @@ class TokenScores:
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "TokenScores":
         """`function` of each tensor."""
-        return TokenScores(**{name: None if part is None else function(part) for name, part in vars(self).items()})
+        parts: Any = {name: None if part is None else function(part) for name, part in vars(self).items()}
+        return TokenScores(**parts)
 
 
 TokenMetric = Callable[[torch.Tensor, Any], torch.Tensor]
@@ -355,10 +351,8 @@ def _divided(scores: torch.Tensor, divisor: float) -> torch.Tensor:
 
 def float32_product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """hidden @ weight.T [N, V] in float32 of `hidden` [N, h] and `weight` [V, h] in bfloat16, without gradient.
-
     Products of bfloat16 numbers are exact in float32, so on a GPU the matrix units compute it without a copy of the
-    weight.
-    """
+    weight."""
     if hidden.is_cuda:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     rows, out = hidden.float(), hidden.new_empty(len(hidden), len(weight), dtype=torch.float32)
@@ -370,10 +364,8 @@ def float32_product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 class Float32Head(torch.nn.Linear):
     """An output projection that multiplies in float32 although its weight is in bfloat16 (`model.head_dtype: float32`).
-
     Sources: MiniMax 2025, "MiniMax-M1", arXiv 2506.13585, section 3.2; Khatri et al. 2025, "The Art of Scaling
-    Reinforcement Learning Compute for LLMs", arXiv 2510.13786, section 3.2.
-    """
+    Reinforcement Learning Compute for LLMs", arXiv 2510.13786, section 3.2."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] float32 of `input` [..., h]."""

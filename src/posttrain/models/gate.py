@@ -80,9 +80,7 @@ def distance(values: Sequence[torch.Tensor], references: Sequence[torch.Tensor])
 
 def choose_path(model: torch.nn.Module, cache: Path) -> None:
     """Set how the passes of `model`, a model of transformers, are computed; verdicts are kept in the directory `cache`.
-
-    InputError, which names the model type, if no path is exact.
-    """
+    InputError, which names the model type, if no path is exact."""
     key = verdict_key(model)
     if (stored := read_verdict(cache, key, {field.name for field in fields(ForwardPath)})) is None:
         with computing_in_float32(model) as dtype, short_windows(model), torch.no_grad():

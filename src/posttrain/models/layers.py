@@ -12,7 +12,7 @@ recomputes its cache when a sequence crosses.
 
 Fused layers (`model.fused`): norms, gated MLPs and rotary positions as few large operations. Weights, module names and
 results (up to rounding) do not change. On a CPU they are the autograd functions of `cpu.backend`. On a GPU they are these
-and PyTorch's norm, Liger's kernels, or what torch.compile makes of the formulas.
+and PyTorch's norm, or Liger's kernels.
 """
 
 import re
@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
 from posttrain.errors import InputError
 from posttrain.models.cpu.backend import Gated, OneDnnLinear, RmsNorm, Rotary, prefers_onednn
@@ -280,9 +280,7 @@ class _ByLength(torch.nn.Module):
 
 def use_positions_by_length(decoder: Any) -> None:
     """Replace the rotary embedding of `decoder`, a base model of transformers, in place if it depends on the length.
-
-    InputError if only some layers have such positions, or if the embedding is not the usual one.
-    """
+    InputError if only some layers have such positions, or if the embedding is not the usual one."""
     for name, module in decoder.named_modules():
         kind = getattr(module, "rope_type", None)
         kinds = list(kind.values()) if isinstance(kind, dict) else [kind]
@@ -298,9 +296,10 @@ def use_positions_by_length(decoder: Any) -> None:
 
 def lengths_of(decoder: Any) -> Lengths | None:
     """Which lengths share frequencies in `decoder`; None if all do."""
-    module: Any = getattr(decoder, "rotary_emb", None)
-    if not isinstance(module, _ByLength):
+    rotary = getattr(decoder, "rotary_emb", None)
+    if not isinstance(rotary, _ByLength):
         return None
+    module: Any = rotary
     if module.rope_type == "longrope":
         return Lengths(int(module.config.rope_parameters["original_max_position_embeddings"]), each=False)
     return Lengths(int(module.original_max_seq_len), each=True)
@@ -317,7 +316,6 @@ def set_lengths(decoder: Any, lengths: Sequence[int] | None) -> None:
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Decoders of transformers whose norm, gated MLP and attention these functions can replace."""
-Fused = Literal["auto", "liger", "compiled", "none"]
 
 
 @dataclass(frozen=True)
@@ -364,30 +362,7 @@ def liger() -> Functions:
     return Functions(norm, ops.LigerSiLUMulFunction.apply, rotate)
 
 
-@cache
-def compiled() -> Functions:
-    """What torch.compile makes of the formulas, for any number of tokens."""
-
-    def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype) * weight
-
-    def gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return silu(gate) * up
-
-    def turned(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        first, second = heads.chunk(2, dim=-1)
-        return heads * cos[:, :, None] + torch.cat([-second, first], dim=-1) * sin[:, :, None]
-
-    def rotate(
-        query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return turned(query, cos, sin), turned(key, cos, sin)
-
-    return Functions(*(torch.compile(function, dynamic=True) for function in (norm, gate, rotate)))
-
-
-def resolve_fused(name: Fused, device: torch.device) -> Literal["own", "liger", "compiled", "none"]:
+def resolve_fused(name: Literal["auto", "liger", "none"], device: torch.device) -> Literal["own", "liger", "none"]:
     """The layers that `model.fused` selects on `device`. InputError for Liger's kernels on a CPU."""
     if name == "auto":
         return "liger" if device.type == "cuda" and find_spec("liger_kernel") is not None else "own"
@@ -438,13 +413,11 @@ class _Attention(torch.nn.Module):
 _REPLACEMENTS = {"RMSNorm": _Norm, "MLP": _Mlp, "Attention": _Attention}
 
 
-def use_fused_layers(model: torch.nn.Module, fused: Literal["own", "liger", "compiled", "none"] = "own") -> None:
-    """Replace the norms, MLPs and attention of known decoders in `model` by fused ones, in place.
-
-    Float32 linear layers use oneDNN where it is faster. All other modules stay as they are.
-    """
+def use_fused_layers(model: torch.nn.Module, fused: Literal["own", "liger", "none"] = "own") -> None:
+    """Replace the norms, MLPs and attention of known decoders in `model` by fused ones, in place. Float32 linear layers
+    use oneDNN where it is faster. All other modules stay as they are."""
     module: Any
-    functions = None if fused == "none" else {"own": own, "liger": liger, "compiled": compiled}[fused]()
+    functions = None if fused == "none" else {"own": own, "liger": liger}[fused]()
     # The output projection is computed together with the log-probabilities.
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
     for module in model.modules():

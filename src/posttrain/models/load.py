@@ -52,11 +52,9 @@ _MOST_METADATA = 1 << 23
 
 
 def converted_gguf(file: Path) -> Path:
-    """A directory with the dequantized float32 model and tokenizer of a `.gguf` file, converted on first use.
-
-    The directory's name contains a digest of the file, so another file of the same name gets its own directory. The
-    conversion is written to a temporary directory and renamed, so an interrupted one is never used.
-    """
+    """A directory with the dequantized float32 model and tokenizer of a `.gguf` file, converted on first use. The
+    directory's name contains a digest of the file, so another file of the same name gets its own directory. The
+    conversion is written to a temporary directory and renamed, so an interrupted one is never used."""
     directory = conversion_of(file)
     if (directory / "config.json").is_file():
         return directory
@@ -175,9 +173,8 @@ def require_reward_model(path: str, key: str) -> None:
 
 
 def load_config(recipe: ModelRecipe) -> Any:
-    """The configuration of the recipe's model, or of its base model if the files are adapters.
-    If `AutoModelForCausalLM` loads only the text part of a composite model, it is that of the part.
-    """
+    """The configuration of the recipe's model, or of its base model if the files are adapters. If
+    `AutoModelForCausalLM` loads only the text part of a composite model, it is that of the part."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     path = resolve_path(recipe.path)
@@ -283,9 +280,8 @@ def _switched(tokenizer: Any, recipe: ModelRecipe) -> str:
 
 def load_end_tokens(path: str, tokenizer: Any) -> frozenset[int]:
     """Token ids that end a completion of the model at `path`, as in `TrainedModel.end_tokens`, without loading the
-    model: those of the tokenizer, of the generation configuration, and of the chat template.
-    InputError if there is none, or if the model's configuration has something other than token ids.
-    """
+    model: those of the tokenizer, of the generation configuration, and of the chat template. InputError if there is
+    none, or if the model's configuration has something other than token ids."""
     from transformers import GenerationConfig
 
     try:
@@ -308,11 +304,9 @@ def load_end_tokens(path: str, tokenizer: Any) -> frozenset[int]:
 
 
 def load_model(recipe: ModelRecipe, device: torch.device | None = None) -> torch.nn.Module:
-    """The causal language model of the recipe in evaluation mode, without adapters, with packed attention.
-
-    `device` replaces the recipe's device. A missing, damaged or incomplete model raises InputError; missing weights are
-    never initialized at random.
-    """
+    """The causal language model of the recipe in evaluation mode, without adapters, with packed attention. `device`
+    replaces the recipe's device. A missing, damaged or incomplete model raises InputError; missing weights are never
+    initialized at random."""
     model, missing = _load(recipe, policy_class(recipe), device)
     if missing:
         raise InputError(f"model.path: {recipe.path} lacks {len(missing)} weights, the first of them {missing[0]}")
@@ -324,11 +318,9 @@ def load_model(recipe: ModelRecipe, device: torch.device | None = None) -> torch
 def load_reward_model(
     recipe: ModelRecipe, head_seed: int | None, head_scale: float = 1.0, device: torch.device | None = None
 ) -> torch.nn.Module:
-    """The recipe's model with a scalar head `score`, loaded as by `load_model`.
-
-    A model without a head, such as a language model, gets one drawn from N(0, 1 / (hidden + 1)) with `head_seed` (the
-    scale of Stiennon et al. 2020, arXiv 2009.01325), times `head_scale`. InputError if `head_seed` is None.
-    """
+    """The recipe's model with a scalar head `score`, loaded as by `load_model`. A model without a head, such as a
+    language model, gets one drawn from N(0, 1 / (hidden + 1)) with `head_seed` (the scale of Stiennon et al. 2020,
+    arXiv 2009.01325), times `head_scale`. InputError if `head_seed` is None."""
     from transformers import AutoModelForSequenceClassification
 
     model, missing = _load(recipe, AutoModelForSequenceClassification, device)
@@ -460,11 +452,9 @@ def _with_adapters(model: Any, path: str) -> Any:
 
 
 def _bound_patterns(config: Any, model: Any) -> None:
-    """Replace regular expressions of an adapter's configuration by the names that they match, within two seconds.
-
-    peft would match them without a limit of time. Those that it needs as patterns may have two repetitions, and no
-    repeated group.
-    """
+    """Replace regular expressions of an adapter's configuration by the names that they match, within two seconds. peft
+    would match them without a limit of time. Those that it needs as patterns may have two repetitions, and no repeated
+    group."""
     import regex  # type: ignore[import-untyped]
 
     ends = time.monotonic() + 2

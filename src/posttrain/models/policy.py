@@ -116,19 +116,15 @@ class TrainedModel:
         return next(self.model.parameters()).device if self.sharded is None else resolve_device(self.recipe.device)
 
     def release_cached_memory(self) -> None:
-        """Return the freed blocks that torch keeps for reuse, so that an engine on the same GPU can allocate them.
-
-        No effect on a CPU.
-        """
+        """Return the freed blocks that torch keeps for reuse, so that an engine on the same GPU can allocate them. No
+        effect on a CPU."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     @property
     def load_device(self) -> torch.device | None:
-        """The device that `load` puts weights on; None for the device that the recipe names.
-
-        A model that will be sharded is loaded to CPU memory, so that no GPU ever holds all of it.
-        """
+        """The device that `load` puts weights on; None for the device that the recipe names. A model that will be
+        sharded is loaded to CPU memory, so that no GPU ever holds all of it."""
         return torch.device("cpu") if current_world().sharded else None
 
     def shard(self, model: torch.nn.Module, trained: bool) -> ShardedModel | None:
@@ -151,10 +147,8 @@ class TrainedModel:
         return pack_row(streams, sampled, lengths_of(base_decoder(self.model)), experts)
 
     def compute(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Return `function(*arguments)`; sharded weights are gathered while it computes with them.
-
-        Outputs that need a gradient must be a tensor or a tuple of tensors.
-        """
+        """Return `function(*arguments)`; sharded weights are gathered while it computes with them. Outputs that need a
+        gradient must be a tensor or a tuple of tensors."""
         return function(*arguments) if self.sharded is None else self.sharded(function, *arguments)
 
     def reshard(self) -> None:
@@ -176,11 +170,9 @@ class TrainedModel:
 
     @contextmanager
     def training_mode(self, *draw: int | str) -> Iterator[None]:
-        """Enable adapter dropout and gradient checkpointing inside the block, which includes the backward pass.
-
-        Every other module stays in evaluation mode, so the dropout of a model's configuration is never applied. `draw`
-        names the forward pass: dropout masks depend only on `draw` and the run seed, not on earlier draws.
-        """
+        """Enable adapter dropout and gradient checkpointing inside the block, which includes the backward pass. Every
+        other module stays in evaluation mode, so the dropout of a model's configuration is never applied. `draw` names
+        the forward pass: dropout masks depend only on `draw` and the run seed, not on earlier draws."""
         torch.manual_seed(derive_seed(self.seed, "dropout", *draw))
         dropouts = [module for name, module in self.model.named_modules() if ".lora_dropout." in name]
         active = [*dropouts, *_checkpointed_layers(self.model)]
@@ -197,10 +189,8 @@ class TrainedModel:
     # -- checkpoints and export ---------------------------------------------------------------------------------------
 
     def save(self, directory: Path) -> None:
-        """Write the trained weights for a checkpoint: the whole model, or the adapters alone.
-
-        All ranks call it; rank 0 writes.
-        """
+        """Write the trained weights for a checkpoint: the whole model, or the adapters alone. All ranks call it; rank 0
+        writes."""
         if self.sharded is not None:
             current_world().on_rank0(write_gathered(self.model, directory, self._saved_once()))
         else:
@@ -406,11 +396,9 @@ class Policy(TrainedModel):
             transformer(self.model).generation_config.save_pretrained(directory)
 
     def replica(self) -> "Policy":
-        """A policy with its own trained weights and tokenizer, for use in another thread of this process.
-
-        Frozen weights are shared where this process holds them whole. If the model is sharded, the replica is loaded
-        from its files with the initial weights, without any collective call.
-        """
+        """A policy with its own trained weights and tokenizer, for use in another thread of this process. Frozen
+        weights are shared where this process holds them whole. If the model is sharded, the replica is loaded from its
+        files with the initial weights, without any collective call."""
         if self.sharded is not None:
             with torch.random.fork_rng(devices=[]):
                 return Policy(self.recipe, self.seed, trained=False)
@@ -503,9 +491,7 @@ class Policy(TrainedModel):
     @contextmanager
     def as_reference(self) -> Iterator[None]:
         """Score as the reference model inside the block: with adapters off, or with a copy of the initial weights.
-
-        `MovingReference` updates this copy.
-        """
+        `MovingReference` updates this copy."""
         trained = self.model, self.sharded
         self._as_reference = True
         try:

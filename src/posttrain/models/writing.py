@@ -17,9 +17,8 @@ FILE_BYTES = 4 << 30
 
 def write_weights(model: Any, directory: Path, tensors: dict[str, torch.Tensor] | None, exported: bool = False) -> None:
     """Write the `tensors` of the model, by default all. peft would add the frozen weights of adapted embeddings.
-
-    `exported`: under the names of the family's checkpoints, where each expert has its own matrices, not of its modules.
-    """
+    `exported`: under the names of the family's checkpoints, where each expert has its own matrices, not of its
+    modules."""
     has_adapters = hasattr(model, "peft_config")
     keywords = {"save_embedding_layers": False} if has_adapters else {"save_original_format": exported}
     model.save_pretrained(directory, **keywords, **({} if tensors is None else {"state_dict": tensors}))

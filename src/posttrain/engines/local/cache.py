@@ -296,11 +296,8 @@ class CompiledAttention:
 
 
 class TorchDecodingAttention:
-    """Attention of segments of one token by a `Plan`.
-
-    It computes all slots from the first to the last decoding one, so that memory is contiguous. Rows of slots in
-    between are computed and discarded.
-    """
+    """Attention of segments of one token by a `Plan`. It computes all slots from the first to the last decoding one, so
+    that memory is contiguous. Rows of slots in between are computed and discarded."""
 
     def __init__(self, singles: Sequence[Segment], window: int | None, device: torch.device) -> None:
         plan = self.plan = plan_decoding(singles, window, share=window is None)
@@ -327,7 +324,13 @@ class TorchDecodingAttention:
         for block in self.plan.blocks:
             local = slice(block.first - first, block.stop - first)
             page = keys[block.page, block.first : block.stop]
-            scores[local, ..., block.page * PAGE : (block.page + 1) * PAGE] = _scores(page, queries[local])
+            # In bfloat16, a CPU multiplies the large matrix by the small one much faster than in the reverse order, which
+            # first copies the large matrix into another layout.
+            if page.dtype == torch.bfloat16:
+                products = (page @ queries[local].transpose(2, 3)).transpose(2, 3)
+            else:
+                products = queries[local] @ page.transpose(2, 3)
+            scores[local, ..., block.page * PAGE : (block.page + 1) * PAGE] = products
         for group, slots in self._groups:
             # All rows of the group with its shared pages, by one product per key head.
             stacked = queries[slots].transpose(0, 1).flatten(1, 2)
@@ -347,17 +350,6 @@ class TorchDecodingAttention:
             part = weights[local, ..., block.page * PAGE : (block.page + 1) * PAGE]
             out[local] += part @ values[block.page, block.first : block.stop]
         return out if self._slots is None else out[self._slots]
-
-
-def _scores(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Scores [R, H_kv, G, L] of `queries` [R, H_kv, G, D] with `keys` [R, H_kv, L, D].
-
-    In bfloat16, a CPU multiplies the large matrix by the small one much faster than in the reverse order, which first
-    copies the large matrix into another layout.
-    """
-    if keys.dtype == torch.bfloat16:
-        return (keys @ queries.transpose(2, 3)).transpose(2, 3)
-    return queries @ keys.transpose(2, 3)
 
 
 # -- the layout of a forward pass -------------------------------------------------------------------------------------
@@ -421,11 +413,9 @@ class CachedLayout:
         scaling: float,
         window: int | None,
     ) -> torch.Tensor:
-        """`attend_tokens` for heads before head norms and rotary positions, which `kernel` applies in place.
-
-        `heads` [T, H + 2 H_kv, D], contiguous: queries, keys and values, with H_kv = `kv_heads`; overwritten. `angles`,
-        `norms` and `epsilon` as in `DecodingKernel.rotate_and_store`. Returns [T, H, D].
-        """
+        """`attend_tokens` for heads before head norms and rotary positions, which `kernel` applies in place. `heads`
+        [T, H + 2 H_kv, D], contiguous: queries, keys and values, with H_kv = `kv_heads`; overwritten. `angles`, `norms`
+        and `epsilon` as in `DecodingKernel.rotate_and_store`. Returns [T, H, D]."""
         queries = heads.shape[1] - 2 * kv_heads
         key, value = heads[:, queries : queries + kv_heads], heads[:, queries + kv_heads :]
         rows = self.first_rows(kv_heads)

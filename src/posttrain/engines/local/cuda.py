@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     from posttrain.engines.local.decoder import Decoder
 
 Recorder = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
-"""Records the GPU work of a function without running it. Returns a function that runs this work again, and the tensor to
-which it writes what the recorded function returned.
-"""
+"""Records the GPU work of a function without running it. Returns a function that runs this work again, and the tensor
+to which it writes what the recorded function returned."""
 
 RECORDED_AFTER = 4
 """Passes of a size that run kernel by kernel before it is recorded, so that sizes that are rarely needed are not."""
@@ -85,10 +84,6 @@ class KeyValueRows(KeyValuePages):
         for store in self._stores:
             store[target, :tokens] = store[source, :tokens]
 
-    def swap(self, one: int, other: int, tokens: int) -> None:
-        """Never called: sequences need not be neighbors, so the engine does not move them."""
-        raise AssertionError("slots of a GPU's cache are not moved")
-
 
 class FlashLayout(CachedLayout):
     """As `CachedLayout`, with segments ordered by slot."""
@@ -103,16 +98,10 @@ class FlashLayout(CachedLayout):
     def segments(self) -> list[Segment]:
         return self._ordered
 
-    @property
-    def decodes(self) -> bool:
-        """Whether every segment is one token."""
-        return len(self.singles) == len(self._ordered)
-
     def decoding(self, positions: torch.Tensor, slots: torch.Tensor) -> "FlashLayout":
         """The layout of one token of each of S sequences, at `positions` [S] of `slots` [S], both int64 on the device.
-
-        It reads nothing but these tensors, so that a recorded pass is that of the sequences which they name when it runs.
-        """
+        It reads nothing but these tensors, so that a recorded pass is that of the sequences which they name when it
+        runs."""
         room = self.cache.pages * PAGE
         begins, count = slots * room, len(slots)
         layout = copy.copy(self)
@@ -159,11 +148,9 @@ _RECORDING = threading.Lock()
 
 
 class CudaGraphs:
-    """The `Recorder` of a GPU. Its recordings share memory, so they run one after another.
-
-    Other threads may start kernels and wait for their own meanwhile. There is one recording at a time. `torch.cuda.graph`
-    would also wait for the entire GPU and give all free memory back to it, which takes longer than the recording.
-    """
+    """The `Recorder` of a GPU. Its recordings share memory, so they run one after another. Other threads may start
+    kernels and wait for their own meanwhile. There is one recording at a time. `torch.cuda.graph` would also wait for
+    the entire GPU and give all free memory back to it, which takes longer than the recording."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -266,13 +253,15 @@ class RecordedDecoder:
     ) -> torch.Tensor | None:
         """What a recorded pass computes, with `settings` the sampled tokens; None if it is not recorded."""
         assert isinstance(layout, FlashLayout)
-        if not layout.decodes or torch.are_deterministic_algorithms_enabled():
+        if len(layout.singles) < len(layout.segments) or torch.are_deterministic_algorithms_enabled():
             return None
         if self._pages != layout.cache.pages:
             # The cache has moved, and recorded passes read its old place.
             self._pages = layout.cache.pages
             self.forget()
-        size = recorded_size(len(ids))
+        # The number of sequences for which the pass is recorded: 1, 2, 3, 4, 6, 8, 12, 16, 24, ...
+        step = 1 << max(0, (len(ids) - 1).bit_length() - 2)
+        size = -(-len(ids) // step) * step
         self._uses[size] += 1
         if self._uses[size] <= RECORDED_AFTER:
             return None
@@ -283,7 +272,8 @@ class RecordedDecoder:
         if key not in self._passes:
 
             def run() -> torch.Tensor:
-                hidden = self._decoder.hidden(*inputs[:2], layout.decoding(*inputs[1:]))
+                ids, positions, slots = inputs
+                hidden = self._decoder.hidden(ids, positions, layout.decoding(positions, slots))
                 return hidden if settings is None else self._sampler(self.logits(hidden), settings)
 
             self._passes[key] = _Recorded(*self._record(run), inputs, settings)
@@ -303,12 +293,6 @@ def _padded(rows: torch.Tensor, size: int) -> torch.Tensor:
 def places(decoder: "Decoder") -> list[tuple[int, torch.Size]]:
     """Where a pass of the decoder reads weights, as addresses and shapes."""
     return [(tensor.data_ptr(), tensor.shape) for tensor in decoder.reads()]
-
-
-def recorded_size(count: int) -> int:
-    """The number of sequences for which a pass of `count` is recorded: 1, 2, 3, 4, 6, 8, 12, 16, 24, ..."""
-    step = 1 << max(0, (count - 1).bit_length() - 2)
-    return -(-count // step) * step
 
 
 # -- sampling ---------------------------------------------------------------------------------------------------------

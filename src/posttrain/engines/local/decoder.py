@@ -63,7 +63,9 @@ def decoder_of(model: torch.nn.Module, recorded: bool = False) -> Decoder:
     if packed or config.model_type not in STREAMLINED or config.hidden_act != "silu":
         return ModuleDecoder(model)
     decoder = StreamlinedDecoder(inner)
-    return RecordedDecoder(decoder, sample_recorded) if recorded and not decoder.waits else decoder
+    # A pass with positions that depend on the longest one waits for the GPU.
+    recorded = recorded and lengths_of(base_decoder(inner)) is None
+    return RecordedDecoder(decoder, sample_recorded) if recorded else decoder
 
 
 class ModuleDecoder:
@@ -83,11 +85,9 @@ class ModuleDecoder:
 
 
 class StreamlinedDecoder:
-    """Runs a decoder of the `STREAMLINED` types with ten operations per layer.
-
-    Projections of the same input are one product, and the operation after a product (SiLU, gate, residual) is fused
-    into it. Weights are read at construction.
-    """
+    """Runs a decoder of the `STREAMLINED` types with ten operations per layer. Projections of the same input are one
+    product, and the operation after a product (SiLU, gate, residual) is fused into it. Weights are read at
+    construction."""
 
     def __init__(self, inner: Any) -> None:
         body = self._body = base_decoder(inner)
@@ -116,11 +116,6 @@ class StreamlinedDecoder:
         else:
             copied = self._copied = SamplingLinear(copy.deepcopy(self._output).float())
             self._head = lambda hidden: copied(hidden.float())
-
-    @property
-    def waits(self) -> bool:
-        """Whether a pass waits for the GPU: these rotary positions read the longest one."""
-        return lengths_of(self._body) is not None
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, layout: CachedLayout) -> torch.Tensor:
         x = self._embed(ids)

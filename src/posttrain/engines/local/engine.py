@@ -95,11 +95,9 @@ class Slots:
             slot.last_used = -1
 
     def place(self, prompt: bytes, pending: int, length: int = 0) -> Placement | None:
-        """The placement that leaves the fewest tokens of `prompt`, as in `Slot.ids`, to compute.
-
-        `pending`: first tokens of the prompt that a running sequence is about to compute. `length`: the one that decides
-        the prompt's rotary frequencies. Returns None if no slot is free, or if waiting for the pending tokens saves enough.
-        """
+        """The placement that leaves the fewest tokens of `prompt`, as in `Slot.ids`, to compute. `pending`: first
+        tokens of the prompt that a running sequence is about to compute. `length`: the one that decides the prompt's
+        rotary frequencies. Returns None if no slot is free, or if waiting for the pending tokens saves enough."""
         free = self.free
         if not free:
             return None
@@ -145,10 +143,6 @@ class Slots:
         """Free the slot. Its cached tokens `ids` remain for the episode's next turn or another prompt."""
         slot = self.slots[index]
         slot.ids, slot.busy, slot.last_used = ids, False, clock
-
-    def swap(self, one: int, other: int) -> None:
-        """Swap the contents of two slots."""
-        self.slots[one], self.slots[other] = self.slots[other], self.slots[one]
 
 
 def _head_size(config: Any) -> int:
@@ -221,9 +215,8 @@ class LocalEngine:
     ) -> None:
         """`settings`: keys of the `engine` section by name, instead of `recipe`: `slots`, the sequences held in the
         key/value cache, and `tokens_per_forward`. `max_context`: longest context in tokens, read only for
-        `cache_bytes`. By default it is the model's limit on a GPU and one page on a CPU, where a longer request that does
-        not fit fails alone. InputError if a setting is wrong or `cache_bytes` does not hold one such sequence.
-        """
+        `cache_bytes`. By default it is the model's limit on a GPU and one page on a CPU, where a longer request that
+        does not fit fails alone. InputError if a setting is wrong or `cache_bytes` does not hold one such sequence."""
         if not hasattr(policy, "device"):
             raise InputError(f"the argument `policy` has the type {type(policy).__name__}; pass a Policy")
         recipe = section(LocalEngineRecipe, recipe, **settings)
@@ -377,7 +370,8 @@ class LocalEngine:
             gaps = [slot for slot in self._slots.free if slot < len(by_slot)]
             for free, busy in zip(gaps, sorted(by_slot, reverse=True), strict=False):
                 self._cache.swap(free, busy, max(len(self._slots[free].ids) // ID, by_slot[busy].computed))
-                self._slots.swap(free, busy)
+                slots = self._slots.slots
+                slots[free], slots[busy] = slots[busy], slots[free]
                 by_slot[busy].slot = free
         for sequence in self._running if self._lengths is not None else ():
             # The cached keys of a sequence may have the frequencies of another length.
@@ -522,10 +516,8 @@ class LocalEngine:
         return 0 if self._lengths is None else self._lengths.of(sequence.length)
 
     def _make_room(self, sequence: _Sequence, placement: Placement) -> Placement:
-        """Drop cached tokens of free slots, least recently used first, until `sequence` fits; returns where to start it.
-
-        If the tokens shared with a free slot do not fit twice, the sequence starts in that slot.
-        """
+        """Drop cached tokens of free slots, least recently used first, until `sequence` fits; returns where to start
+        it. If the tokens shared with a free slot do not fit twice, the sequence starts in that slot."""
         assert self._page_limit is not None
         room = self._page_limit - sequence.pages - sum(s.pages for s in self._running)
         kept = [i for i in self._slots.free if i not in (placement.slot, placement.source)]

@@ -64,9 +64,8 @@ class Parts:
 
 
 def choose_decoding(model: torch.nn.Module, flash: bool, cache: Path) -> Parts:
-    """The fastest exact way of decoding with `model`; `flash`: whether the flash kernel runs for its shapes. Verdicts are
-    kept in the directory `cache`.
-    """
+    """The fastest exact way of decoding with `model`; `flash`: whether the flash kernel runs for its shapes. Verdicts
+    are kept in the directory `cache`."""
     kinds: tuple[Decoding, ...] = ("cached", "placed", "whole")
     if path_of(model).packed:
         kinds = (*(("flash",) if flash else ()), "paged", "modules", *kinds)

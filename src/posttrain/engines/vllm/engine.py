@@ -133,10 +133,8 @@ class VllmEngine:
             raise
 
     def _start(self) -> None:
-        """Start all replicas, report the wait on standard error, and put them to sleep until they get weights.
-
-        vLLM checks that the memory it may use is free, so start it before the learner allocates the optimizer's state.
-        """
+        """Start all replicas, report the wait on standard error, and put them to sleep until they get weights. vLLM
+        checks that the memory it may use is free, so start it before the learner allocates the optimizer's state."""
         if not self._replicas:
             return
         begun = time.monotonic()
@@ -492,10 +490,8 @@ def open_vllm(
     logs: Path | None = None,
     weights_change: bool = True,
 ) -> VllmEngine:
-    """The vLLM engine of `engines.factory.open_engine`.
-
-    In a run of several processes only rank 0 has replicas; the other ranks take part in gathering sharded weights.
-    """
+    """The vLLM engine of `engines.factory.open_engine`. In a run of several processes only rank 0 has replicas; the
+    other ranks take part in gathering sharded weights."""
     settings = replace(settings_of(policy, recipe, max_context, sampling), stream=weights_change)
     return VllmEngine(policy, recipe, _make_replicas(recipe, settings, logs) if current_world().is_rank0 else [])
 

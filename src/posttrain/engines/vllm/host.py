@@ -171,9 +171,8 @@ class Host:
         await self.engine.update_weights(WeightTransferUpdateRequest(update_info=described))
 
     async def finish_weights(self) -> list[str]:
-        """Sample with the new weights from now on. Returns the names of missing parameters; with any, requests
-        stay paused.
-        """
+        """Sample with the new weights from now on. Returns the names of missing parameters; with any, requests stay
+        paused."""
         missing = await self.engine.collective_rpc("missing_weights")
         names = sorted({name for worker in missing for name in worker})
         await self.engine.finish_weight_update()

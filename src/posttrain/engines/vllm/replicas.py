@@ -32,10 +32,8 @@ class EngineRefused(Exception):
 
 
 class HangDetector:
-    """Pings an engine while calls to it are in flight, and fails the calls when it stops responding.
-
-    The duration of a call does not indicate whether the engine is healthy, so calls have no time-out.
-    """
+    """Pings an engine while calls to it are in flight, and fails the calls when it stops responding. The duration of a
+    call does not indicate whether the engine is healthy, so calls have no time-out."""
 
     def __init__(self, ping: Callable[[], Awaitable[None]], timeout: float) -> None:
         """`ping` returns once the engine has responded. An engine that is silent for `timeout` seconds counts as hanging."""
@@ -78,10 +76,8 @@ class HangDetector:
 
 
 async def http_request(url: str, path: str, headers: dict[str, str], content: bytes | Path) -> dict[str, Any]:
-    """POST `content`, the body or a file with it, to the server at `url`, and return the JSON of its response.
-
-    Raises EngineRefused for a status other than 200 and EngineDied if the connection fails or closes early.
-    """
+    """POST `content`, the body or a file with it, to the server at `url`, and return the JSON of its response. Raises
+    EngineRefused for a status other than 200 and EngineDied if the connection fails or closes early."""
     address = urlsplit(url)
     secure = address.scheme == "https"
     port = address.port or (443 if secure else 80)
@@ -130,10 +126,8 @@ _SHUTDOWN_SECONDS = 10
 
 class ServerReplica:
     """A vLLM server at `url`, which is empty until the server is running, with the weights that were sent to it.
-
-    Methods run in the event loop of `VllmEngine`. `call` raises EngineDied if the engine is gone and EngineRefused if it
-    rejects the call.
-    """
+    Methods run in the event loop of `VllmEngine`. `call` raises EngineDied if the engine is gone and EngineRefused if
+    it rejects the call."""
 
     def __init__(
         self,

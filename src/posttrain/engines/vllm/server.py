@@ -162,7 +162,7 @@ async def _serve(arguments: argparse.Namespace, settings: Settings, token: str |
     listening = socket.create_server((arguments.host, arguments.port))
     port = listening.getsockname()[1]
     application = Server(host, token, arguments.owned)
-    limits = {"timeout_keep_alive": 3600, "timeout_graceful_shutdown": 1}
+    limits: Any = {"timeout_keep_alive": 3600, "timeout_graceful_shutdown": 1}
     config = uvicorn.Config(application, log_level="warning", access_log=False, lifespan="off", **limits)
     server = uvicorn.Server(config)
     # uvicorn's handlers would end this process before vLLM's processes are stopped.

@@ -32,11 +32,8 @@ class WorkerExtension:
     weight_transfer_engine: Any
 
     def end_with_parent(self, first: int) -> None:
-        """Exit when the parent process is gone, even if it was killed.
-
-        `first`: id of the process that started vLLM. If the parent is the scheduler between `first` and this process, it is
-        killed as well when `first` is gone.
-        """
+        """Exit when the parent process is gone, even if it was killed. `first`: id of the process that started vLLM. If
+        the parent is the scheduler between `first` and this process, it is killed as well when `first` is gone."""
         parent = os.getppid()
         between = parent != first and _parent_of(parent) == first
 

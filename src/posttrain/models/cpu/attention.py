@@ -70,10 +70,8 @@ class MaskCache:
 
 
 class _SegmentAttention(torch.autograd.Function):
-    """Attention outputs [H, T, D] of `query` [H, T, D] over `key` and `value` [H_kv, T, D].
-
-    `segments` cover every token once. Scores have the dtype of `query`; softmax and sums are in float32 or wider.
-    """
+    """Attention outputs [H, T, D] of `query` [H, T, D] over `key` and `value` [H_kv, T, D]. `segments` cover every
+    token once. Scores have the dtype of `query`; softmax and sums are in float32 or wider."""
 
     @staticmethod
     def forward(

@@ -48,11 +48,9 @@ def prefers_onednn() -> bool:
 
 @cache
 def onednn_multiplies(dtype: torch.dtype) -> bool:
-    """Whether oneDNN computes matrix products in `dtype` on this processor.
-
-    In bfloat16 it needs AVX-512 or AVX-NE-CONVERT; on other processors PyTorch uses its own kernels. The function tries
-    a small product, because ONEDNN_MAX_CPU_ISA can hide instructions that the processor has.
-    """
+    """Whether oneDNN computes matrix products in `dtype` on this processor. In bfloat16 it needs AVX-512 or
+    AVX-NE-CONVERT; on other processors PyTorch uses its own kernels. The function tries a small product, because
+    ONEDNN_MAX_CPU_ISA can hide instructions that the processor has."""
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return False
     x = torch.ones(16, 16, dtype=dtype)
@@ -65,11 +63,9 @@ def onednn_multiplies(dtype: torch.dtype) -> bool:
 
 
 def prepare_bfloat16() -> None:
-    """Make sure that this processor can multiply in bfloat16, natively or by PyTorch's own slow kernels.
-
-    PyTorch selects oneDNN by the processor's name, although ONEDNN_MAX_CPU_ISA may hide the instructions that oneDNN
-    needs; every product then fails. Raises `InputError` if products fail without oneDNN as well.
-    """
+    """Make sure that this processor can multiply in bfloat16, natively or by PyTorch's own slow kernels. PyTorch
+    selects oneDNN by the processor's name, although ONEDNN_MAX_CPU_ISA may hide the instructions that oneDNN needs;
+    every product then fails. Raises `InputError` if products fail without oneDNN as well."""
     if multiplies_bfloat16():
         return
     torch.backends.mkldnn.set_flags(False)
@@ -194,10 +190,8 @@ class Rotary(torch.autograd.Function):
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: float = 1.0) -> torch.Tensor:
-    """Rotate each pair (i, i + D / 2) of `heads` [..., T, H, D] by its angle, backwards with `direction` -1.
-
-    `cos` and `sin` [T, 1, D] have two equal halves.
-    """
+    """Rotate each pair (i, i + D / 2) of `heads` [..., T, H, D] by its angle, backwards with `direction` -1. `cos` and
+    `sin` [T, 1, D] have two equal halves."""
     half = heads.shape[-1] // 2
     rotated = heads * cos
     rotated[..., :half].addcmul_(heads[..., half:], sin[..., :half], value=-direction)

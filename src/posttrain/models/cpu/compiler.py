@@ -47,11 +47,8 @@ def named(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def compiled(name: str, source: Path, macros: Sequence[str]) -> Path | None:
-    """The library of `source` for this processor.
-
-    Returns None if there is no compiler, and warns if CXX names none or compilation fails. `POSTTRAIN_KERNEL=0` disables
-    compiled kernels.
-    """
+    """The library of `source` for this processor. Returns None if there is no compiler, and warns if CXX names none or
+    compilation fails. `POSTTRAIN_KERNEL=0` disables compiled kernels."""
     if os.environ.get("POSTTRAIN_KERNEL") == "0":
         return None
     if (command := compiler()) is None:
@@ -80,10 +77,8 @@ def compiler() -> str | None:
 
 
 def build(name: str, source: Path, command: list[str], depends_on: str) -> Path:
-    """The library `name` that `command` compiles from `source`, from the cache if possible.
-
-    `depends_on`: anything else that the library depends on, such as the kind of processor.
-    """
+    """The library `name` that `command` compiles from `source`, from the cache if possible. `depends_on`: anything else
+    that the library depends on, such as the kind of processor."""
     what = "\n".join([source.read_text(), *(part for part in command if not part.startswith("-I")), depends_on])
     digest = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
     library = cache_directory() / "kernels" / f"{name}-{digest}.so"

@@ -24,10 +24,8 @@ Kernel = Callable[["Spans", torch.Tensor, torch.Tensor, torch.Tensor, float, int
 
 @dataclass(frozen=True)
 class Spans:
-    """S spans of queries side by side in a row of T tokens, each with its span of the K keys, on one device.
-
-    The i-th last query of a span sees the keys of the span up to the i-th last.
-    """
+    """S spans of queries side by side in a row of T tokens, each with its span of the K keys, on one device. The i-th
+    last query of a span sees the keys of the span up to the i-th last."""
 
     query_ends: torch.Tensor
     """[S + 1] int32: 0, then the end of each span of queries."""

@@ -18,10 +18,8 @@ def require_gpu(device: torch.device) -> None:
 
 
 def quantize(model: torch.nn.Module, device: torch.device) -> None:
-    """Replace the linear layers of `model` except its heads by 4-bit ones with the same weights, in place.
-
-    The weights are in CPU memory, and quantized when they are moved to the GPU `device`.
-    """
+    """Replace the linear layers of `model` except its heads by 4-bit ones with the same weights, in place. The weights
+    are in CPU memory, and quantized when they are moved to the GPU `device`."""
     require_gpu(device)
     bnb: Any = require_module("bitsandbytes", "model.load_in_4bit")
     owner: Any
