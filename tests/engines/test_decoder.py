@@ -11,17 +11,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Segment
+from posttrain.engines.local.cpu import layers
 from posttrain.engines.local.cpu.kernel import decoding_kernel
-from posttrain.engines.local.cpu.layers import (
-    PAIRS,
-    SOURCE,
-    TILES,
-    VECTORS,
-    CompiledProduct,
-    OneDnnProduct,
-    product_library,
-    unit,
-)
 from posttrain.engines.local.decoder import ModuleDecoder, StreamlinedDecoder, decoder_of
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Request
@@ -78,7 +69,7 @@ def passes(decoder, dtype):
 def test_every_pass_equals_that_of_the_modules(name, dtype, bound, kernel, monkeypatch):
     monkeypatch.setenv("POSTTRAIN_KERNEL", "0" if kernel == "torch" else "1")
     decoding_kernel.cache_clear()
-    product_library.cache_clear()
+    layers.product_library.cache_clear()
     try:
         model = made(name, dtype)
         fast = decoder_of(model)
@@ -89,12 +80,12 @@ def test_every_pass_equals_that_of_the_modules(name, dtype, bound, kernel, monke
             assert (mine - theirs).abs().max() < bound
     finally:
         decoding_kernel.cache_clear()
-        product_library.cache_clear()
+        layers.product_library.cache_clear()
 
 
 def test_without_packed_products_the_modules_own_weights_are_used(monkeypatch):
-    monkeypatch.setattr("posttrain.engines.local.cpu.layers.product_library", lambda dtype: None)
-    monkeypatch.setattr("posttrain.engines.local.cpu.layers.onednn_multiplies", lambda dtype: False)
+    monkeypatch.setattr(layers, "product_library", lambda dtype: None)
+    monkeypatch.setattr(layers, "onednn_multiplies", lambda dtype: False)
     model = made("llama")
     decoder = decoder_of(model)
     assert all(product._packed is None for layer in decoder._layers for product in layer.linears)
@@ -102,26 +93,27 @@ def test_without_packed_products_the_modules_own_weights_are_used(monkeypatch):
         assert (mine - theirs).abs().max() < 2e-5
 
 
-def compiled_products(dtype, by=VECTORS):
-    if by != VECTORS and (dtype != torch.bfloat16 or by > (unit(dtype) or VECTORS)):
+def compiled_products(dtype, by=layers.VECTORS):
+    if by != layers.VECTORS and (dtype != torch.bfloat16 or by > (layers.unit(dtype) or layers.VECTORS)):
         pytest.skip(f"this processor has no such unit for {dtype}")
-    library = compiled("products", SOURCE, [f"-DTYPE_BF16={TYPES[dtype]}", f"-DUNIT={by}"])
+    library = compiled("products", layers.SOURCE, [f"-DTYPE_BF16={TYPES[dtype]}", f"-DUNIT={by}"])
     if library is None:
         pytest.skip("there is no C++ compiler")
     return ctypes.CDLL(str(library))
 
 
-def compiled_product(weight, bias, by=VECTORS):
-    return CompiledProduct(compiled_products(weight.dtype, by), weight, bias)
+def compiled_product(weight, bias, by=layers.VECTORS):
+    return layers.CompiledProduct(compiled_products(weight.dtype, by), weight, bias)
 
 
-product_by_pairs, product_by_tiles = partial(compiled_product, by=PAIRS), partial(compiled_product, by=TILES)
+product_by_pairs = partial(compiled_product, by=layers.PAIRS)
+product_by_tiles = partial(compiled_product, by=layers.TILES)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", MODELS)
 def test_all_layers_in_one_call_compute_the_same_bits_as_one_by_one(name, dtype, monkeypatch):
-    monkeypatch.setattr("posttrain.engines.local.cpu.layers.product_library", compiled_products)
+    monkeypatch.setattr(layers, "product_library", compiled_products)
     decoder = decoder_of(made(name, dtype))
     if decoder._layers[0].kernel is None:
         assert decoder._compiled is None
@@ -135,7 +127,7 @@ def test_all_layers_in_one_call_compute_the_same_bits_as_one_by_one(name, dtype,
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_float32_norms_beside_bfloat16_matrices_are_computed_without_the_kernel(name, monkeypatch):
-    monkeypatch.setattr("posttrain.engines.local.cpu.layers.product_library", compiled_products)
+    monkeypatch.setattr(layers, "product_library", compiled_products)
     expected = passes(ModuleDecoder(made(name, torch.bfloat16)), torch.bfloat16)
     model = made(name, torch.bfloat16)
     for path, module in model.named_modules():
@@ -150,7 +142,7 @@ def test_float32_norms_beside_bfloat16_matrices_are_computed_without_the_kernel(
 
 
 def test_matrices_and_operands_of_another_dtype_are_not_compiled_and_refused(monkeypatch):
-    monkeypatch.setattr("posttrain.engines.local.cpu.layers.product_library", compiled_products)
+    monkeypatch.setattr(layers, "product_library", compiled_products)
     for path in ("embed_tokens", "layers.1.mlp.down_proj", "layers.2.self_attn.q_proj"):
         model = made("llama", torch.bfloat16)
         model.model.get_submodule(path).float()
@@ -164,7 +156,7 @@ def test_matrices_and_operands_of_another_dtype_are_not_compiled_and_refused(mon
 
 
 def test_compiled_layers_keep_their_norms_when_a_parameter_gets_other_data(monkeypatch):
-    monkeypatch.setattr("posttrain.engines.local.cpu.layers.product_library", compiled_products)
+    monkeypatch.setattr(layers, "product_library", compiled_products)
     model = made("qwen3")
     decoder = decoder_of(model)
     if decoder._layers[0].kernel is None:
@@ -184,7 +176,7 @@ def test_compiled_layers_keep_their_norms_when_a_parameter_gets_other_data(monke
 def onednn_product(weight, bias):
     if not onednn_multiplies(weight.dtype):
         pytest.skip(f"oneDNN does not multiply in {weight.dtype} on this processor")
-    return OneDnnProduct(weight, bias)
+    return layers.OneDnnProduct(weight, bias)
 
 
 AFTER = {

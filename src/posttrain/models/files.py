@@ -83,7 +83,7 @@ def check_files(directory: Path, key: str = "model.path") -> None:
             "`AutoModelForCausalLM.from_pretrained(path).save_pretrained(path)` of transformers, or with peft for adapters"
         )
     for file in directory.glob("*.safetensors.index.json"):
-        index = _read(file, key).get("weight_map")
+        index = read_object(file, key).get("weight_map")
         names = set(map(str, index.values())) if isinstance(index, dict) else {""}
         if wrong := sorted(name for name in names if Path(name).name != name or not os.path.isfile(directory / name)):
             raise InputError(
@@ -168,7 +168,8 @@ def is_adapter(path: str) -> bool:
     return (Path(path).expanduser() / "adapter_config.json").is_file()
 
 
-def _read(file: Path, key: str) -> dict[str, Any]:
+def read_object(file: Path, key: str = "model.path") -> dict[str, Any]:
+    """The JSON object in a file of a model; InputError if it has none."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -180,7 +181,7 @@ def _read(file: Path, key: str) -> dict[str, Any]:
 
 def _check_config(file: Path, key: str, tensors: int, largest: int) -> None:
     """InputError for a configuration with more layers than tensors, or with a size that no tensor has."""
-    inner: list[tuple[str, Any]] = list(_read(file, key).items())
+    inner: list[tuple[str, Any]] = list(read_object(file, key).items())
     while inner:
         name, value = inner.pop()
         if isinstance(value, dict):

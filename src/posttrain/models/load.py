@@ -1,6 +1,5 @@
 """Load models and tokenizers from `model.path`. Every problem raises InputError with a one-sentence message."""
 
-import json
 import logging
 import math
 import os
@@ -17,18 +16,10 @@ import torch
 from posttrain.data.rendering import end_token_of
 from posttrain.data.templates import LONGEST, limit_chat_templates
 from posttrain.errors import InputError
+from posttrain.models import files
 from posttrain.models.cpu.backend import bound_kept_kernels, onednn_multiplies, prepare_bfloat16
 from posttrain.models.cuda.attention import use_flash_attention
 from posttrain.models.cuda.four_bit import quantize
-from posttrain.models.files import (
-    conversion_of,
-    is_adapter,
-    is_cached,
-    local_directory,
-    on_disk,
-    packaged_file,
-    tensors_of,
-)
 from posttrain.models.forward import base_decoder, path_of, use_float32_head
 from posttrain.models.gate import choose_path, quiet_transformers
 from posttrain.models.layers import (
@@ -55,7 +46,7 @@ def converted_gguf(file: Path) -> Path:
     """A directory with the dequantized float32 model and tokenizer of a `.gguf` file, converted on first use. The
     directory's name contains a digest of the file, so another file of the same name gets its own directory. The
     conversion is written to a temporary directory and renamed, so an interrupted one is never used."""
-    directory = conversion_of(file)
+    directory = files.conversion_of(file)
     if (directory / "config.json").is_file():
         return directory
     require_module("gguf", f"model.path: {file}")
@@ -141,13 +132,12 @@ def has_bfloat16(device: torch.device) -> bool:
 def resolve_path(path: str) -> str:
     """A directory or hub id that transformers can load, for any form of `model.path`."""
     if path.startswith("packaged:"):
-        return str(converted_gguf(packaged_file(path.removeprefix("packaged:"))))
+        return str(converted_gguf(files.packaged_file(path.removeprefix("packaged:"))))
     if path.endswith(".gguf"):
-        if not Path(path).is_file():
-            raise InputError(f"model.path: file not found: {path}")
+        files.require_model(path)
         return str(converted_gguf(Path(path)))
-    local = local_directory(path)
-    if local is None and not is_cached(path):
+    local = files.local_directory(path)
+    if local is None and not files.is_cached(path):
         from huggingface_hub import HfApi
 
         try:  # the loader itself would retry for a minute
@@ -165,9 +155,9 @@ NO_REWARD_MODEL = "{path} is not a reward model: it has no head `score`; train o
 
 def require_reward_model(path: str, key: str) -> None:
     """InputError, which names `key`, if the model at `path` is on disk and certainly has no head `score`."""
-    if not on_disk(path, key) or not (directory := Path(path).expanduser()).is_dir() or is_adapter(path):
+    if not files.on_disk(path, key) or not (directory := Path(path).expanduser()).is_dir() or files.is_adapter(path):
         return
-    names = {name for file in directory.glob("*.safetensors") for name in tensors_of(file)}
+    names = {name for file in directory.glob("*.safetensors") for name in files.tensors_of(file)}
     if names and "score.weight" not in names:
         raise InputError(f"{key}: {NO_REWARD_MODEL.format(path=path)}")
 
@@ -178,7 +168,7 @@ def load_config(recipe: ModelRecipe) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     path = resolve_path(recipe.path)
-    if is_adapter(path) and not (Path(path) / "config.json").is_file():
+    if files.is_adapter(path) and not (Path(path) / "config.json").is_file():
         path = resolve_path(_adapter_config(path)["base_model_name_or_path"])
     config = AutoConfig.from_pretrained(path, trust_remote_code=recipe.trust_remote_code)
     whole = model_family(config.model_type, path) is not None
@@ -351,7 +341,7 @@ def _load(recipe: ModelRecipe, auto_class: Any, device_override: torch.device | 
     dtype = resolve_dtype(recipe.dtype, device)
     if device.type == "cpu" and dtype == torch.bfloat16:
         prepare_bfloat16()
-    adapter = _adapter_config(path) if is_adapter(path) else None
+    adapter = _adapter_config(path) if files.is_adapter(path) else None
     keywords: dict[str, Any] = {"trust_remote_code": recipe.trust_remote_code}
     base = resolve_path(adapter["base_model_name_or_path"]) if adapter is not None else path
     keywords |= {"dtype": dtype, "output_loading_info": True, "use_safetensors": True}
@@ -419,11 +409,8 @@ def _load(recipe: ModelRecipe, auto_class: Any, device_override: torch.device | 
 def _adapter_config(path: str) -> dict[str, Any]:
     """The configuration of the adapters at `path`; InputError unless it names its base model."""
     file = Path(path) / "adapter_config.json"
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"model.path: {file} cannot be read ({first_line(error)}); restore the file") from error
-    if not isinstance(values, dict) or not isinstance(values.get("base_model_name_or_path"), str):
+    values = files.read_object(file)
+    if not isinstance(values.get("base_model_name_or_path"), str):
         raise InputError(f"model.path: {file} has no text `base_model_name_or_path`; name the base model there")
     return values
 
