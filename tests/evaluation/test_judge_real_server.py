@@ -20,7 +20,8 @@ def served(tmp_path_factory):
     """Address and name of the model; its server is there inside."""
     pytest.importorskip("fastapi")
     pytest.importorskip("uvicorn")
-    from posttrain.models.load import converted_gguf, packaged_file
+    from posttrain.models.files import packaged_file
+    from posttrain.models.load import converted_gguf
 
     model = str(converted_gguf(packaged_file("smollm2-135m")))
     with socket.socket() as free:

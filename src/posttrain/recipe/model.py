@@ -111,8 +111,8 @@ class ModelRecipe(BaseConfig):
     """LoRA adapters; true: with the defaults of its keys. Null: train all weights."""
     load_in_4bit: bool = False
     """Keep the frozen matrices in 4-bit NormalFloat numbers (QLoRA, bitsandbytes): an eighth of float32's memory. Needs `lora`, a GPU, and one process. Not for the critic."""
-    fused: Literal["auto", "liger", "compiled", "none"] = "auto"
-    """Norms, gated MLPs and rotary positions of Llama, Mistral and Qwen decoders. `liger`: the Triton kernels of the package liger-kernel, on a GPU. `compiled`: torch.compile, which takes about a minute at the start. `none`: the operations of transformers. `auto`: `liger` on a GPU that has the package, else functions of this package."""
+    fused: Literal["auto", "liger", "none"] = "auto"
+    """Norms, gated MLPs and rotary positions of Llama, Mistral and Qwen decoders. `liger`: the Triton kernels of the package liger-kernel, on a GPU. `none`: the operations of transformers. `auto`: `liger` on a GPU that has the package, else functions of this package."""
     attention: Literal["fa2", "fa3", "fa4"] = "fa2"
     """FlashAttention on a GPU, as `torch.nn.attention.activate_flash_attention_impl` selects it. `fa2` is part of torch. `fa3` (Hopper) needs the package flash_attn_interface, `fa4` (Hopper, Blackwell) flash-attn-4. No effect on a CPU."""
     trust_remote_code: Annotated[bool, Mark("executes", "path")] = False
