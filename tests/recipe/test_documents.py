@@ -23,18 +23,10 @@ from tests.docs.test_site import module
 from tests.journeys.helpsteer3 import ENOUGH, author_files
 
 ROOT = Path(__file__).parents[2]
-STAGES = {
-    "recipes/helpsteer3/reward.yaml": "reward",
-    "recipes/helpsteer3/rl.yaml": "rl",
-    "recipes/rlhf/sft.yaml": "sft",
-    "recipes/rlhf/dpo.yaml": "dpo",
-    "recipes/rlhf/reward.yaml": "reward",
-    "recipes/rlhf/ppo.yaml": "rl",
-    "recipes/rlhf/drca.yaml": "rl",
-    "recipes/rlhf/unit_reward.yaml": "reward",
-    "recipes/rlhf/unit_ppo.yaml": "rl",
-    "recipes/rlhf/unit_ppo_outcome.yaml": "rl",
-}
+PLAYED = ["ppo", "drca", "unit_ppo", "unit_ppo_outcome"]
+RLHF = {"sft": "sft", "dpo": "dpo", "reward": "reward", "unit_reward": "reward"} | dict.fromkeys(PLAYED, "rl")
+STAGES = {f"recipes/helpsteer3/{name}.yaml": name for name in ("reward", "rl")}
+STAGES |= {f"recipes/rlhf/{name}.yaml": stage for name, stage in RLHF.items()}
 PAGES = {
     name: (ROOT / "docs" / "migrating" / f"{name}.md").read_text(encoding="utf-8")
     for name in ("helpsteer3", "openrlhf")
@@ -49,7 +41,6 @@ SECTIONS = {
 """Path of a recipe -> the section of a page about it."""
 FIT = re.search(r"^## [^\n]*`posttrain fit-normalizer`\n(.*?)(?=^## |\Z)", PAGES["openrlhf"], re.M | re.S)[1]
 """The section about a command that has no recipe of its own."""
-PLAYED = ["ppo", "drca", "unit_ppo", "unit_ppo_outcome"]
 COMMANDS = 37
 """On both pages, without mentions of a subcommand alone."""
 HELPSTEER_FILES = {
@@ -142,13 +133,9 @@ CHAINS = {
     "helpsteer3": {"reward": ["data"], "rl": ["data", "reward"]},
     "rlhf": {
         "sft": [],
-        "dpo": ["sft"],
-        "reward": ["sft"],
-        "ppo": ["sft", "reward"],
-        "drca": ["sft", "reward"],
-        "unit_reward": ["sft"],
         "unit_ppo": ["sft", "unit_reward"],
-        "unit_ppo_outcome": ["sft", "reward"],
+        **{name: ["sft"] for name in ("dpo", "reward", "unit_reward")},
+        **{name: ["sft", "reward"] for name in ("ppo", "drca", "unit_ppo_outcome")},
     },
 }
 """Folder of a pipeline -> its stages with the stages that they use."""

@@ -67,8 +67,7 @@ def chosen(kinds: Registry, value: str | BaseConfig | Mapping[str, Any], /, **ke
 def plain_values(value: Any, name: str = "recipe") -> Any:
     """`value` in its YAML form: paths as text, typed sections as mappings, tuples as lists, dotted keys nested, and the
     class of an environment as the `type` that names it. InputError, which names the key (of the whole: `name`), for a value
-    that YAML does not have.
-    """
+    that YAML does not have."""
     if isinstance(value, BaseConfig):
         return value.model_dump(mode="json")
     if isinstance(value, Path):

@@ -119,8 +119,7 @@ class PolicyLoss(Aggregation, Section):
     @property
     def compares_streams(self) -> str | None:
         """The key that sums log-ratios to the rollout over whole streams, or uses the rollout's log-probabilities
-        instead of the learner's; None if there is none.
-        """
+        instead of the learner's; None if there is none."""
         for name, values in (("weights", ("sequence",)), ("reject", ("sequence", "geometric"))):
             if self.correction is not None and (value := getattr(self.correction, name)) in values:
                 return f"loss.correction.{name}: {value}"

@@ -214,8 +214,7 @@ def _resolved(name: str, stage_layers: list[Layer], pipeline: _File) -> Pipeline
 
 def _with_models(value: Any, path: KeyPath, given: Layer, pipeline: _File, inputs: list[str]) -> Any:
     """`value` with every `stage:NAME` as the directory of that stage's model and every `stage:NAME/FILE` as the path of that
-    file; the names go to `inputs`. `InputError` unless an earlier stage exports that model or makes that file.
-    """
+    file; the names go to `inputs`. `InputError` unless an earlier stage exports that model or makes that file."""
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         inside = {key: _with_models(inner, (*path, str(key)), given, pipeline, inputs) for key, inner in items}

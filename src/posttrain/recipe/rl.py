@@ -119,16 +119,13 @@ class RlRecipe(SampledRecipe):
 
     def _penalties(self) -> list[str]:
         """Keys that subtract something from the environment's reward."""
-        return [
-            key
-            for key, given in (
-                ("kl.apply_to", self.kl.coefficient > 0 and self.kl.apply_to == "reward"),
-                ("rollout.overlong_penalty", self.rollout.overlong_penalty is not None),
-                ("rollout.missing_eos_penalty", self.rollout.missing_eos_penalty > 0),
-                ("teacher", self.teacher is not None),
-            )
-            if given
-        ]
+        given = {
+            "kl.apply_to": self.kl.coefficient > 0 and self.kl.apply_to == "reward",
+            "rollout.overlong_penalty": self.rollout.overlong_penalty is not None,
+            "rollout.missing_eos_penalty": self.rollout.missing_eos_penalty > 0,
+            "teacher": self.teacher is not None,
+        }
+        return [key for key, is_given in given.items() if is_given]
 
     def negative_rewards(self) -> list[str]:
         """Keys that can make returns negative."""
@@ -165,8 +162,7 @@ class RlRecipe(SampledRecipe):
             raise ValueError(problem)
         if self.engine.truncated_logprobs(self.rollout.sampling) and (key := self.loss.compares_streams):
             raise ValueError(
-                "with `rollout.sampling.temperature` other than 1 and top_p, top_k or min_p, `engine.type: vllm` returns the "
-                "log-probabilities of the truncated distribution, which are larger at every token, so "
+                "with `rollout.sampling.temperature` other than 1, `engine.type: vllm` returns log-probabilities after truncation, so "
                 f"`{key}` would treat truncation as a change of the policy; use `loss.old: auto` and token corrections"
             )
         if self.teacher is not None:
@@ -175,19 +171,17 @@ class RlRecipe(SampledRecipe):
                 raise ValueError("`teacher` is not supported with `hardware.ray`; remove one of them")
             refuse_longer(self, "teacher", "rollout.tokens_per_episode", self.rollout.tokens_per_episode)
         rollout, updates = self.rollout, self.steps * self.updates
-        if self.credit.compared_with == "group" and rollout.episodes_per_group < 2:
-            raise ValueError(
-                f"`credit.type: {self.credit.type}` compares the episodes of a group; set `rollout.episodes_per_group` to 2 or more, or use brpo, arpo, reinforce, reinforce_pp or gae"
-            )
-        if rollout.filter.type != "none" and rollout.episodes_per_group < 2:
+        compares, single = f"`credit.type: {self.credit.type}` compares the episodes", rollout.episodes_per_group < 2
+        if self.credit.compared_with == "group" and single:
+            others = "use brpo, arpo, reinforce, reinforce_pp or gae"
+            raise ValueError(f"{compares} of a group; set `rollout.episodes_per_group` to 2 or more, or {others}")
+        if rollout.filter.type != "none" and single:
             raise ValueError(
                 "`rollout.filter` uses the variance within a group; set `rollout.episodes_per_group` to 2 or more"
             )
-        if self.has_critic and self.critic.updates_before_policy >= updates:
-            raise ValueError(
-                f"`critic.updates_before_policy` ({self.critic.updates_before_policy}) leaves the policy none of the run's "
-                f"{updates} updates; lower it or raise `steps`"
-            )
+        if self.has_critic and (warmup := self.critic.updates_before_policy) >= updates:
+            left = f"leaves the policy none of the run's {updates} updates"
+            raise ValueError(f"`critic.updates_before_policy` ({warmup}) {left}; lower it or raise `steps`")
         if self.ptx is not None:
             refuse_longer(self, "learner", "ptx.data.max_tokens", self.ptx.data.max_tokens, "one row")
         self._check_async_rollouts()
@@ -205,10 +199,8 @@ class RlRecipe(SampledRecipe):
                 "reinforce_pp or optimal_token_baseline, or give units advantages with loo or trunc"
             )
         if self.loss.averages_advantages:
-            raise ValueError(
-                f"`loss.type: {self.loss.type}` gives every token the mean advantage of its stream, so `unit_credit` has no effect; "
-                "use gspo_token or ppo"
-            )
+            mean = f"`loss.type: {self.loss.type}` gives every token the mean advantage of its stream"
+            raise ValueError(f"{mean}, so `unit_credit` has no effect; use gspo_token or ppo")
         refuse_longer(self, "reward", "rollout.tokens_per_episode", self.rollout.tokens_per_episode)
 
     def _check_reference(self) -> None:
@@ -216,43 +208,34 @@ class RlRecipe(SampledRecipe):
             return
         if self.model.lora is not None:
             raise ValueError(f"`kl.reference.update_every` {ADAPTERS_OFF}")
+        needed = "needs a reference model that stays the initial model; remove `kl.reference.update_every`"
         if isinstance(getattr(self.unit_credit, "segmenter", None), EntropyUnits):
-            raise ValueError(
-                "`unit_credit.segmenter.type: entropy` needs a reference model that stays the initial model; remove "
-                "`kl.reference.update_every`, or use another segmenter"
-            )
+            raise ValueError(f"`unit_credit.segmenter.type: entropy` {needed}, or use another segmenter")
         if self.teacher is not None and self.teacher.policy == "initial":
-            raise ValueError(
-                "`teacher.policy: initial` needs a reference model that stays the initial model; remove "
-                "`kl.reference.update_every`, or use current"
-            )
+            raise ValueError(f"`teacher.policy: initial` {needed}, or use current")
 
     def _check_async_rollouts(self) -> None:
         rollout, hardware, behind = self.rollout, self.hardware, self.updates_behind
         if not rollout.async_rollouts:
             return
+        when, most = rollout.on_new_weights, rollout.max_staleness
         if hardware.learners > 1 and self.reward is not None:
             raise ValueError(
-                "with `rollout.async_rollouts` above 0 only the first process samples and scores, but with "
-                "`hardware.processes` above 1 the reward model of `reward.path` is sharded over all processes; change one "
-                "of the three"
+                "with `rollout.async_rollouts` only the first process samples and scores, but `hardware.processes` shards the "
+                "reward model of `reward.path` over all; change one of the three"
             )
-        if rollout.on_new_weights != "finish" and hardware.ray is not None:
+        if when != "finish" and hardware.ray is not None:
+            why = "engines on a Ray cluster load new weights only between rollouts"
+            raise ValueError(f"{why}, so `rollout.on_new_weights: {when}` is not supported; set it to finish")
+        if when == "finish" and most is not None and most < behind:
             raise ValueError(
-                "engines on a Ray cluster load new weights only between rollouts, so `rollout.on_new_weights: "
-                f"{rollout.on_new_weights}` is not supported; set it to finish"
-            )
-        if rollout.on_new_weights == "finish" and rollout.max_staleness is not None and rollout.max_staleness < behind:
-            raise ValueError(
-                f"with `rollout.on_new_weights: finish` every episode is {behind} updates old when it is used for training "
-                f"(`rollout.async_rollouts` {rollout.async_rollouts} x updates per step), so `rollout.max_staleness` = "
-                f"{rollout.max_staleness} would drop them all; raise it, or use continue or restart"
+                f"with `rollout.on_new_weights: finish` every episode is {behind} updates old when it is trained on "
+                f"(`rollout.async_rollouts` {rollout.async_rollouts} x updates per step), so `rollout.max_staleness` = {most} would "
+                "drop them all; raise it, or use continue or restart"
             )
         if hardware.offload == "rollouts":
-            raise ValueError(
-                "`hardware.offload: rollouts` moves the optimizer's state away while episodes are sampled, and with "
-                "`rollout.async_rollouts` updates are made meanwhile; use `optimizer`"
-            )
+            why = "moves the optimizer's state away during rollouts, in which `rollout.async_rollouts` makes updates"
+            raise ValueError(f"`hardware.offload: rollouts` {why}; use `optimizer`")
 
     # -- batches and memory
 

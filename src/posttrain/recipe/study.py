@@ -222,8 +222,7 @@ def trained_metrics(stage: str) -> list[Metric]:
 
 def check_metrics(objective: Objective, stage: str, base: Mapping[str, Any], given: Layer, source: str) -> None:
     """`InputError` unless evaluations of the recipe `base` measure the objective, and evaluations or steps measure each
-    limit.
-    """
+    limit."""
     if (base.get("evaluation") or {}).get("every") == 0:
         raise InputError(
             f"{source}: evaluation.every = 0 leaves a trial without an evaluation after its steps; set it to their number"

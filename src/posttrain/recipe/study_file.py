@@ -49,23 +49,12 @@ class Study:
 
     def at(self, point: Point, runs: Path | None = None, name: str = "trial", **keys: Any) -> Recipe:
         """The recipe of `point`, as run `<runs>/<name>` and with top-level `keys`. Raises `InputError` if it is not valid."""
-        values: dict[str, Any] = {}
-        origins: dict[KeyPath, str] = {}
-        for key, value in self.keys_of(point).items():
-            values = _over(values, nested(key, value))
-            origins[tuple(key.split("."))] = f"{key}={shown(value)}"
+        named = self.keys_of(point).items()
+        origins = {tuple(key.split(".")): f"{key}={shown(value)}" for key, value in named}
         place = {"runs": str(runs or self.directory / "trials"), "name": name}
         # One layer for all keys, so that a type and the keys of that type can be searched in any order.
+        values = merge([Layer(nested(key, value)) for key, value in named]).values
         return typed_recipe(merge_typed([self.base, Layer(values | place | keys, origins)], self.trained), self.trained)
-
-
-def _over(values: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """`values` updated by `more`, section by section."""
-    merged = values | more
-    for key in values.keys() & more.keys():
-        if isinstance(values[key], dict) and isinstance(more[key], dict):
-            merged[key] = _over(values[key], more[key])
-    return merged
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:
@@ -151,7 +140,7 @@ def _merged(layers: Sequence[Layer]) -> Layer:
 
 def _whole_names(layer: Layer) -> Layer:
     """An override `search.a.b.c=1` as {"search": {"a.b.c": 1}}."""
-    value, name = layer.values.get("search"), []
+    value, name = layer.values.get("search"), list[str]()
     if not isinstance(value, dict) or len(value) != 1 or "." in next(iter(value)):
         return layer
     while isinstance(value, dict) and len(value) == 1 and not (name and name[-1] in Range.model_fields):

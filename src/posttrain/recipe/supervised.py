@@ -39,23 +39,12 @@ from posttrain.recipe.units import EntropyUnits, UnitRewardsRecipe
 RowsKind = Literal["conversation", "pair", "unpaired"]
 """What the rows of a stage are."""
 
-ACCURACY = Panel(
-    "Accuracy",
-    "ranking accuracy",
-    percent=True,
-    whole=True,
-    reference=(0.5, "guessing, 50%"),
-    smoothed=True,
-    figure="rows",
-)
+_SHARE: dict[str, Any] = {"percent": True, "whole": True, "reference": (0.5, "guessing, 50%")}
+ACCURACY = Panel("Accuracy", "ranking accuracy", smoothed=True, figure="rows", **_SHARE)
 REWARDS = Panel("Rewards of chosen and rejected answers", "reward", smoothed=True, figure="preference")
 MARGIN = Panel("Reward margin, chosen minus rejected", "reward", smoothed=True, figure="preference")
-LOGPROBS = Panel(
-    "Log-probability of chosen and rejected answers, training rows",
-    "nats per token",
-    smoothed=True,
-    figure="preference",
-)
+_LIKELY = "Log-probability of chosen and rejected answers, training rows"
+LOGPROBS = Panel(_LIKELY, "nats per token", smoothed=True, figure="preference")
 KTO_POINT = Panel("KTO's reference point", "nats per answer", figure="preference")
 HELD_OUT_LOSS = Metric("validation/loss", "loss of the validation rows")
 PREFERENCES = (
@@ -153,11 +142,9 @@ class SupervisedRecipe(TrainedRecipe):
     def warnings(self) -> list[str]:
         """Weights of streamed rows, and a sentence if nothing selects the best checkpoint."""
         data, warnings = self.data, list[str]()
-        if data is None:
-            return warnings
-        if data.streaming and any(source.weight != 1 for source in data.train):
+        if data is not None and data.streaming and any(source.weight != 1 for source in data.train):
             warnings.append("data.train weight has no effect: streamed rows are read once, in order")
-        if not measured(data) and evaluated_environment(self) is None:
+        if data is not None and not measured(data) and evaluated_environment(self) is None:
             warnings.append(
                 "there are no validation rows (data.validation, data.held_out), so the last checkpoint is kept"
             )
@@ -230,16 +217,12 @@ class SftRecipe(SupervisedRecipe):
             refuse_overlap(experts, self.environment or held_out, self.evaluation)
         if self.data is not None:
             _check_rows(self, self.data, 1)
-        traces = self.data is None and self.experts.held_out > 0
-        if self.evaluation.metric == "loss" and not (measured(self.data) or traces):
-            raise ValueError(
-                "`evaluation.metric: loss` needs validation rows; set `data.validation` or `data.held_out`, or "
-                "`experts.held_out` for expert traces"
-            )
-        if self.evaluation.metric in ("success", "return") and evaluated_environment(self) is None:
-            raise ValueError(
-                f"`evaluation.metric: {self.evaluation.metric}` needs an environment; set `environment.type`"
-            )
+        traces, metric = self.data is None and self.experts.held_out > 0, self.evaluation.metric
+        if metric == "loss" and not (measured(self.data) or traces):
+            rows = "`data.validation` or `data.held_out`, or `experts.held_out` for expert traces"
+            raise ValueError(f"`evaluation.metric: loss` needs validation rows; set {rows}")
+        if metric in ("success", "return") and evaluated_environment(self) is None:
+            raise ValueError(f"`evaluation.metric: {metric}` needs an environment; set `environment.type`")
 
     @property
     def chosen_by_loss(self) -> bool:
@@ -359,10 +342,11 @@ class DpoRecipe(SupervisedRecipe):
 
     def _check(self) -> None:
         _check_rows(self, self.data, 1 if self.loss.type == "kto" else 2)
+        loss = f"`loss.type: {self.loss.type}`"
         if self.nll_coefficient and self.loss.type in ("kto", "orpo"):
-            raise ValueError(f"`nll_coefficient` is not supported by `loss.type: {self.loss.type}`; set it to 0")
+            raise ValueError(f"`nll_coefficient` is not supported by {loss}; set it to 0")
         if self.moves_reference and not self.loss.needs_reference:
-            raise ValueError(f"`loss.type: {self.loss.type}` has no reference model; remove `reference.update_every`")
+            raise ValueError(f"{loss} has no reference model; remove `reference.update_every`")
         if self.moves_reference and isinstance(self.loss, BcoLoss) and self.loss.shift:
             raise ValueError(
                 "`loss.type: bco` subtracts a mean of rewards of earlier updates, which `reference.update_every` would measure "

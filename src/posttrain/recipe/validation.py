@@ -182,8 +182,7 @@ def _other_types(path: KeyPath, part: type[BaseConfig], values: Any, prefix: Key
 
 def _at(path: KeyPath, part: type[BaseConfig], values: Any) -> tuple[Any, list[type[BaseConfig]]]:
     """The field that `path` names, in the sections that the `type` keys of `values` select, and the sections that it may
-    have. None if there is no such field; for an empty path, the section is `part`.
-    """
+    have. None if there is no such field; for an empty path, the section is `part`."""
     sections: list[type[BaseConfig]] = [part]
     info = None
     names = iter(path)

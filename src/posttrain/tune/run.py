@@ -75,8 +75,7 @@ def run_study(study: Study, resume: bool, console: Console, group: str | None = 
 
 def chosen_group(study: Study, name: str | None) -> Group | None:
     """The group with this name or number, counted from 1; None for all. Raises `InputError` if there is no such
-    group.
-    """
+    group."""
     if name is None:
         return None
     groups = study.recipe.groups
@@ -196,8 +195,7 @@ class Search:
 
     def _enqueue_grid(self) -> bool:
         """Whether a grid point is waiting. Enqueues the grid of a group once all trials of the previous group have
-        ended.
-        """
+        ended."""
         chained: dict[str, Any] = {}
         for group in self.study.recipe.groups:
             trials = _of_group(self.optuna_study, group)
