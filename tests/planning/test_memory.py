@@ -28,7 +28,7 @@ def test_the_published_run_has_the_published_algorithm():
     ("key", "problem"),
     [
         ("credit.discount=0.99", "no key credit.discount; it belongs to credit.type .*gae.*, not grpo"),
-        ("ptx.coefficient=0.13", "would have no effect"),
+        ("ptx.coefficient=0.13", "ptx.data is missing; set ptx.data"),
     ],
 )
 def test_keys_that_had_no_effect_there_are_refused(key, problem):

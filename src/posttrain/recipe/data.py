@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from posttrain.recipe.base import BaseConfig, Reads, Text, Writes
 from posttrain.recipe.metrics import PURPLE, Metric
@@ -166,16 +166,6 @@ class FixedRowsRecipe(BaseConfig):
 
     data: RowsRecipe
     """The rows: conversations in `data.train`. All are loaded at the start, and nothing is evaluated on them."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _there_are_rows(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values and not values.get("data"):
-            raise ValueError(
-                f"`{next(iter(values))}` would have no effect: there are no rows to train on; set `data.train`, or remove "
-                "the section"
-            )
-        return values
 
 
 class PtxRecipe(FixedRowsRecipe):

@@ -102,9 +102,7 @@ class PolicyLoss(Aggregation, Section):
 
     def _check(self) -> None:
         if self.correction is not None and self.old == "rollout":
-            raise ValueError(
-                "`correction` compares the learner's log-probabilities with the rollout's, so it needs `old: learner` or `auto`"
-            )
+            raise ValueError("`correction` compares the learner with the rollout, so it needs `old: learner` or `auto`")
 
     @property
     def compares_with_rollout(self) -> bool:
@@ -223,15 +221,11 @@ class KlRecipe(BaseConfig):
     def _check(self) -> None:
         unweighted = self.apply_to == "loss" and not self.importance_weighted
         if unweighted and self.estimator == "k1" and self.coefficient > 0:
-            raise ValueError(
-                "the gradient of k1 in the loss is zero on average; use `estimator: k2` or `k3`, `importance_weighted: true` "
-                "or `apply_to: reward`"
-            )
+            remedy = "use `estimator: k2` or `k3`, `importance_weighted: true` or `apply_to: reward`"
+            raise ValueError(f"the gradient of k1 in the loss is zero on average; {remedy}")
         if self.importance_weighted and self.estimator == "k2":
-            raise ValueError(
-                "the importance-weighted k2 does not have the gradient of the KL divergence; use `estimator: k1` or `k3`, or "
-                "`importance_weighted: false`"
-            )
+            remedy = "use `estimator: k1` or `k3`, or `importance_weighted: false`"
+            raise ValueError(f"the importance-weighted k2 does not have the gradient of the KL divergence; {remedy}")
         if self.apply_to == "reward" and self.estimator not in (None, "k1"):
             raise ValueError(
                 f"`estimator: {self.estimator}` in the reward is not a KL penalty: the cosine of its expected gradient with that of "

@@ -254,11 +254,9 @@ class RlRecipe(SampledRecipe):
         if self.has_critic:
             warmup = self.critic.updates_before_policy
             first = f"; the first {warmup} without the policy, which makes {updates - warmup:,}" if warmup else ""
-            who, how = (
-                ("the critic", "on the same episodes, in separate forward and backward passes")
-                if self.separate_critic
-                else ("the value head", "in the forward and backward passes of the policy")
-            )
+            who, how = "the value head", "in the forward and backward passes of the policy"
+            if self.separate_critic:
+                who, how = "the critic", "on the same episodes, in separate forward and backward passes"
             lines.append(f"{who} makes {updates:,} optimizer {plural('step', updates)} {how}{first}")
         if self.ptx is not None:
             paths = ", ".join(source.path for source in self.ptx.data.train)
@@ -269,10 +267,8 @@ class RlRecipe(SampledRecipe):
                 f"additional forward {plural('pass', more)} with rows of {longest} tokens"
             )
         if (credit := self.unit_credit) is not None:
-            what = "advantages" if isinstance(credit, HindsightCredit) else "rewards"
-            lines.append(
-                f"{credit.type} {what} for K units per answer, weight {credit.beta:g}: {credit.cost} more per episode"
-            )
+            what = f"{credit.type} {'advantages' if isinstance(credit, HindsightCredit) else 'rewards'}"
+            lines.append(f"{what} for K units per answer, weight {credit.beta:g}: {credit.cost} more per episode")
         return lines
 
     @property
@@ -316,10 +312,10 @@ class RlRecipe(SampledRecipe):
         warnings = [*super().warnings(), *self._sampling_warnings(), *self._update_warnings()]
         loss, credit = self.loss, self.credit
         if isinstance(self.unit_credit, CausalCredit) and getattr(credit, "discount", 1.0) < 1:
-            warnings.append(
-                f"with credit.discount below 1, unit_credit.type {self.unit_credit.type} changes the objective, because "
-                "earlier rewards count more"
+            changes = (
+                f"unit_credit.type {self.unit_credit.type} changes the objective, because earlier rewards count more"
             )
+            warnings.append(f"with credit.discount below 1, {changes}")
         warnings += [*loss.warnings(self), *credit.warnings(self)]
         if self.evaluation.every > self.steps:
             warnings.append(f"evaluation.every has no effect: the run ends after {counted(self.steps, 'step')}")
@@ -331,8 +327,8 @@ class RlRecipe(SampledRecipe):
         vllm = self.engine.type == "vllm"
         if vllm and loss.correction is None and loss.ratio_to != "rollout":
             warnings.append(
-                "engine.type vllm computes log-probabilities differently from the learner (policy/mismatch measures the "
-                "difference), without a correction; set loss.correction.weights or loss.correction.reject"
+                "engine.type vllm computes other log-probabilities than the learner (policy/mismatch), without a correction; set "
+                "loss.correction.weights or loss.correction.reject"
             )
         if loss.ratio_to == "old" and loss.old == "rollout" and (vllm or self.model.dtype not in ("float32", None)):
             warnings.append(
@@ -348,16 +344,14 @@ class RlRecipe(SampledRecipe):
         truncating = [key for key in ("top_p", "top_k", "min_p") if is_given(sampling, key)]
         if truncating and sampling.temperature > 0:
             warnings.append(
-                f"{' and '.join(f'rollout.sampling.{key}' for key in truncating)} truncate the sampling distribution, but "
-                "the log-probabilities in the loss are those of the full vocabulary: the gradient also moves probability "
-                "between kept and left-out tokens, and policy/entropy and policy/kl are biased; sample from the full "
-                "vocabulary (top_p 1, top_k 0, min_p 0)"
+                f"{' and '.join(f'rollout.sampling.{key}' for key in truncating)} truncate the sampling distribution, but the loss is "
+                "that of the full vocabulary: the gradient also moves probability between kept and left-out tokens, and "
+                "policy/entropy and policy/kl are biased; set top_p 1, top_k 0 and min_p 0"
             )
         if self.engine.truncated_logprobs(sampling):
             warnings.append(
-                "engine.type vllm returns the log-probabilities of the truncated distribution at temperatures other than "
-                "1, so policy/mismatch includes the negative logarithm of the probability that truncation keeps, at most "
-                "-log(top_p) with top_p alone"
+                "engine.type vllm returns the log-probabilities of the truncated distribution at temperatures other than 1, so "
+                "policy/mismatch includes -log of the probability that truncation keeps, at most -log(top_p) with top_p alone"
             )
         if sampling.temperature == 0 and self.rollout.episodes_per_group > 1:
             warnings.append("rollout.sampling.temperature 0 makes all episodes of a group identical")
@@ -367,10 +361,10 @@ class RlRecipe(SampledRecipe):
         """Many updates per step, long warm-ups, and a KL coefficient that moves fast."""
         kl, learner, warnings = self.kl, self.learner, []
         if self.updates > _MOST_UPDATES:
+            product = f"learner.updates_per_step {learner.updates_per_step} x learner.epochs_per_step {learner.epochs_per_step}"
             warnings.append(
-                f"a step makes {self.updates} updates on the same episodes (learner.updates_per_step "
-                f"{learner.updates_per_step} x learner.epochs_per_step {learner.epochs_per_step}). Late updates are far "
-                f"off-policy, which can make a run collapse; use {_MOST_UPDATES} or fewer"
+                f"a step makes {self.updates} updates on the same episodes ({product}). Late updates are far off-policy, which can "
+                f"make a run collapse; use {_MOST_UPDATES} or fewer"
             )
         # The adaptive coefficient moves by at most KL_STEP x episodes / horizon in a step (Ziegler et al. 2019).
         episodes = self.rollout.groups_per_step * self.rollout.episodes_per_group
