@@ -96,7 +96,9 @@ class HardwareRecipe(BaseConfig):
         for key, count in (("processes", self.learners), ("dedicated.critic", self.dedicated.critic)):
             if count % self.sequence_parallel:
                 groups = f"groups of `hardware.sequence_parallel` = {self.sequence_parallel}"
-                raise ValueError(f"`hardware.{key}` = {count} processes do not form {groups}; make the former a multiple")
+                raise ValueError(
+                    f"`hardware.{key}` = {count} processes do not form {groups}; make the former a multiple"
+                )
 
     @property
     def reduces_per_forward(self) -> bool:
