@@ -24,7 +24,7 @@ def test_the_engine_of_each_stage_may_be_vllm():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["engine.urls=[http://a:1]", "engine.servers=2"], "set only one of them"),
+        (["engine.urls=[http://a:1]", "engine.servers=2"], "`servers` has no effect: urls is"),
         (["engine.urls=[a:1]"], "must begin with http"),
         (["engine.adapters=adapter_only"], "set `model.lora`"),
         ([*COOL, "loss.old=rollout"], "`loss.old: rollout` would treat truncation"),

@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, ClassVar, Generic, ParamSpec, TypeVar
 
-from pydantic import BeforeValidator, Field, SerializeAsAny
+from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, ValidationInfo
+from pydantic_core import PydanticCustomError
 
 from posttrain.errors import InputError
 from posttrain.plugins import Group, PluginError, entry_points, load, more, require_trust
@@ -38,6 +40,7 @@ ENVIRONMENTS: dict[str, Any] = {
 }
 """Name -> the class of an environment, or `module:Class` for the built-in ones, which are imported on demand.
 `register_environment` adds to it; for those of plug-ins, see `environment_names`."""
+_UNTYPED = "environment.type is missing; name an environment, for example `environment.type=bandit`"
 _UNKNOWN = "posttrain.environments.unknown:Unknown"
 _GAMES = ("bandit", "frozen_lake", "sokoban")
 """Built-in environments whose recipes name neither code nor files."""
@@ -82,10 +85,27 @@ def _leaves(values: dict[str, Any], inside: str = "") -> dict[str, Any]:
     return leaves
 
 
-AnyEnvironment = Annotated[
-    SerializeAsAny[EnvironmentRecipe],
-    BeforeValidator(lambda value: environment_recipe(value) if isinstance(value, dict) else value),
-]
+def _by_type(value: Any, info: ValidationInfo) -> Any:
+    """The typed recipe of a mapping with a `type`; for pydantic. Anything else is returned unchanged."""
+    if not isinstance(value, dict):
+        return value
+    try:
+        name = value.get("type")
+        if not isinstance(name, str):
+            problem = f"is {json.dumps(name)}; it must be text"
+            raise InputError(f"environment.type {problem}" if "type" in value else _UNTYPED)
+        part = environment_class(name).Recipe
+        return part.model_validate_json(json.dumps(value), strict=True) if info.mode == "json" else part(**value)
+    except ValidationError:
+        raise
+    except InputError as error:
+        raise PydanticCustomError("environment", "{problem}", {"problem": str(error)}) from error
+    except (Exception, SystemExit) as error:
+        problem = f"environment.type: {name} failed to load with {type(error).__name__}: {error}; correct that file"
+        raise PydanticCustomError("environment", "{problem}", {"problem": problem}) from error
+
+
+AnyEnvironment = Annotated[SerializeAsAny[EnvironmentRecipe], BeforeValidator(_by_type)]
 """The recipe of an environment, whose class depends on its `type`."""
 
 _looking: ContextVar[bool] = ContextVar("looking", default=False)
@@ -184,7 +204,7 @@ def environment_class(type_name: str) -> Any:
 def environment_recipe(values: dict[str, Any]) -> EnvironmentRecipe:
     """The validated recipe of the environment that `values["type"]` names."""
     if "type" not in values:
-        raise InputError("environment.type is missing; name an environment, for example `environment.type=bandit`")
+        raise InputError(_UNTYPED)
     return environment_class(values["type"]).Recipe(**values)
 
 

@@ -162,7 +162,7 @@ class VllmEngineRecipe(_Engine):
 
     type: Literal["vllm"] = "vllm"
     """`vllm`: a separate vLLM engine."""
-    servers: int = Field(1, ge=1)
+    servers: Annotated[int, unless("urls", refused=True)] = Field(1, ge=1)
     """Number of servers to start on this machine."""
     urls: list[Connects] = []
     """Addresses of running servers (`python -m posttrain.engines.vllm.server`) to use instead of new ones, for example
@@ -215,8 +215,6 @@ class VllmEngineRecipe(_Engine):
             )
         if self.weight_transfer == "ipc" and self.urls:
             raise ValueError("`weight_transfer: ipc` is for servers that the run starts; set `weight_transfer: nccl`")
-        if self.urls and self.servers != 1:
-            raise ValueError("`urls` names running servers and `servers` starts new ones; set only one of them")
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"`urls` contains {url}; it must begin with http:// or https://")

@@ -10,6 +10,7 @@ from posttrain.recipe.base import BaseConfig, Text, Writes
 from posttrain.recipe.data import ColumnsRecipe, Sources
 from posttrain.recipe.engines import AnyEngineRecipe, LocalEngineRecipe, refuse_unknown_sampling
 from posttrain.recipe.metrics import Metric
+from posttrain.recipe.needs import needs
 from posttrain.recipe.plan import TaskSplit, counted
 from posttrain.recipe.rollout import LOADED, MOST_EPISODES, SamplingRecipe, StopString
 from posttrain.recipe.run import StageRecipe, imported
@@ -19,6 +20,9 @@ OWN_COLUMNS = (
     *("thinking_tokens", "thinking_characters"),
 )
 """Columns of a prediction, besides those of `keep_columns`."""
+
+
+SEVERAL = needs("sampling.temperature", reason="greedy answers to one row are identical", refused=True)
 
 
 class PromptsRecipe(BaseConfig):
@@ -81,7 +85,7 @@ class GenerateRecipe(StageRecipe):
     rollout: LimitsRecipe = LimitsRecipe()
     sampling: SamplingRecipe = SamplingRecipe(temperature=0.0)
     """Sampling; greedy by default."""
-    samples: int = Field(1, ge=1, le=MOST_EPISODES)
+    samples: Annotated[int, SEVERAL] = Field(1, ge=1, le=MOST_EPISODES)
     """Answers per row."""
     thinking: Literal["keep", "remove"] = "keep"
     """`keep`: predictions include thinking. `remove`: strip it, up to `</think>`, and record its length."""
@@ -133,8 +137,6 @@ class GenerateRecipe(StageRecipe):
         self.engine.check(self.model)
         if self.remote is not None:
             refuse_unknown_sampling(self.sampling, "sampling")
-        if self.sampling.temperature == 0 and self.samples > 1:
-            raise ValueError("greedy answers to one row are identical; set `samples: 1` or a `sampling.temperature`")
         for name in self.keep_columns:
             if name in OWN_COLUMNS:
                 hint = "; give it as `data.id`" if name == "id" else ""

@@ -212,7 +212,7 @@ class KlRecipe(BaseConfig):
     """`loss`: add the penalty to the loss. `reward`: subtract it from the reward of each sampled token."""
     importance_weighted: Annotated[bool, PENALIZED, needs("apply_to", "loss", refused=True)] = False
     """In the loss, multiply the estimate by p / p_rollout, with the gradient through both (DeepSeek-V3.2, equation 7). With k1 or k3, the expected gradient is then that of KL(p, p_ref) also for stale or repeated samples."""
-    target: float | None = Field(None, gt=0)
+    target: Annotated[float | None, needs("coefficient", refused=True)] = Field(None, gt=0)
     """Target KL per token of the adaptive coefficient. Null: fixed coefficient."""
     horizon: Annotated[float, PENALIZED, needs("target")] = Field(10_000.0, gt=0)
     """Adaptive coefficient: number of episodes over which it adapts. Smaller is faster."""
@@ -231,8 +231,6 @@ class KlRecipe(BaseConfig):
                 f"`estimator: {self.estimator}` in the reward is not a KL penalty: the cosine of its expected gradient with that of "
                 "the KL is +0.05 near KL 0 and -0.99 at KL 0.16 for k3, and +1.00 for k1; use k1, or `apply_to: loss`"
             )
-        if self.target is not None and self.coefficient == 0:
-            raise ValueError("an adaptive coefficient cannot leave 0; set `coefficient` above 0")
 
     @property
     def estimator_in_use(self) -> Literal["k1", "k2", "k3"]:

@@ -56,7 +56,7 @@ class RlRecipe(SampledRecipe):
     """Credit assignment: from rewards to one advantage per sampled token."""
     teacher: RewardTeacherRecipe | None = None
     """Teacher whose distance from the policy is subtracted from the reward of each sampled token. Null: none."""
-    unit_credit: UnitCreditRecipe | None = None
+    unit_credit: Annotated[UnitCreditRecipe | None, needs("reward", remedy="set `reward.path`", refused=True)] = None
     """Unit-level credit from the reward model. Null: credit of episodes or turns only."""
     critic: Annotated[
         CriticRecipe,
@@ -189,8 +189,6 @@ class RlRecipe(SampledRecipe):
     def _check_units(self) -> None:
         if self.unit_credit is None:
             return
-        if self.reward is None:
-            raise ValueError("`unit_credit` needs a reward model; set `reward.path`, or remove it")
         if isinstance(self.unit_credit, CausalCredit) and self.credit.rewards_of != "token":
             what = "a turn" if self.credit.rewards_of == "turn" else "an episode"
             raise ValueError(

@@ -10,12 +10,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from posttrain.errors import InputError
-from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.catalogue import recipe_file
 from posttrain.recipe.compose import merge_typed, typed_recipe
-from posttrain.recipe.sources import KeyPath, Layer, merge, read_file, read_overrides
+from posttrain.recipe.sources import Layer, merge, read_file, read_overrides
 from posttrain.recipe.stages import STAGES, Recipe
-from posttrain.recipe.study import Limit, Range, StudyRecipe, Together, check_metrics, choices_of
+from posttrain.recipe.study import Range, StudyRecipe, Together, check_metrics, choices_of
 from posttrain.recipe.trust import require_trust_of_run
 from posttrain.recipe.validation import nearest_type, validation_errors
 
@@ -165,32 +164,10 @@ def _typed(given: Layer, source: str) -> StudyRecipe:
         hint = f" (write keys.{key})" if other else nearest_type(key, list(fields))
         sentences.append(f"{given.origin((key,))}: a study has no key {key}{hint}; the keys are {', '.join(fields)}")
         del values[key]
-    for path, part in (("search",), Range), (("objective", "within"), Limit):
-        sentences += _section_errors(values, path, part, given)
     try:
         study = StudyRecipe.model_validate_json(json.dumps({"stage": "tune", **values}), strict=True)
     except ValidationError as error:
-        sentences += validation_errors(error, StudyRecipe, Layer(values, given.origins), StudyRecipe)
+        sentences += validation_errors(error, StudyRecipe, Layer(values, given.origins))
     if sentences:
         raise InputError("\n".join(sentence if ": " in sentence else f"{source}: {sentence}" for sentence in sentences))
     return study
-
-
-def _section_errors(values: dict[str, Any], path: KeyPath, part: type[BaseConfig], given: Layer) -> list[str]:
-    """Errors in the sections under `path`, whose names the user chooses. Faulty sections are replaced in `values`."""
-    above: Any = given.values
-    for key in path:
-        above = above.get(key) if isinstance(above, dict) else None
-    sentences: list[str] = []
-    for name, section in above.items() if isinstance(above, dict) else ():
-        if not isinstance(section, dict) or "together" in section:
-            continue
-        try:
-            part.model_validate_json(json.dumps(section), strict=True)
-        except ValidationError as error:
-            sentences += validation_errors(error, part, given, StudyRecipe, (*path, name))
-            inside = values
-            for key in path:
-                inside[key] = inside = dict(inside[key])
-            inside[name] = {"low": 0.0, "high": 1.0} if part is Range else {"max": 0.0}
-    return sentences
