@@ -169,13 +169,7 @@ def _without_old_keys(values: dict[str, Any], later: dict[str, Any], part: type[
 def typed_recipe(given: Layer, stage: str) -> Recipe:
     """The values `given` as a typed recipe of `stage`; `InputError` as in `load_recipe`."""
     schema = STAGES[stage]
-    declared = given.values.get("stage", stage)
-    if declared != stage:
-        known = [*STAGES, "pipeline", "tune"]
-        message = f"the recipe is for stage {declared}, not {stage}; run it with `posttrain {declared}`"
-        if declared not in known:
-            message = f"stage is {json.dumps(declared)}{nearest_type(str(declared), known)}; it must be {either(known)}"
-        raise InputError(f"{given.origin(('stage',))}: {message}")
+    require_stage(given, stage)
     missing = []
     for path, remedy in required_keys(given.values).items():
         start, dotted = f"{given.origin(path)}: " if given.origin(path) else "", ".".join(path)
@@ -185,6 +179,18 @@ def typed_recipe(given: Layer, stage: str) -> Recipe:
         raise InputError("\n".join(missing))
     values = {"stage": stage, **_with_defaults(schema, None, _with_rate(_with_evaluated(given.values, schema), schema))}
     return checked(Layer(values, given.origins), schema)
+
+
+def require_stage(given: Layer, stage: str) -> None:
+    """InputError if the recipe `given` says that it is for another stage than `stage`, or than `pipeline` or `tune`."""
+    declared = given.values.get("stage", stage)
+    if declared == stage:
+        return
+    known = [*STAGES, "pipeline", "tune"]
+    message = f"the recipe is for stage {declared}, not {stage}; run it with `posttrain {declared}`"
+    if declared not in known:
+        message = f"stage is {json.dumps(declared)}{nearest_type(str(declared), known)}; it must be {either(known)}"
+    raise InputError(f"{given.origin(('stage',))}: {message}")
 
 
 def checked(given: Layer, schema: type[P]) -> P:

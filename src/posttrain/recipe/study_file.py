@@ -7,16 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from posttrain.errors import InputError
 from posttrain.recipe.catalogue import recipe_file
-from posttrain.recipe.compose import merge_typed, typed_recipe
+from posttrain.recipe.compose import checked, merge_typed, require_stage, typed_recipe
 from posttrain.recipe.sources import Layer, merge, read_file, read_overrides
-from posttrain.recipe.stages import STAGES, Recipe
+from posttrain.recipe.stages import Recipe
 from posttrain.recipe.study import Range, StudyRecipe, Together, check_metrics, choices_of
 from posttrain.recipe.trust import require_trust_of_run
-from posttrain.recipe.validation import nearest_type, validation_errors
 
 _TRAINED = ("sft", "reward", "dpo", "rl", "distill")
 """Stages that have a learning curve."""
@@ -82,7 +79,8 @@ def load_study(source: str, overrides: Sequence[str]) -> Study:
     """
     source = str(recipe_file(source))
     given = _merged([read_file(source), *map(_whole_names, read_overrides(list(overrides)))])
-    recipe = _typed(given, source)
+    require_stage(given, "tune")
+    recipe = checked(given, StudyRecipe)
     folder = Path(source).parent
     files = [read_file(str(folder / file)) for file in recipe.recipe]
     fixed = given.part("keys") if recipe.keys else Layer({})
@@ -151,23 +149,3 @@ def _whole_names(layer: Layer) -> Layer:
     where = next(iter(layer.origins.values()))
     key = ".".join(name)
     return Layer({"search": {key: value}}, {("search",): where, ("search", key): where})
-
-
-def _typed(given: Layer, source: str) -> StudyRecipe:
-    values = dict(given.values)
-    if (stage := values.get("stage", "tune")) != "tune":
-        remedy = f"run it with `posttrain {stage}`" if stage in (*STAGES, "pipeline") else "write `stage: tune`"
-        raise InputError(f"{given.origin(('stage',))}: the recipe is for stage {stage}, not tune; {remedy}")
-    sentences, fields = [], StudyRecipe.model_fields
-    for key in [key for key in given.values if key not in fields]:
-        other = any(key in schema.model_fields for schema in STAGES.values())
-        hint = f" (write keys.{key})" if other else nearest_type(key, list(fields))
-        sentences.append(f"{given.origin((key,))}: a study has no key {key}{hint}; the keys are {', '.join(fields)}")
-        del values[key]
-    try:
-        study = StudyRecipe.model_validate_json(json.dumps({"stage": "tune", **values}), strict=True)
-    except ValidationError as error:
-        sentences += validation_errors(error, StudyRecipe, Layer(values, given.origins))
-    if sentences:
-        raise InputError("\n".join(sentence if ": " in sentence else f"{source}: {sentence}" for sentence in sentences))
-    return study

@@ -157,7 +157,9 @@ def _remedy(path: KeyPath, schema: type[BaseConfig], given: Layer) -> str:
     is_stage = "stage" in schema.model_fields
     stages = [name for name, other in STAGES.items() if path[0] in other.model_fields]
     if is_stage and stages and path[0] not in schema.model_fields:
-        return f"{path[0]} belongs to stage {', '.join(stages)}, not {given.values['stage']}"
+        if holder := {"keys", "common"} & schema.model_fields.keys():  # a study, a pipeline
+            return f"write {holder.pop()}.{dotted}"
+        return f"{path[0]} belongs to stage {', '.join(stages)}, not {schema.model_fields['stage'].default}"
     # Of keys with one name, the one in the fewest sections: optimizer.learning_rate, not that of the critic.
     leaves = {key.split(".")[-1]: key for key in sorted(names, key=lambda key: (key.count("."), key), reverse=True)}
     if close := difflib.get_close_matches(name, leaves, 1, 0.75):
