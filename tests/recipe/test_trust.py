@@ -73,7 +73,7 @@ def test_uses_of_values_as_they_stand_in_a_file(values, named):
     assert list(dict.fromkeys(use.key for use in uses(STAGES["rl"], values))) == named
 
 
-def test_an_unmarked_text_of_a_plugin_counts_as_code():
+def test_an_unmarked_text_of_a_plugin_counts_as_code_and_the_name_of_a_built_in_reward_does_not():
     class Plugin(BaseConfig):
         script: str = ""
         options: dict[str, object] = {}
@@ -81,9 +81,6 @@ def test_an_unmarked_text_of_a_plugin_counts_as_code():
 
     found = uses(Plugin, {"script": "x", "options": {"a": [1, "b"]}, "count": 2})
     assert [(use.key, use.does) for use in found] == [("script", "executes"), ("options.a", "executes")]
-
-
-def test_the_names_of_built_in_rewards_need_no_trust():
     assert set(get_args(get_args(WeightedRewardRecipe.model_fields["function"].annotation)[0])) == set(BUILT_IN)
 
 

@@ -19,7 +19,6 @@ from posttrain.tune.report import (
     short_names,
     summary_sentences,
     trial_table,
-    warning_messages,
     write_best,
     write_report,
 )
@@ -290,8 +289,9 @@ class TrialJob:
             self.optuna_study.tell(self.trial, state=TrialState.PRUNED)
         else:
             self.optuna_study.tell(self.trial, value)
-        for message in [] if self.damage else warning_messages(self.attempt.lines()):
-            if message not in self.warned:
+        for line in [] if self.damage else self.attempt.lines():
+            message = " ".join(str(line.get("message", "")).split()) if line["kind"] == "warning" else ""
+            if message and message not in self.warned:
                 self.warned.add(message)
                 show_line(self.console, f"trial {self.trial.number}: warning: {message}")
         trials = self.optuna_study.get_trials(deepcopy=False)
