@@ -221,8 +221,7 @@ def planned(pipeline: PipelineRecipe, only: str | None, start_from: str | None, 
 
 def unfinished_upstream(pipeline: PipelineRecipe, stage: PipelineStage, running: Collection[str] = ()) -> str | None:
     """Return a stage whose model or files `stage` uses and that is neither finished nor in `running`; None if there is
-    none.
-    """
+    none."""
     waiting = [name for name in stage.inputs if name not in running]
     return next((name for name in waiting if not _read(pipeline.directory / name / "lineage.json")), None)
 
@@ -414,8 +413,7 @@ def report_pipeline(pipeline: PipelineRecipe, console: Console) -> Path | None:
 
 def played_stages(pipeline: PipelineRecipe) -> list[list[PipelineStage]]:
     """Return the finished stages with an environment, in groups that play the same one on the same final seeds. The group
-    of the last stage is the first.
-    """
+    of the last stage is the first."""
     groups: list[tuple[Any, list[PipelineStage]]] = []
     for stage in reversed(_finished(pipeline)):
         if _played(stage) is None:

@@ -151,10 +151,8 @@ def files(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("play", "socoban"), "did you mean sokoban"),
         (("play", "sokoban", "frozen_lake"), "takes one environment, not 2"),
         (("play", "frozen_lake", "sise=5"), "the nearest is environment.size"),
-        (("validate", "bandit", "format.actions_per_turn=2"), "one pull ends the episode"),
         (("play", "nowhere.py"), "there is no file nowhere.py"),
         (("play", "none.py"), "none.py has no environment; derive a class from posttrain.Environment"),
         (("play", "two.py"), "two.py has the environments A, B; name one as two.py:A"),

@@ -15,19 +15,14 @@ from posttrain.plugins import require_module
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
+    **{name: name for name in ("gguf", "ray", "tensorboard", "trackio", "vllm", "wandb")},
     "games": "gymnasium",
-    "gguf": "gguf",
     "hub": "datasets",
     "plots": "matplotlib",
-    "ray": "ray",
     "remote": "openai",
     "tasks": "reasoning_gym",
-    "tensorboard": "tensorboard",
     "text": "sacrebleu",
-    "trackio": "trackio",
     "tune": "optuna",
-    "vllm": "vllm",
-    "wandb": "wandb",
 }
 """Extra -> the module that it is for."""
 BLOCKED = (*PACKAGES.values(), "mcp", "pydantic_monty", "pandas", "trl")
@@ -53,15 +48,8 @@ def working(tiny_model):
     run = ["rl", "environment.type=bandit", f"model.path={tiny_model}", "steps=1", "rollout.groups_per_step=2"]
     run += ["rollout.episodes_per_group=2", "rollout.tokens_per_turn=4", "evaluation.seeds.count=2"]
     run += ["evaluation.final_seeds.count=2", "learner.updates_per_step=1", "plots=true"]
-    return [
-        ["--help"],
-        ["rl", "environment.type=sokoban", "--dry-run"],
-        ["sft", "environment.type=bandit", "--dry-run"],
-        ["rl", "environment.type=bandit", "--dry-run"],
-        ["recipe", "loss.type"],
-        ["env", "list", "--seeds", "2"],
-        run,
-    ]
+    plans = [["rl", "environment.type=sokoban", "--dry-run"], ["sft", "environment.type=bandit", "--dry-run"]]
+    return [["--help"], *plans, ["recipe", "loss.type"], ["env", "list", "--seeds", "2"], run]
 
 
 def needing(tiny_model):

@@ -114,13 +114,6 @@ def test_debug_shows_the_traceback_in_any_position(stage, capsys):
         assert "Traceback" in capsys.readouterr().err
 
 
-def test_wrong_input_ends_with_2(capsys):
-    assert main(["rl", "step=3"]) == 2
-    assert capsys.readouterr().err == "posttrain: override step=3: there is no key step; the nearest is steps\n"
-    assert main(["rl", "nowhere.yaml"]) == 2
-    assert main(["zork"]) == 2
-
-
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A run directory of a recipe of 5 steps."""
@@ -182,13 +175,9 @@ def test_recipe_explains_keys(capsys):
 @pytest.mark.parametrize(
     "words",
     [
-        ["rl", "environment.type=bandit", "model.path={}"],
-        ["rl", "model.chat_template={}.jinja"],
         ["rl", "environment.type=text_task", "environment.prompts={}.jsonl"],
         ["rl", "--resume", "{}"],
-        ["data", "inspect", "{}.jsonl"],
         ["report", "{}"],
-        ["export", "{}"],
     ],
     ids=" ".join,
 )

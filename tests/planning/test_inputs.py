@@ -18,7 +18,7 @@ from posttrain.cli.main import main
 for words in json.loads(sys.argv[1]):
     with contextlib.redirect_stderr(io.StringIO()) as written:
         code = main(words)
-    print(json.dumps([code, written.getvalue(), len(sys.modules), sorted({"torch", "transformers", "numpy", "omegaconf"} & {*sys.modules})]))
+    print(json.dumps([code, written.getvalue(), len(sys.modules), sorted({"torch", "transformers", "numpy"} & {*sys.modules})]))
 """
 ROWS = {
     "odd.jsonl": {"question": "1 + 1?", "reply": "2"},

@@ -32,8 +32,7 @@ def test_keys_without_effect_are_reported():
     evaluation = load_recipe([], ["rollout.async_rollouts=1"], "evaluate")
     assert any(warning.startswith("rollout.async_rollouts has no effect") for warning in recipe_warnings(evaluation))
 
-
-def test_ratios_to_the_rollout_are_clipped_where_episodes_are_of_older_weights():
+    # Ratios to the rollout are clipped where episodes are of older weights.
     def clip_notes(*given):
         return [n for n in recipe_warnings(load_recipe([], ["loss.clip_low=0.1", *given], "rl")) if "clip" in n]
 

@@ -78,8 +78,8 @@ def test_overrides_of_all_stages_win_over_files_and_those_of_one_stage_over_them
         ("recipe: rl.yaml", "recipe: no.yaml", "stage learn: there is no recipe file parts/no.yaml; name a YAML file"),
         ("stage: sft", "stage: sftt", 'stage warm: parts/p.yaml line 10: stage is "sftt" (did you mean sft?)'),
         ("name: learn", "name: warm", "parts/p.yaml: two stages are called warm; rename one"),
-        ("name: demo", "seed: 3", "parts/p.yaml line 3: there is no key seed in a pipeline (put it under common)"),
-        ("name: demo", "name: 3", "parts/p.yaml line 3: name is 3; it must be text, in quotes"),
+        ("name: demo", "seed: 3", "parts/p.yaml line 3: there is no key seed; write common.seed"),
+        ("name: demo", "name: 3", "parts/p.yaml line 3: name is 3; it must be text of letters"),
     ],
 )
 def test_an_error_names_stage_location_and_remedy(pipeline, before, after, expected):

@@ -5,6 +5,7 @@ import pytest
 from posttrain.recipe.rollout import return_source
 from posttrain.recipe.stages import DpoRecipe, RlRecipe
 
+WEIGHTED = {"function": "contains", "weight": 0.5}
 TEXT = {"type": "text_task", "prompts": "prompts.jsonl"}
 
 
@@ -12,10 +13,7 @@ TEXT = {"type": "text_task", "prompts": "prompts.jsonl"}
     ("keys", "source"),
     [
         ({"environment": {"type": "bandit"}}, "bandit"),
-        (
-            {"environment": TEXT | {"reward": ["exact", {"function": "contains", "weight": 0.5}]}},
-            "text_task (exact, 0.5 x contains)",
-        ),
+        ({"environment": TEXT | {"reward": ["exact", WEIGHTED]}}, "text_task (exact, 0.5 x contains)"),
         ({"environment": TEXT | {"reward": "exact", "score_weight": 0}, "reward": {"path": "rm"}}, "reward model rm"),
         (
             {"environment": TEXT | {"reward": "exact", "score_weight": 0.5}, "reward": {"path": "rm"}},

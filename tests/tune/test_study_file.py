@@ -31,7 +31,7 @@ def objective(metric, **more):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"steps": 3}, r"s.yaml line \d+: a study has no key steps \(write keys.steps\)"),
+        ({"steps": 3}, r"s.yaml line \d+: there is no key steps; write keys.steps"),
         ({"search": {"a": {"low": 1, "high": 2, "logg": True}}}, r"no key search.a.logg; the nearest is search.a.log"),
         ({"search": {"a": {"low": 2, "high": 1}}}, r"line \d+: search.a: `low` \(2\) must be below `high`"),
         ({"search": {"a": {"low": 0, "high": 1, "step": 0.3}}}, "must be a whole number of `step`s"),

@@ -163,9 +163,8 @@ def audit(
     with AuditProcesses(_SECONDS) as processes:
         for name, *keys in wanted:
             recipe = environment_of(name, keys)
-            chosen = range(first, first + seeds)
             rows = environment_class(recipe.type).task_rows(recipe)
-            chosen = chosen if rows is None else chosen[: max(1, len(rows) - first)]
+            chosen = range(first, first + (seeds if rows is None else min(seeds, max(1, len(rows) - first))))
             if show:
                 for each in players:
                     _show_episode(recipe, first, each)

@@ -126,8 +126,7 @@ def show_progress(done: int, total: int, failed: int) -> None:
 
 def show_judged(judgement: "Judgement", records: Path, kept: Path) -> None:
     """Write the records, and the metrics to a .json file of the same name, and print the results. Raises RunError if the
-    server failed or no row has a score.
-    """
+    server failed or no row has a score."""
     from posttrain.errors import RunError
     from posttrain.runs.directory import storage_errors, write_atomically
     from posttrain.terminal import new_console

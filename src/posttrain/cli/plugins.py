@@ -1,6 +1,5 @@
 """Groups of commands: those that plug-ins add, imported when they are run or listed in a help text, and the errors for
-commands and options that do not exist.
-"""
+commands and options that do not exist."""
 
 import difflib
 import inspect

@@ -62,7 +62,7 @@ def run(
 
     device = planned_device(dry_run, on, full)
     sources, overrides = split_words(words)
-    given = [*sources, *read_overrides(overrides)]
+    given: list[Any] = [*sources, *read_overrides(overrides)]
     if not dry_run:
         if strict:
             _require_verdict(read_recipe(stage, *given, resume=resume))
@@ -109,8 +109,7 @@ def show_stage(
 
 def with_planned_engine(recipe: "Recipe", device: "Device | None", console: "Console") -> "Recipe":
     """The recipe with the engine that the run would use on this machine. With `--on`, prints that the plan counts the
-    local engine if the engine depends on what is installed there.
-    """
+    local engine if the engine depends on what is installed there."""
     from posttrain.errors import InputError
     from posttrain.runs.tables import show_line
     from posttrain.training.stage import with_engine
@@ -133,8 +132,7 @@ def with_planned_engine(recipe: "Recipe", device: "Device | None", console: "Con
 
 def show_checks(recipe: "Recipe", console: "Console", made: Sequence[Path] = ()) -> None:
     """Print the dtype and threads that this machine selects, load everything that the run would load before its
-    model, and print the results. Arguments and errors as for `check_recipe`.
-    """
+    model, and print the results. Arguments and errors as for `check_recipe`."""
     from posttrain.errors import InputError
     from posttrain.models.files import on_disk
     from posttrain.runs.tables import show_line
@@ -152,8 +150,7 @@ def show_checks(recipe: "Recipe", console: "Console", made: Sequence[Path] = ())
 
 def check_machine(recipe: "Recipe", sizes: "ModelSizes | None", device: "Device | None") -> None:
     """InputError for packages that a run on this machine lacks, and DoesNotFit if it would be on its processors and needs
-    more memory than they have.
-    """
+    more memory than they have."""
     import torch
 
     from posttrain.planning.fit import require_memory
@@ -213,15 +210,15 @@ def split_words(words: list[str], *options: str) -> tuple[list[str], list[str]]:
     return sources, overrides
 
 
-def one_file(words: list[str], what: str, example: str, *options: str) -> tuple[str, list[str]]:
-    """The file of a command that takes one, a pipeline or a study, and overrides. `options`: as for `split_words`."""
+def one_file(command: str, words: list[str], what: str, example: str, *options: str) -> tuple[str, list[str]]:
+    """The file of a `command` that takes one, a pipeline or a study, and overrides. `options`: as for `split_words`."""
     from posttrain.errors import InputError
 
     sources, overrides = split_words(words, *options)
     if not sources:
         raise InputError(f"{words[0]} is not a {what}; name a {what} file first, for example {example}")
     if len(sources) > 1:
-        raise InputError(f"this command takes one {what} file; remove {', '.join(sources[1:])}")
+        raise InputError(f"posttrain {command} takes one file; remove {', '.join(sources[1:])}")
     return sources[0], overrides
 
 
@@ -351,7 +348,7 @@ def pipeline(
     from posttrain.recipe.pipeline import load_pipeline
 
     device = planned_device(dry_run, on, full)
-    file, overrides = one_file([file, *(words or [])], "pipeline", "demo/pipeline", "--only", "--from")
+    file, overrides = one_file("pipeline", [file, *(words or [])], "pipeline", "demo/pipeline", "--only", "--from")
     if dry_run:
         _plan_pipeline(load_pipeline(file, overrides), only, start_from, overwrite, device, full, strict)
         return

@@ -37,7 +37,7 @@ def tune(
     from posttrain.recipe.study_file import load_study
     from posttrain.terminal import new_console
 
-    file, overrides = one_file([file, *(words or [])], "study", "rlhf/tune_sft", "--group")
+    file, overrides = one_file("tune", [file, *(words or [])], "study", "rlhf/tune_sft", "--group")
     study, console = load_study(file, overrides), new_console()
     require_module("optuna", "posttrain tune")
     from posttrain.tune.run import run_study, show_study

@@ -14,7 +14,7 @@ from posttrain.recipe.components import environment_class, register_environment
 from posttrain.recipe.evaluate import NOT_EVALUATED, EvaluateRecipe
 from posttrain.recipe.reference import either, sections_of, tags_of
 from posttrain.recipe.registry import REGISTRIES, Registry
-from posttrain.recipe.sources import KeyPath, Layer, dump_values, merge, read_file, read_overrides, required_keys
+from posttrain.recipe.sources import Layer, dump_values, merge, read_file, read_overrides, required_keys
 from posttrain.recipe.stages import STAGES, Recipe
 from posttrain.recipe.validation import nearest_type, validation_errors
 
@@ -67,8 +67,7 @@ def chosen(kinds: Registry, value: str | BaseConfig | Mapping[str, Any], /, **ke
 def plain_values(value: Any, name: str = "recipe") -> Any:
     """`value` in its YAML form: paths as text, typed sections as mappings, tuples as lists, dotted keys nested, and the
     class of an environment as the `type` that names it. InputError, which names the key (of the whole: `name`), for a value
-    that YAML does not have.
-    """
+    that YAML does not have."""
     if isinstance(value, BaseConfig):
         return value.model_dump(mode="json")
     if isinstance(value, Path):
@@ -170,13 +169,7 @@ def _without_old_keys(values: dict[str, Any], later: dict[str, Any], part: type[
 def typed_recipe(given: Layer, stage: str) -> Recipe:
     """The values `given` as a typed recipe of `stage`; `InputError` as in `load_recipe`."""
     schema = STAGES[stage]
-    declared = given.values.get("stage", stage)
-    if declared != stage:
-        known = [*STAGES, "pipeline", "tune"]
-        message = f"the recipe is for stage {declared}, not {stage}; run it with `posttrain {declared}`"
-        if declared not in known:
-            message = f"stage is {json.dumps(declared)}{nearest_type(str(declared), known)}; it must be {either(known)}"
-        raise InputError(f"{given.origin(('stage',))}: {message}")
+    require_stage(given, stage)
     missing = []
     for path, remedy in required_keys(given.values).items():
         start, dotted = f"{given.origin(path)}: " if given.origin(path) else "", ".".join(path)
@@ -185,25 +178,19 @@ def typed_recipe(given: Layer, stage: str) -> Recipe:
     if missing:
         raise InputError("\n".join(missing))
     values = {"stage": stage, **_with_defaults(schema, None, _with_rate(_with_evaluated(given.values, schema), schema))}
-    given = Layer(values, given.origins)
-    sentences: list[str] = []
-    rest = values
-    for path in (("environment",), ("evaluation", "environment"), ("audit", "environment")):
-        if errors := _environment_errors(given, schema, path):
-            # Its errors are reported once, and errors of other sections are found as well.
-            sentences, rest = [*sentences, *errors], _without(rest, path)
-            if path[0] == "audit":
-                # With the environment that is played or a model, the section has its scorer.
-                played = (rest.get("evaluation") or {}).get("environment") or rest.get("environment")
-                audit = {"environment": played} if played else {"path": "path", **rest["audit"]}
-                rest = {**rest, "audit": {**rest["audit"], **audit}}
-    try:
-        recipe = checked(Layer(rest, given.origins), schema)
-    except InputError as error:
-        sentences.append(str(error))
-    if sentences:
-        raise InputError("\n".join(sentences))
-    return recipe
+    return checked(Layer(values, given.origins), schema)
+
+
+def require_stage(given: Layer, stage: str) -> None:
+    """InputError if the recipe `given` says that it is for another stage than `stage`, or than `pipeline` or `tune`."""
+    declared = given.values.get("stage", stage)
+    if declared == stage:
+        return
+    known = [*STAGES, "pipeline", "tune"]
+    message = f"the recipe is for stage {declared}, not {stage}; run it with `posttrain {declared}`"
+    if declared not in known:
+        message = f"stage is {json.dumps(declared)}{nearest_type(str(declared), known)}; it must be {either(known)}"
+    raise InputError(f"{given.origin(('stage',))}: {message}")
 
 
 def checked(given: Layer, schema: type[P]) -> P:
@@ -211,7 +198,7 @@ def checked(given: Layer, schema: type[P]) -> P:
     try:
         return schema.model_validate_json(json.dumps(given.values), strict=True)
     except ValidationError as error:
-        raise InputError("\n".join(validation_errors(error, schema, given, schema))) from None
+        raise InputError("\n".join(validation_errors(error, schema, given))) from None
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -274,42 +261,8 @@ def _with_evaluated(values: dict[str, Any], schema: type[BaseConfig]) -> dict[st
                 kept = _without_old_keys(base, changes, environment_class(str(base.get("type"))).Recipe)
             changes = merge([Layer(kept), Layer(changes)]).values
         if schema is EvaluateRecipe and name == "evaluation":
-            values = {**values, "environment": changes, name: _without(section, ("environment",))}
+            rest = {key: value for key, value in section.items() if key != "environment"}
+            values = {**values, "environment": changes, name: rest}
         else:
             values = {**values, name: {**section, "environment": changes}}
     return values
-
-
-def _without(values: dict[str, Any], path: KeyPath) -> dict[str, Any]:
-    """A copy of `values` without the key at `path`."""
-    first, *rest = path
-    if rest:
-        return {**values, first: _without(values[first], tuple(rest))}
-    return {key: value for key, value in values.items() if key != first}
-
-
-def _environment_errors(given: Layer, schema: type[BaseConfig], path: KeyPath) -> list[str]:
-    """Errors in the environment at `path`, one sentence each."""
-    values: Any = given.values
-    for key in path:
-        values = values.get(key) if isinstance(values, dict) else None
-    if not isinstance(values, dict):
-        return []
-    name, written, key = values.get("type"), given.origin((*path, "type")), ".".join(path)
-    place = f"{written}: " if written else ""
-    if path[0] == "audit" and "environment" not in schema.model_fields:
-        return [f"{place}{key}: this stage plays no environment; set `audit.path` to a reward model instead"]
-    if name is None:
-        return [f"{place}{key}.type is missing; name an environment, for example `{key}.type=bandit`"]
-    if not isinstance(name, str):
-        return [f"{place}{key}.type is {json.dumps(name)}; it must be text"]
-    try:
-        part = environment_class(name).Recipe
-        part.model_validate_json(json.dumps(values), strict=True)
-    except InputError as error:
-        return [f"{place}{error}"]
-    except ValidationError as error:
-        return validation_errors(error, part, given, schema, path)
-    except (Exception, SystemExit) as error:
-        return [f"{place}{key}.type: {name} failed to load with {type(error).__name__}: {error}; correct that file"]
-    return []

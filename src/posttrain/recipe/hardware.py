@@ -95,9 +95,9 @@ class HardwareRecipe(BaseConfig):
     def _check(self) -> None:
         for key, count in (("processes", self.learners), ("dedicated.critic", self.dedicated.critic)):
             if count % self.sequence_parallel:
+                groups = f"groups of `hardware.sequence_parallel` = {self.sequence_parallel}"
                 raise ValueError(
-                    f"`hardware.{key}` = {count} processes do not form groups of `hardware.sequence_parallel` = "
-                    f"{self.sequence_parallel}; make the former a multiple of the latter"
+                    f"`hardware.{key}` = {count} processes do not form {groups}; make the former a multiple"
                 )
 
     @property

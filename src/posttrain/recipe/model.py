@@ -1,5 +1,6 @@
 """The model, its precision and adapters, and how it is optimized."""
 
+import itertools
 import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -18,35 +19,34 @@ _MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "do
 _FOUR_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes per weight of a 4-bit matrix: the number, a byte of scale for 64 of them, and 4 bytes for 256 scales."""
 IN_CPU_MEMORY = "in CPU memory (hardware.offload)"
-_DEFAULT = "{%- if NAME is not defined %}{%- set NAME = VALUE %}{%- endif %}"
+THINKING: tuple[Literal["on", "off"], ...] = ("on", "off")
+
+
+def _default(name: str, thinking: str) -> str:
+    """The beginning of a chat template that sets its switch `name` unless it is given."""
+    return f"{{%- if {name} is not defined %}}{{%- set {name} = {str(thinking == 'on').lower()} %}}{{%- endif %}}"
 
 
 def with_thinking(template: str, thinking: "Thinking") -> str | None:
     """The chat template with `thinking` as the default of its switch; None if it has no switch."""
-    for name in SWITCHES:
-        for value in ("true", "false"):
-            template = template.removeprefix(_DEFAULT.replace("NAME", name).replace("VALUE", value))
-    value = "true" if thinking == "on" else "false"
+    for name, stored in itertools.product(SWITCHES, THINKING):
+        template = template.removeprefix(_default(name, stored))
     for name in SWITCHES:
         if re.search(rf"\b{name}\b", template):
-            return _DEFAULT.replace("NAME", name).replace("VALUE", value) + template
+            return _default(name, thinking) + template
     return None
 
 
 def thinking_of(template: str) -> Literal["on", "off"] | None:
     """The setting that `with_thinking` stored in the template; None if there is none."""
-    for name in SWITCHES:
-        for value, thinking in (("true", "on"), ("false", "off")):
-            if template.startswith(_DEFAULT.replace("NAME", name).replace("VALUE", value)):
-                return thinking  # type: ignore[return-value]
-    return None
+    stored = {_default(name, thinking): thinking for name in SWITCHES for thinking in THINKING}
+    return next((thinking for start, thinking in stored.items() if template.startswith(start)), None)
 
 
 def stored_thinking(path: str) -> Literal["on", "off"] | None:
     """`thinking_of` the chat template in the model directory `path`; None if `path` is not a directory with one."""
-    file = Path(path).expanduser() / "chat_template.jinja"
     try:
-        return thinking_of(file.read_text(encoding="utf-8"))
+        return thinking_of((Path(path).expanduser() / "chat_template.jinja").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
         return None
 

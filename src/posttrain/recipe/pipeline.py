@@ -11,7 +11,7 @@ from pydantic import Field
 from posttrain.errors import InputError
 from posttrain.recipe.base import BaseConfig, Reads, Text, Writes
 from posttrain.recipe.catalogue import recipe_file
-from posttrain.recipe.compose import checked, merge_typed, typed_recipe
+from posttrain.recipe.compose import checked, merge_typed, require_stage, typed_recipe
 from posttrain.recipe.reference import either
 from posttrain.recipe.sources import KeyPath, Layer, merge, read_file, read_overrides
 from posttrain.recipe.stages import STAGES, Recipe
@@ -19,7 +19,6 @@ from posttrain.recipe.trust import require_trust_of_run
 from posttrain.recipe.validation import nearest_type
 
 _STAGE = "stage:"
-_KEYS = ("stage", "name", "runs", "data", "common", "stages")
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 STAGE = "stage "
@@ -95,6 +94,17 @@ class PipelineRecipe(BaseConfig):
         return Path(self.runs) / self.name
 
 
+class PipelineFile(BaseConfig):
+    """The file of a pipeline. `load_pipeline` says what its keys are."""
+
+    stage: Literal["pipeline"] = "pipeline"
+    name: Text = Field("pipeline", pattern=_NAME)
+    runs: Writes = "runs"
+    data: Reads | None = None
+    common: dict[str, Any] = {}
+    stages: list[dict[str, Any]] = Field(min_length=1)
+
+
 @dataclass
 class _File:
     """What the stages of one file have in common."""
@@ -127,12 +137,17 @@ def load_pipeline(source: str, overrides: list[str], changes: Sequence[Layer] = 
     changes = [*read_overrides(overrides), *changes]
     source = str(recipe_file(source))
     given = merge([read_file(source), *(layer for layer in changes if not {"stages", "common"} & layer.values.keys())])
-    _check_file(given, source)
-    entries = [given.part("stages", str(at)) for at in range(len(given.values["stages"]))]
-    names = [_name(entry, at, source) for at, entry in enumerate(entries)]
-    for name in names:
-        if names.count(name) > 1:
+    require_stage(given, "pipeline")
+    whole = checked(given, PipelineFile)
+    entries, names = [given.part("stages", str(at)) for at in range(len(whole.stages))], list[str]()
+    for at, entry in enumerate(entries, start=1):
+        name = entry.values.get("name")
+        place = entry.origin(("name",)) or next(iter(entry.origins.values()), source)
+        if not isinstance(name, str) or not name:
+            raise InputError(f"{place}: stage {at} of the pipeline has no name; give it one, as text")
+        if name in names:
             raise InputError(f"{source}: two stages are called {name}; rename one")
+        names.append(name)
     changed = [_change_of_stage(layer, names) for layer in changes if "stages" in layer.values]
     for layer in changes:
         if not isinstance(layer.values.get("common", {}), dict):
@@ -140,7 +155,7 @@ def load_pipeline(source: str, overrides: list[str], changes: Sequence[Layer] = 
             raise InputError(f"{where}: common must be a section of keys for every stage; write `common.KEY=value`")
     file = _File(
         Path(source).parent,
-        Path(given.values.get("runs", "runs")) / given.values.get("name", "pipeline"),
+        Path(whole.runs) / whole.name,
         names,
         given.part("common") if "common" in given.values else Layer({}),
         [layer.part("common") for layer in changes if "common" in layer.values],
@@ -151,24 +166,22 @@ def load_pipeline(source: str, overrides: list[str], changes: Sequence[Layer] = 
         try:
             if merge(stage_layers).values.get("stage") == "convert":
                 # The default source is `data` of the pipeline.
-                data = Layer({"source": given.values.get("data")}, {("source",): given.origin(("data",)) or ""})
-                place = Layer({"name": name, "runs": str(file.directory)})
-                conversion = checked(merge([data, *stage_layers, place]), ConvertRecipe)
+                data = Layer({"source": whole.data}, {("source",): given.origin(("data",)) or ""})
+                here = Layer({"name": name, "runs": str(file.directory)})
+                conversion = checked(merge([data, *stage_layers, here]), ConvertRecipe)
                 file.earlier[name] = PipelineStage(name=name, recipe=conversion)
             else:
                 file.earlier[name] = _resolved(name, stage_layers, file)
         except InputError as error:
             file.earlier[name] = None
             problems += [f"stage {name}: {sentence}" for sentence in str(error).splitlines()]
-    stages = [stage for stage in file.earlier.values() if stage is not None]
-    converts = any(entry.values.get("stage") == "convert" for entry in entries)
-    if given.values.get("data") is not None and not converts:
-        problems.append(
-            f"{given.origin(('data',))}: data has no effect without a stage that converts it; set keys of stages"
-        )
+    if whole.data is not None and not any(entry.values.get("stage") == "convert" for entry in entries):
+        where = given.origin(("data",))
+        problems.append(f"{where}: data has no effect without a stage that converts it; set keys of stages")
     if problems:
         raise InputError("\n".join(problems))
-    return PipelineRecipe(stages=stages, **{key: given.values[key] for key in ("name", "runs") if key in given.values})
+    stages = [stage for stage in file.earlier.values() if stage is not None]
+    return PipelineRecipe(stages=stages, name=whole.name, runs=whole.runs)
 
 
 def _resolved(name: str, stage_layers: list[Layer], pipeline: _File) -> PipelineStage:
@@ -214,8 +227,7 @@ def _resolved(name: str, stage_layers: list[Layer], pipeline: _File) -> Pipeline
 
 def _with_models(value: Any, path: KeyPath, given: Layer, pipeline: _File, inputs: list[str]) -> Any:
     """`value` with every `stage:NAME` as the directory of that stage's model and every `stage:NAME/FILE` as the path of that
-    file; the names go to `inputs`. `InputError` unless an earlier stage exports that model or makes that file.
-    """
+    file; the names go to `inputs`. `InputError` unless an earlier stage exports that model or makes that file."""
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         inside = {key: _with_models(inner, (*path, str(key)), given, pipeline, inputs) for key, inner in items}
@@ -245,36 +257,6 @@ def _with_models(value: Any, path: KeyPath, given: Layer, pipeline: _File, input
     if upstream not in inputs:
         inputs.append(upstream)
     return str(pipeline.directory / upstream / (f"{file}.jsonl" if file else "model"))
-
-
-def _check_file(given: Layer, source: str) -> None:
-    for key in given.values:
-        if key not in _KEYS:
-            known = any(key in schema.model_fields for schema in STAGES.values())
-            hint = nearest_type(key, list(_KEYS)) or (" (put it under common)" if known else "")
-            keys = ", ".join(_KEYS)
-            raise InputError(f"{given.origin((key,))}: there is no key {key} in a pipeline{hint}; the keys are {keys}")
-    if (stage := given.values.get("stage", "pipeline")) != "pipeline":
-        remedy = f"run it with `posttrain {stage}`" if stage in STAGES else "write `stage: pipeline`"
-        raise InputError(f"{given.origin(('stage',))}: the recipe is for stage {stage}, not pipeline; {remedy}")
-    stages = given.values.get("stages")
-    if not isinstance(stages, list) or not stages or not all(isinstance(entry, dict) for entry in stages):
-        where = given.origin(("stages",)) or source
-        raise InputError(f"{where}: stages must be a list of stages, each with a `name` and a `stage` or `recipe`")
-    if not isinstance(given.values.get("common") or {}, dict):
-        raise InputError(f"{given.origin(('common',))}: common must be a section of keys beneath every stage")
-    for key in ("name", "runs", "data"):
-        value = given.values.get(key, "text")
-        if not isinstance(value, str) or not value:
-            raise InputError(f"{given.origin((key,))}: {key} is {json.dumps(value)}; it must be text, in quotes")
-
-
-def _name(entry: Layer, at: int, source: str) -> str:
-    name = entry.values.get("name")
-    where = entry.origin(("name",)) or next(iter(entry.origins.values()), source)
-    if not isinstance(name, str) or not name:
-        raise InputError(f"{where}: stage {at + 1} of the pipeline has no name; give it one, as text")
-    return name
 
 
 def _change_of_stage(layer: Layer, names: list[str]) -> tuple[str, Layer]:

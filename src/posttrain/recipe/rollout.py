@@ -230,6 +230,7 @@ REJECTED = Panel("Rejected answers", "share of answers", percent=True, figure="l
 
 
 CURVE_ONLY = unless("stage", "evaluate")
+SEVERAL = needs("sampling.temperature", reason="greedy episodes of one seed are identical", refused=True)
 
 
 class EvaluationRecipe(BaseConfig):
@@ -260,7 +261,7 @@ class EvaluationRecipe(BaseConfig):
     """Held-out seeds of the learning curve, on which the best checkpoint is selected. Usual for generated tasks: 64 from 1,000,000 on."""
     final_seeds: SeedRange = SeedRange()
     """Held-out seeds of the final table. Nothing is selected on them, so the final numbers have no selection bias. Usual for generated tasks: 256 from 2,000,000 on."""
-    episodes_per_seed: int = Field(1, ge=1)
+    episodes_per_seed: Annotated[int, SEVERAL] = Field(1, ge=1)
     """Episodes per held-out seed."""
     sampling: SamplingRecipe = SamplingRecipe(temperature=0.0)
     """Sampling in evaluations; greedy by default."""
@@ -277,8 +278,6 @@ class EvaluationRecipe(BaseConfig):
     def _check(self) -> None:
         for seeds in self.ranges.values():
             refuse_many(seeds.count or 1, self.episodes_per_seed, "episodes_per_seed")
-        if self.sampling.temperature == 0 and self.episodes_per_seed > 1:
-            raise ValueError("greedy episodes of one seed are identical; set `episodes_per_seed: 1` or a temperature")
 
     def batch_lines(self, tasks: TaskSplit | None, steps: int) -> list[str]:
         """Episodes of the learning curve and of the final table in a run of `steps` steps."""

@@ -156,7 +156,9 @@ class StudyRecipe(BaseConfig):
     start: Annotated[Annotated[list[dict[str, Any]], EXECUTES], unless("groups", refused=True)] = []
     """Known good points, each recipe key -> value, to try first."""
     sampler: SamplerRecipe = SamplerRecipe()
-    pruner: Annotated[NoPruner | MedianPruner, Field(discriminator="type")] = NoPruner(type="none")
+    pruner: Annotated[
+        Annotated[NoPruner | MedianPruner, Field(discriminator="type")], unless("groups", refused=True)
+    ] = NoPruner(type="none")
     workers: int = Field(1, ge=1)
     """Trials that run at the same time, each in its own process."""
     devices: list[Text] = []
@@ -167,8 +169,6 @@ class StudyRecipe(BaseConfig):
     def _check(self) -> None:
         if bool(self.search) == bool(self.groups):
             raise ValueError("a study needs exactly one of `search` and `groups`")
-        if self.groups and self.pruner.type != "none":
-            raise ValueError("`pruner` is not supported with `groups`, which report every value; remove it")
         grids = [(key, values, group.name) for group in self.groups for key, values in group.grid.items()]
         for key, values, name in grids:
             if isinstance(values, Range):
@@ -222,8 +222,7 @@ def trained_metrics(stage: str) -> list[Metric]:
 
 def check_metrics(objective: Objective, stage: str, base: Mapping[str, Any], given: Layer, source: str) -> None:
     """`InputError` unless evaluations of the recipe `base` measure the objective, and evaluations or steps measure each
-    limit.
-    """
+    limit."""
     if (base.get("evaluation") or {}).get("every") == 0:
         raise InputError(
             f"{source}: evaluation.every = 0 leaves a trial without an evaluation after its steps; set it to their number"

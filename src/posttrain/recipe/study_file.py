@@ -7,17 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from posttrain.errors import InputError
-from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.catalogue import recipe_file
-from posttrain.recipe.compose import merge_typed, typed_recipe
-from posttrain.recipe.sources import KeyPath, Layer, merge, read_file, read_overrides
-from posttrain.recipe.stages import STAGES, Recipe
-from posttrain.recipe.study import Limit, Range, StudyRecipe, Together, check_metrics, choices_of
+from posttrain.recipe.compose import checked, merge_typed, require_stage, typed_recipe
+from posttrain.recipe.sources import Layer, merge, read_file, read_overrides
+from posttrain.recipe.stages import Recipe
+from posttrain.recipe.study import Range, StudyRecipe, Together, check_metrics, choices_of
 from posttrain.recipe.trust import require_trust_of_run
-from posttrain.recipe.validation import nearest_type, validation_errors
 
 _TRAINED = ("sft", "reward", "dpo", "rl", "distill")
 """Stages that have a learning curve."""
@@ -49,23 +45,12 @@ class Study:
 
     def at(self, point: Point, runs: Path | None = None, name: str = "trial", **keys: Any) -> Recipe:
         """The recipe of `point`, as run `<runs>/<name>` and with top-level `keys`. Raises `InputError` if it is not valid."""
-        values: dict[str, Any] = {}
-        origins: dict[KeyPath, str] = {}
-        for key, value in self.keys_of(point).items():
-            values = _over(values, nested(key, value))
-            origins[tuple(key.split("."))] = f"{key}={shown(value)}"
+        named = self.keys_of(point).items()
+        origins = {tuple(key.split(".")): f"{key}={shown(value)}" for key, value in named}
         place = {"runs": str(runs or self.directory / "trials"), "name": name}
         # One layer for all keys, so that a type and the keys of that type can be searched in any order.
+        values = merge([Layer(nested(key, value)) for key, value in named]).values
         return typed_recipe(merge_typed([self.base, Layer(values | place | keys, origins)], self.trained), self.trained)
-
-
-def _over(values: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """`values` updated by `more`, section by section."""
-    merged = values | more
-    for key in values.keys() & more.keys():
-        if isinstance(values[key], dict) and isinstance(more[key], dict):
-            merged[key] = _over(values[key], more[key])
-    return merged
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:
@@ -94,7 +79,8 @@ def load_study(source: str, overrides: Sequence[str]) -> Study:
     """
     source = str(recipe_file(source))
     given = _merged([read_file(source), *map(_whole_names, read_overrides(list(overrides)))])
-    recipe = _typed(given, source)
+    require_stage(given, "tune")
+    recipe = checked(given, StudyRecipe)
     folder = Path(source).parent
     files = [read_file(str(folder / file)) for file in recipe.recipe]
     fixed = given.part("keys") if recipe.keys else Layer({})
@@ -151,7 +137,7 @@ def _merged(layers: Sequence[Layer]) -> Layer:
 
 def _whole_names(layer: Layer) -> Layer:
     """An override `search.a.b.c=1` as {"search": {"a.b.c": 1}}."""
-    value, name = layer.values.get("search"), []
+    value, name = layer.values.get("search"), list[str]()
     if not isinstance(value, dict) or len(value) != 1 or "." in next(iter(value)):
         return layer
     while isinstance(value, dict) and len(value) == 1 and not (name and name[-1] in Range.model_fields):
@@ -163,45 +149,3 @@ def _whole_names(layer: Layer) -> Layer:
     where = next(iter(layer.origins.values()))
     key = ".".join(name)
     return Layer({"search": {key: value}}, {("search",): where, ("search", key): where})
-
-
-def _typed(given: Layer, source: str) -> StudyRecipe:
-    values = dict(given.values)
-    if (stage := values.get("stage", "tune")) != "tune":
-        remedy = f"run it with `posttrain {stage}`" if stage in (*STAGES, "pipeline") else "write `stage: tune`"
-        raise InputError(f"{given.origin(('stage',))}: the recipe is for stage {stage}, not tune; {remedy}")
-    sentences, fields = [], StudyRecipe.model_fields
-    for key in [key for key in given.values if key not in fields]:
-        other = any(key in schema.model_fields for schema in STAGES.values())
-        hint = f" (write keys.{key})" if other else nearest_type(key, list(fields))
-        sentences.append(f"{given.origin((key,))}: a study has no key {key}{hint}; the keys are {', '.join(fields)}")
-        del values[key]
-    for path, part in (("search",), Range), (("objective", "within"), Limit):
-        sentences += _section_errors(values, path, part, given)
-    try:
-        study = StudyRecipe.model_validate_json(json.dumps({"stage": "tune", **values}), strict=True)
-    except ValidationError as error:
-        sentences += validation_errors(error, StudyRecipe, Layer(values, given.origins), StudyRecipe)
-    if sentences:
-        raise InputError("\n".join(sentence if ": " in sentence else f"{source}: {sentence}" for sentence in sentences))
-    return study
-
-
-def _section_errors(values: dict[str, Any], path: KeyPath, part: type[BaseConfig], given: Layer) -> list[str]:
-    """Errors in the sections under `path`, whose names the user chooses. Faulty sections are replaced in `values`."""
-    above: Any = given.values
-    for key in path:
-        above = above.get(key) if isinstance(above, dict) else None
-    sentences: list[str] = []
-    for name, section in above.items() if isinstance(above, dict) else ():
-        if not isinstance(section, dict) or "together" in section:
-            continue
-        try:
-            part.model_validate_json(json.dumps(section), strict=True)
-        except ValidationError as error:
-            sentences += validation_errors(error, part, given, StudyRecipe, (*path, name))
-            inside = values
-            for key in path:
-                inside[key] = inside = dict(inside[key])
-            inside[name] = {"low": 0.0, "high": 1.0} if part is Range else {"max": 0.0}
-    return sentences

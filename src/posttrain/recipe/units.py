@@ -7,6 +7,7 @@ from pydantic import Field, field_validator
 
 from posttrain.recipe.base import BaseConfig, Reads, Text
 from posttrain.recipe.metrics import HELD_OUT, TRAINING, Metric, Panel
+from posttrain.recipe.needs import needs
 
 STEP_PATTERN = r"^[ \t]*\*{0,2}(?:[Ss]tep[ \t]+)?(?P<label>[A-Z]{1,2}|\d{1,3})[.):]\*{0,2}[ \t]+"
 
@@ -145,12 +146,10 @@ class LearnedCredit(_Placed, _Mixed):
     """Share of unit rewards; 1 - beta is their mean, as a reward of the outcome."""
     normalizer: Reads | None = None
     """Position-dependent normalization: a `params.json` of `posttrain fit-normalizer`, or the run it belongs to. In a pipeline, `stage:NAME`. Null: normalize by `reward.normalize`, independent of position."""
-    fit: Text | None = Field(None, pattern=r"^[^>]+(>[^>]+){4}$")
+    fit: Annotated[Text | None, needs("normalizer", reason="`fit` needs `normalizer`", refused=True)] = Field(
+        None, pattern=r"^[^>]+(>[^>]+){4}$"
+    )
     """Which fit of the file to use, as `model > dataset > method > aggregate > threshold`. Not needed if it has only one."""
-
-    def _check(self) -> None:
-        if self.fit is not None and self.normalizer is None:
-            raise ValueError("`fit` needs `normalizer`; set it, or remove `fit`")
 
 
 class TruncationCredit(_Probed, _Read):

@@ -4,6 +4,7 @@ import difflib
 import json
 import re
 import typing
+from contextlib import suppress
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -11,28 +12,24 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from posttrain.errors import InputError
 from posttrain.recipe.base import BaseConfig
-from posttrain.recipe.components import EnvironmentRecipe, environment_classes
+from posttrain.recipe.components import EnvironmentRecipe, environment_class, environment_classes
 from posttrain.recipe.reference import allowed, either, keys_of, sections_of, tags_of
 from posttrain.recipe.sources import KeyPath, Layer
 from posttrain.recipe.stages import STAGES
 
 
-def validation_errors(
-    error: ValidationError, part: type[BaseConfig], given: Layer, stage: type[BaseConfig], prefix: KeyPath = ()
-) -> list[str]:
-    """Sentences for the problems that pydantic found in the section `prefix` of the recipe `given`.
-
-    `part` is the schema of that section and `stage` that of the whole recipe, in which keys of other sections are
-    looked up. Several errors of one key become one sentence.
-    """
+def validation_errors(error: ValidationError, schema: type[BaseConfig], given: Layer) -> list[str]:
+    """Sentences for the problems that pydantic found in the recipe `given` of `schema`. Several errors of one key become
+    one sentence."""
     sentences: dict[KeyPath, str] = {}
     # A missing key may be one that is misspelt.
     for problem in sorted(error.errors(include_url=False), key=lambda problem: problem["type"] == "missing"):
-        path = (*prefix, *_key_path(problem, _value(given.values, prefix)))
+        path = _key_path(problem, given.values)
         misspelt = f"the nearest is {'.'.join(path)}"
         if problem["type"] != "missing" or not any(one.endswith(misspelt) for one in sentences.values()):
-            sentences.setdefault(path, _sentence(problem, path, part, given, stage, prefix))
+            sentences.setdefault(path, _sentence(problem, path, schema, given))
     return list(sentences.values())
 
 
@@ -52,9 +49,7 @@ def nearest_type(name: str, choices: list[str]) -> str:
     return f" (did you mean {by_case[near[0]]}?)" if near else ""
 
 
-def _sentence(
-    problem: ErrorDetails, path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[BaseConfig], prefix: KeyPath
-) -> str:
+def _sentence(problem: ErrorDetails, path: KeyPath, schema: type[BaseConfig], given: Layer) -> str:
     kind = problem["type"]
     while kind == "extra_forbidden" and (inside := _value(given.values, path)) and isinstance(inside, dict):
         # In a section that does not exist, the first key with a value.
@@ -66,7 +61,10 @@ def _sentence(
         section = ".".join(path[:-1])
         return f"{start}there is no key {dotted}{nearest_type(path[-1], choices)}; the keys of {section} are {either(choices)}"
     if kind == "extra_forbidden":
-        return f"{start}there is no key {dotted}; {_remedy(path, part, given, stage, prefix)}"
+        return f"{start}there is no key {dotted}; {_remedy(path, schema, given)}"
+    if kind == "environment":
+        where = given.origin((*path, "type"))
+        return f"{where}: {problem['msg']}" if where else problem["msg"]
     if kind in ("value_error", "assertion_error"):
         message = str(problem["ctx"]["error"])
         if path:
@@ -78,12 +76,12 @@ def _sentence(
         types = [tag.strip(" '") for tag in problem["ctx"]["expected_tags"].split(",")]
         tag, where = _value(given.values, (*path, "type")), given.origin((*path, "type"))
         hint = nearest_type(str(tag), types)
-        for name, other in stage.model_fields.items():
+        for name, other in schema.model_fields.items():
             if any(tag in tags_of(section) for section in sections_of(other.annotation)):
                 hint = f" (a type of {name}: write {name}.type={tag})"
                 break
         return f"{where}: {dotted}.type is {_show(tag)}{hint}; it must be {either(types)}"
-    info, sections = _at(path[len(prefix) :], part, _value(given.values, prefix))
+    info, sections = _at(path, schema, given.values)
     words = problem["msg"] if info is None else allowed(info)
     if info is not None and typing.get_origin(info.annotation) is dict:  # its key is the user's, such as a threshold
         words, sections = problem["msg"].removeprefix("Input should be "), []
@@ -109,24 +107,25 @@ def _sentence(
     return f"{start}{dotted} is {_show(value)}{hint}; it must be {words}"
 
 
-def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[BaseConfig], prefix: KeyPath) -> str:
+def _remedy(path: KeyPath, schema: type[BaseConfig], given: Layer) -> str:
     """What to do about the key at `path`, which does not exist."""
     section, name, dotted = path[:-1], path[-1], ".".join(path)
-    values = _value(given.values, prefix)
-    if other := _other_types(path, part, values, prefix):
+    field, around = _at(section, schema, given.values)
+    if other := _other_types(name, field):
         kind = _value(given.values, (*section, "type"))
         return f"it belongs to {'.'.join(section)}.type {', '.join(other)}, not {kind}, so remove it or change the type"
     known = foreign_keys()
     parts = dotted.replace("-", "_").split(".")
     # The longest end of a key of another framework counts.
     foreign = [end for at in range(len(parts)) if (end := ".".join(parts[at:])) in {*known["keys"], *known["reasons"]}]
-    inner = list(dict.fromkeys(key for one in _at(section[len(prefix) :], part, values)[1] for key in one.model_fields))
+    inner = list(dict.fromkeys(key for one in around for key in one.model_fields))
     # Listing all keys takes half a second, so that the most likely ones come first.
     if not foreign and (close := difflib.get_close_matches(name, inner, 1, 0.75)):
         return f"the nearest is {'.'.join((*section, close[0]))}"
-    inside = ".".join(prefix) + "."
-    names = [key.path for key in keys_of(stage) if not prefix or not key.path.startswith(inside)]
-    names += [key.path for key in keys_of(part, inside)] if prefix else []
+    names = [key.path for key in keys_of(schema)]
+    if around and issubclass(around[0], EnvironmentRecipe):  # the keys of this one, not of all others
+        inside = f"{'.'.join(section)}."
+        names = [key for key in names if not key.startswith(inside)] + [key.path for key in keys_of(around[0], inside)]
     for key in sorted(names, key=len) if section else ():
         *sections, last = key.removeprefix(f"{'.'.join(section)}.").split(".")
         if last == name and sections and sections[0] in inner:  # a section of this one, or of its kind
@@ -155,10 +154,12 @@ def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[Bas
         return f"the nearest is {close[0]}"
     if elsewhere := sorted({key for key in names if key.split(".")[-1] == name}):
         return f"{' and '.join(elsewhere)} {'has' if len(elsewhere) == 1 else 'have'} that name"
-    is_stage = "stage" in stage.model_fields
+    is_stage = "stage" in schema.model_fields
     stages = [name for name, other in STAGES.items() if path[0] in other.model_fields]
-    if not prefix and is_stage and stages and path[0] not in stage.model_fields:
-        return f"{path[0]} belongs to stage {', '.join(stages)}, not {given.values['stage']}"
+    if is_stage and stages and path[0] not in schema.model_fields:
+        if holder := {"keys", "common"} & schema.model_fields.keys():  # a study, a pipeline
+            return f"write {holder.pop()}.{dotted}"
+        return f"{path[0]} belongs to stage {', '.join(stages)}, not {schema.model_fields['stage'].default}"
     # Of keys with one name, the one in the fewest sections: optimizer.learning_rate, not that of the critic.
     leaves = {key.split(".")[-1]: key for key in sorted(names, key=lambda key: (key.count("."), key), reverse=True)}
     if close := difflib.get_close_matches(name, leaves, 1, 0.75):
@@ -166,24 +167,22 @@ def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[Bas
     if siblings and (section or not is_stage):
         about = f" of {'.'.join(section)}" if section else ""
         return f"the keys{about} are {', '.join(siblings)}"
-    shown = f" --stage {stage.model_fields['stage'].default}" if is_stage else ""
+    shown = f" --stage {schema.model_fields['stage'].default}" if is_stage else ""
     return f"`posttrain recipe{shown}` shows the keys, and `posttrain import` converts commands of TRL, OpenRLHF, verl and RAGEN"
 
 
-def _other_types(path: KeyPath, part: type[BaseConfig], values: Any, prefix: KeyPath) -> list[str]:
-    """Types of the section around `path` that have its last key."""
-    if issubclass(part, EnvironmentRecipe) and len(path) == len(prefix) + 1:
-        return [name for name, one in environment_classes().items() if path[-1] in one.Recipe.model_fields]
-    info, sections = _at(path[len(prefix) : -1], part, values)
-    if info is None or len(sections) < 2:
-        return []
-    return [tag for section in sections if path[-1] in section.model_fields for tag in tags_of(section)]
+def _other_types(name: str, field: Any) -> list[str]:
+    """Types of the section in `field` that have the key `name`."""
+    sections = [] if field is None else sections_of(field.annotation)
+    if EnvironmentRecipe in sections:
+        return [kind for kind, one in environment_classes().items() if name in one.Recipe.model_fields]
+    having = [section for section in sections if len(sections) > 1 and name in section.model_fields]
+    return [tag for section in having for tag in tags_of(section)]
 
 
 def _at(path: KeyPath, part: type[BaseConfig], values: Any) -> tuple[Any, list[type[BaseConfig]]]:
     """The field that `path` names, in the sections that the `type` keys of `values` select, and the sections that it may
-    have. None if there is no such field; for an empty path, the section is `part`.
-    """
+    have. None if there is no such field; for an empty path, the section is `part`."""
     sections: list[type[BaseConfig]] = [part]
     info = None
     names = iter(path)
@@ -199,6 +198,9 @@ def _at(path: KeyPath, part: type[BaseConfig], values: Any) -> tuple[Any, list[t
             # The user chose the next name.
             sections = sections_of(typing.get_args(info.annotation)[1])
             values = values.get(next(names, "")) if isinstance(values, dict) else None
+        if EnvironmentRecipe in sections and isinstance(values, dict):
+            with suppress(InputError):
+                sections = [environment_class(str(values.get("type"))).Recipe]
     return info, sections
 
 

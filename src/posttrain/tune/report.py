@@ -1,10 +1,9 @@
 """The results of a study: the best trial, the table of trials, `best.yaml` and report.md."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
@@ -148,9 +147,3 @@ def write_report(study: Study, table: Table, summary: Sequence[str]) -> Path:
     report = Report(study.recipe.name, headline=" ".join(summary), tables=[table])
     write_atomically(path, report.markdown(titled=True))
     return path
-
-
-def warning_messages(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The distinct warnings in the metrics lines of a run, in order, one line each."""
-    messages = [line.get("message") for line in lines if line["kind"] == "warning"]
-    return list(dict.fromkeys(" ".join(message.split()) for message in messages if isinstance(message, str)))

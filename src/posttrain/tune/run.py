@@ -19,7 +19,6 @@ from posttrain.tune.report import (
     short_names,
     summary_sentences,
     trial_table,
-    warning_messages,
     write_best,
     write_report,
 )
@@ -75,8 +74,7 @@ def run_study(study: Study, resume: bool, console: Console, group: str | None = 
 
 def chosen_group(study: Study, name: str | None) -> Group | None:
     """The group with this name or number, counted from 1; None for all. Raises `InputError` if there is no such
-    group.
-    """
+    group."""
     if name is None:
         return None
     groups = study.recipe.groups
@@ -196,8 +194,7 @@ class Search:
 
     def _enqueue_grid(self) -> bool:
         """Whether a grid point is waiting. Enqueues the grid of a group once all trials of the previous group have
-        ended.
-        """
+        ended."""
         chained: dict[str, Any] = {}
         for group in self.study.recipe.groups:
             trials = _of_group(self.optuna_study, group)
@@ -292,8 +289,9 @@ class TrialJob:
             self.optuna_study.tell(self.trial, state=TrialState.PRUNED)
         else:
             self.optuna_study.tell(self.trial, value)
-        for message in [] if self.damage else warning_messages(self.attempt.lines()):
-            if message not in self.warned:
+        for line in [] if self.damage else self.attempt.lines():
+            message = " ".join(str(line.get("message", "")).split()) if line["kind"] == "warning" else ""
+            if message and message not in self.warned:
                 self.warned.add(message)
                 show_line(self.console, f"trial {self.trial.number}: warning: {message}")
         trials = self.optuna_study.get_trials(deepcopy=False)

@@ -32,8 +32,7 @@ _LOCK_SECONDS = 120.0
 
 def preloaded(stage: str) -> list[str]:
     """Modules to import once for all runs of a stage. Importing them must not initialize CUDA, or forked processes could
-    not use it: so not peft, which imports bitsandbytes.
-    """
+    not use it: so not peft, which imports bitsandbytes."""
     return ["torch", "posttrain.models.load", "transformers", f"posttrain.training.{stage}"]
 
 
