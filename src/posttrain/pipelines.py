@@ -27,9 +27,10 @@ from posttrain.recipe.stages import EvaluateRecipe
 from posttrain.recipe.warnings import thinking_differs
 from posttrain.rollout.store import stored_steps
 from posttrain.runs.directory import write_atomically
-from posttrain.runs.evaluated import evaluated_checkpoints, evaluated_run
+from posttrain.runs.evaluated import evaluated_checkpoints
 from posttrain.runs.reader import is_file, read_json
 from posttrain.runs.report import Report
+from posttrain.runs.sources import open_sources
 from posttrain.runs.storage import STARTED
 from posttrain.runs.tables import (
     IMPROVED,
@@ -37,8 +38,7 @@ from posttrain.runs.tables import (
     PolicyRow,
     evaluated_table,
     policy_tables,
-    read_policies,
-    read_tables,
+    read_run_results,
     read_verdict,
     show_line,
 )
@@ -380,9 +380,9 @@ def report_pipeline(pipeline: PipelineRecipe, console: Console) -> Path | None:
             title += f" of {', '.join(stage.name for stage in stages)}"
         tables += policy_tables(combined_rows(pipeline, stages), title)
     for stage in finished:
-        stage_tables = read_tables(pipeline.directory / stage.name)
+        stage_tables = read_run_results(pipeline.directory / stage.name).tables
         tables += [replace(table, title=f"{stage.name}: {table.title}") for table in stage_tables if not table.played]
-    evaluated = [evaluated_run(pipeline.directory / one.name) for one in finished if one.recipe.stage == "evaluate"]
+    evaluated = open_sources([pipeline.directory / one.name for one in finished if one.recipe.stage == "evaluate"])
     groups = evaluated_checkpoints(evaluated)
     tables += filter(None, (evaluated_table(name, lines) for name, lines in groups.items()))
     if not tables:
@@ -438,7 +438,7 @@ def combined_rows(pipeline: PipelineRecipe, stages: Sequence[PipelineStage]) -> 
     rows: list[PolicyRow] = []
     baselines: dict[str, PolicyRow] = {}
     for stage in stages:
-        for row in read_policies(pipeline.directory / stage.name):
+        for row in read_run_results(pipeline.directory / stage.name).policies:
             if row.policy in (*before, "optimal policy"):
                 baselines[row.policy] = row
             elif row.policy != START:

@@ -13,7 +13,7 @@ import yaml
 from posttrain.recipe.compose import load_recipe
 from posttrain.rollout.store import read_episodes, stored_steps
 from posttrain.runs.metrics import read_metrics
-from posttrain.runs.tables import read_tables
+from posttrain.runs.tables import read_run_results
 from tests.conftest import make_tokenizer, tiny_config
 from tests.evaluation.judge_server import serving
 from tests.journeys import ROOT, commands, dry, place_recipes, run, with_values
@@ -276,7 +276,7 @@ def check_scores(folder, trained):
         overall.append(sum(episode.success for episode in episodes) / len(episodes))
         assert row[-2].startswith(f"{overall[-1]:.3f} [")
         assert row[-1] == (f"{returns[step]:.3f}" if step else "–")
-        (policies, *_) = read_tables(one)
+        (policies, *_) = read_run_results(one).tables
         assert {"random policy", MODEL} & {line[0] for line in policies.rows} or policies.rows
     assert max(overall) > 0
     separate = (

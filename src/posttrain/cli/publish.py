@@ -34,8 +34,7 @@ def export(
     posttrain export runs/run --push user/name --public --licence apache-2.0
     """
     from posttrain.errors import InputError
-    from posttrain.publishing.export import export_run
-    from posttrain.publishing.push import push_run
+    from posttrain.publishing.export import export_run, push_run
     from posttrain.runs.directory import RunDirectory
 
     if push is not None:

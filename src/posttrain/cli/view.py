@@ -26,6 +26,7 @@ def view(
     posttrain view
     posttrain view runs --port 8321 --no-browser
     """
+    import secrets
     import webbrowser
     from urllib.parse import quote
 
@@ -36,7 +37,7 @@ def view(
 
     for module in ("starlette", "uvicorn"):
         require_module(module, "posttrain view")
-    from posttrain.view.server import guarded, new_token
+    from posttrain.view.server import guarded
 
     if not folder.is_dir():
         raise InputError(
@@ -45,7 +46,7 @@ def view(
     single = (folder / "recipe.yaml").is_file() and (folder / "environment.json").is_file()
     path = f"/run/{quote(printable(folder.resolve().name))}" if single else "/"
     with open_listener(port, "--port") as on:
-        token, bound = new_token(), on.getsockname()[1]
+        token, bound = secrets.token_urlsafe(24), on.getsockname()[1]
         guard = guarded(folder.resolve().parent if single else folder, bound, token)
         address = f"http://{ADDRESS}:{bound}{path}?token={token}"
         typer.echo(f"{address}\nCtrl-C ends it")

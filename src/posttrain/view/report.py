@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
@@ -14,7 +15,7 @@ from posttrain.figures.draw import encode
 from posttrain.figures.plots import Compared, compare, figures
 from posttrain.figures.trajectories import draw, maker_of, row_of
 from posttrain.rollout.store import StoredStep, read_episodes, stored_steps
-from posttrain.runs.directory import RunDirectory, storage_errors, write_atomically
+from posttrain.runs.directory import RunDirectory, write_atomically
 from posttrain.runs.panels import Sampling
 from posttrain.runs.report import Report, Rows
 from posttrain.runs.sources import Source, differing_keys, readable_sources
@@ -35,8 +36,7 @@ _KINDS = {"train": "training episodes", "evaluation": "held-out episodes", "fina
 _NAMES = {0: (), 1: ("the only one",), 2: ("best", "worst"), 3: ("best", "median", "worst")}
 
 
-@dataclass(frozen=True)
-class Image:
+class Image(NamedTuple):
     """A figure as a data URI."""
 
     title: str
@@ -205,21 +205,15 @@ def write_html(paths: Sequence[Path], out: Path | None = None) -> tuple[Path, li
         except PosttrainError as error:
             compared.warnings.append(f"no paired differences: {error}")
     sections = [section_of(source) for source in sources]
-    text = (
-        templates()
-        .get_template("report.html.j2")
-        .render(
-            title=" · ".join(source.name for source in sources[:4]) + (" …" if len(sources) > 4 else ""),
-            compared=compared,
-            sentence=sentence,
-            images=[image(name, figure) for name, figure in compared.figures],
-            runs=runs_table(sources) if len(sources) > 1 else None,
-            differing=differing_keys(sources) if len(sources) > 1 else None,
-            sections=sections,
-        )
-    )
-    with storage_errors(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
+    text = templates().get_template("report.html.j2").render(
+        title=" · ".join(source.name for source in sources[:4]) + (" …" if len(sources) > 4 else ""),
+        compared=compared,
+        sentence=sentence,
+        images=[image(name, figure) for name, figure in compared.figures],
+        runs=runs_table(sources),
+        differing=differing_keys(sources),
+        sections=sections,
+    )  # fmt: skip
     write_atomically(file, text.lstrip().encode("utf-8", "backslashreplace"))
     missing = [f"{one.title}: {text}" for one in sections for text in one.missing]
     return file, [*left_out, *compared.warnings, *missing]
