@@ -65,39 +65,28 @@ TOPICS: dict[str, tuple[_Attribute, ...]] = {
         _Attribute("job", "The job is that of a {}.", ("baker", "nurse", "pilot", "teacher", "painter", "farmer")),
         _Attribute("city", "Home is {}.", _CITIES),
         _Attribute("married", ("There was a wedding, so married.", "Not married.")),
-        _Attribute(
-            "languages",
-            "Languages spoken: {}.",
-            ("French", "Arabic", "Polish", "Danish", "Greek", "Hindi"),
-            several=True,
-        ),
+        _Attribute("languages", "Languages spoken: {}.",
+                   ("French", "Arabic", "Polish", "Danish", "Greek", "Hindi"), several=True),
     ),
     "shop": (
-        _Attribute(
-            "shop", "The shop is called {}.", ("Corner Seven", "Blue Door", "Old Mill", "Green Basket", "Tilly's")
-        ),
+        _Attribute("shop", "The shop is called {}.",
+                   ("Corner Seven", "Blue Door", "Old Mill", "Green Basket", "Tilly's")),
         _Attribute("owner", "It belongs to {}.", _NAMES),
         _Attribute("opened", "It opened in {}.", range(1950, 2024)),
-        _Attribute(
-            "goods",
-            "On its shelves are {}.",
-            ("bread", "tea", "candles", "shoes", "maps", "honey", "lamps"),
-            several=True,
-        ),
+        _Attribute("goods", "On its shelves are {}.",
+                   ("bread", "tea", "candles", "shoes", "maps", "honey", "lamps"), several=True),
         _Attribute("open_on_sunday", ("It is open on Sundays.", "On Sundays it is closed.")),
         _Attribute("employees", "{} people work there.", range(2, 40)),
     ),
     "book": (
-        _Attribute(
-            "title", 'The title is "{}".', ("The Long Tide", "Nine Bridges", "A Quiet Engine", "Salt", "Paper Moons")
-        ),
+        _Attribute("title", 'The title is "{}".',
+                   ("The Long Tide", "Nine Bridges", "A Quiet Engine", "Salt", "Paper Moons")),
         _Attribute("author", "{} wrote it.", _NAMES),
         _Attribute("pages", "It has {} pages.", range(80, 900)),
         _Attribute("genre", "It is a {}.", ("thriller", "biography", "comedy", "romance", "mystery")),
         _Attribute("translated", ("It has been translated.", "Nobody has translated it.")),
-        _Attribute(
-            "themes", "It is about {}.", ("courage", "money", "family", "the sea", "war", "friendship"), several=True
-        ),
+        _Attribute("themes", "It is about {}.",
+                   ("courage", "money", "family", "the sea", "war", "friendship"), several=True),
     ),
     "animal": (
         _Attribute("species", "The animal is a {}.", ("otter", "badger", "falcon", "lynx", "heron", "tortoise")),
@@ -111,12 +100,8 @@ TOPICS: dict[str, tuple[_Attribute, ...]] = {
         _Attribute("town", "The town is {}.", _CITIES),
         _Attribute("country", "It lies in {}.", ("France", "Portugal", "Austria", "Norway", "Italy", "Belgium")),
         _Attribute("inhabitants", "{} people live in it.", range(2_000, 90_000, 100)),
-        _Attribute(
-            "sights",
-            "Visitors come for {}.",
-            ("the castle", "the bridge", "the park", "the tower", "the market"),
-            several=True,
-        ),
+        _Attribute("sights", "Visitors come for {}.",
+                   ("the castle", "the bridge", "the park", "the tower", "the market"), several=True),
         _Attribute("has_tram", ("A tram runs through it.", "It has no tram.")),
         _Attribute("mayor", "Its mayor is {}.", _NAMES),
     ),
@@ -124,18 +109,16 @@ TOPICS: dict[str, tuple[_Attribute, ...]] = {
         _Attribute("home_team", "{} played at home.", ("Rovers", "United", "Wanderers", "Athletic", "Dynamo")),
         _Attribute("sport", "The sport was {}.", ("football", "handball", "hockey", "rugby")),
         _Attribute("goals", "They scored {} goals.", range(12)),
-        _Attribute(
-            "scorers", "The goals came from {}.", ("Okoro", "Silva", "Brandt", "Novak", "Evans", "Rossi"), several=True
-        ),
+        _Attribute("scorers", "The goals came from {}.",
+                   ("Okoro", "Silva", "Brandt", "Novak", "Evans", "Rossi"), several=True),
         _Attribute("sold_out", ("All tickets were sold.", "There were tickets left.")),
         _Attribute("referee", "The referee was {}.", _NAMES),
     ),
     "dish": (
         _Attribute("dish", "The dish is {}.", ("lentil soup", "apple cake", "fish stew", "rice salad", "onion tart")),
         _Attribute("servings", "It serves {}.", range(1, 12)),
-        _Attribute(
-            "ingredients", "You need {}.", ("salt", "butter", "onions", "rice", "eggs", "apples", "cream"), several=True
-        ),
+        _Attribute("ingredients", "You need {}.",
+                   ("salt", "butter", "onions", "rice", "eggs", "apples", "cream"), several=True),
         _Attribute("course", "It is eaten as a {}.", ("starter", "main course", "dessert", "snack")),
         _Attribute("vegetarian", ("It has no meat or fish in it.", "It is not vegetarian.")),
         _Attribute("calories", "A plate has {} calories.", range(120, 900, 10)),
@@ -146,14 +129,12 @@ TOPICS: dict[str, tuple[_Attribute, ...]] = {
         _Attribute("style", "It is a {}.", ("cottage", "villa", "farmhouse", "bungalow")),
         _Attribute("rent", "The rent is {} a month.", range(300, 2500, 10)),
         _Attribute("garden", ("There is a garden.", "It comes without a garden.")),
-        _Attribute(
-            "nearby", "Close to it are {}.", ("a school", "a lake", "a bakery", "a station", "a forest"), several=True
-        ),
+        _Attribute("nearby", "Close to it are {}.",
+                   ("a school", "a lake", "a bakery", "a station", "a forest"), several=True),
     ),
     "film": (
-        _Attribute(
-            "film", 'The film is "{}".', ("Red Harbor", "Last Train West", "The Glass Garden", "Echo", "Two Winters")
-        ),
+        _Attribute("film", 'The film is "{}".',
+                   ("Red Harbor", "Last Train West", "The Glass Garden", "Echo", "Two Winters")),
         _Attribute("director", "{} directed it.", _NAMES),
         _Attribute("year", "It was shown first in {}.", range(1930, 2024)),
         _Attribute("minutes", "It takes {} minutes.", range(70, 200)),
@@ -168,10 +149,8 @@ TOPICS: dict[str, tuple[_Attribute, ...]] = {
         _Attribute("electric", ("It runs on electricity.", "It has no electric motor.")),
         _Attribute("purpose", "It is used for {}.", ("drilling", "sewing", "sawing", "printing", "pumping")),
     ),
-}
-"""Topics of the texts. No key of `film` or `machine` occurs in another topic, so they can be used for held-out
-tasks.
-"""
+}  # fmt: skip
+"""Topics of the texts. No key of `film` or `machine` occurs in another topic, so they can be used for held-out tasks."""
 
 
 class JsonAnswerRecipe(EnvironmentRecipe):

@@ -111,9 +111,7 @@ def _label(text: str, labels: set[str]) -> str | None:
 def _changed(
     question: str, rest: str, path: str, label: str, files: dict[str, str], facts: Sequence[Fact]
 ) -> dict[str, str] | None:
-    """The notes after the change that the message asks for. None if it asks for none, or for one that is not
-    understood.
-    """
+    """The notes after the change that the message asks for. None if it asks for none or is not understood."""
     matching = [fact for fact in facts if fact.note == path and fact.about == path and label in fact.labels]
     text = files[path]
     if _DELETES.search(question):
@@ -133,9 +131,7 @@ def _changed(
 BaselinePolicy = Callable[[str, dict[str, str]], tuple[str, dict[str, str]]]
 """Maps a question and the visible notes (path -> text) to a reply and the notes afterwards."""
 NOTES, ASKED_AFTER = "update, notes", "update, asked after"
-"""Names of scores with `follow_up`: the notes are as the update requires, and the question after it is answered
-correctly.
-"""
+"""Scores with `follow_up`: the notes are as the update requires; the question after it is answered correctly."""
 
 
 @dataclass(frozen=True)

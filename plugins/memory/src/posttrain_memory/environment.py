@@ -17,7 +17,7 @@ from posttrain_memory.interpreter.session import ToolSession
 from posttrain_memory.judging import judge_episode
 from posttrain_memory.parser import Reply, parse
 from posttrain_memory.privacy.facts import facts_of
-from posttrain_memory.prompts import first_messages, refusal, system_prompt, with_last_turn_notice
+from posttrain_memory.prompts import first_messages, refusal, system_prompt
 from posttrain_memory.recipe import MemoryRecipe
 from posttrain_memory.task_source import Assignment, generated_task, task_table
 from posttrain_memory.vault.storage import MemoryStorage
@@ -114,16 +114,13 @@ class Memory(Environment):
         elif left:
             reward = self._share * self.recipe.weights.code_reward(self._blocks)
             self._blocks += 1
-            messages = [self._session.run(parsed.code)]
-            messages = [with_last_turn_notice(messages[0])] if left == 1 else messages
+            messages = [self._session.run(parsed.code, left)]
         if not left:
             return self._finish(None, info, reward)
         return Step(messages, reward, terminated=False, truncated=False, info=info)
 
     def _finish(self, reply: str | None, info: dict[str, Any], reward: float) -> Step:
-        """The last step of a conversation. The policy's own words are scored, before privacy redaction, so that
-        guessing a hidden fact is penalized.
-        """
+        """The last step. The policy's own words are scored, before redaction, so that guessing costs reward."""
         task, before, after = self._current().task, self._current().files, self._vault.files()
         verdict = None
         if self._judge is not None:

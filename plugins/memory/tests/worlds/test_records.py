@@ -21,20 +21,9 @@ from ..judges import judge, points
 
 LINE = "~/~/~/~/~/~/~/~/~/~/~/~"
 ODD = [
-    "a:b",
-    "what?",
-    "x*y",
-    'the "best"',
-    "a<b>c",
-    "p|q",
-    "c#_book",
-    "up^2",
-    "list[1]",
-    "con",
-    " edge. ",
-    "a\u202eb",
+    "a:b", "what?", "x*y", 'the "best"', "a<b>c", "p|q", "c#_book", "up^2", "list[1]", "con", " edge. ", "a\u202eb",
     "x" * 300,
-]
+]  # fmt: skip
 
 
 def record(kind, question, answer, memory="m1"):
@@ -110,22 +99,11 @@ def test_rows_that_nothing_can_decide_are_dropped_and_counted(tmp_path, capsys):
     assert list(server.seen()[-1]) == ["user", "reference", "changes", "reply"]
 
 
-@pytest.mark.parametrize(
-    ("reply", "answer"),
-    [
-        ("Yes.", "yes"),
-        ("Yes, you have a licence.", "yes"),
-        ("You have a licence.", "yes"),
-        ("That is true.", "yes"),
-        ("No, you have none.", "no"),
-        ("You do not have a licence.", "no"),
-        ("You don't have one.", "no"),
-        ("False", "no"),
-        ("Yes. No.", None),
-        ("I looked.", None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("reply", "answer"), [
+    ("Yes.", "yes"), ("Yes, you have a licence.", "yes"), ("You have a licence.", "yes"), ("That is true.", "yes"),
+    ("No, you have none.", "no"), ("You do not have a licence.", "no"), ("You don't have one.", "no"),
+    ("False", "no"), ("Yes. No.", None), ("I looked.", None), ("", None),
+])  # fmt: skip
 def test_true_and_false_are_yes_and_no(reply, answer, tmp_path):
     question = "Do I have a licence?"
     assert states_truth(reply, question) == answer

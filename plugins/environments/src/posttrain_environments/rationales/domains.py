@@ -188,20 +188,10 @@ def describe(policy: Policy, random: np.random.Generator) -> str:
 
 
 PLACES = (
-    *(
-        "Ashford",
-        "Elm Street",
-        "Fairfield",
-        "Greenway",
-        "Harbour",
-        "Hillcrest",
-        "Kingsley",
-        "Lakeview",
-        "Maple",
-        "Marlow",
-    ),
-    *("Northgate", "Oakham", "Old Mill", "Pinewood", "Quayside", "Redhill", "Riverside", "Stonebridge", "Westbrook"),
-)
+    "Ashford", "Elm Street", "Fairfield", "Greenway", "Harbour", "Hillcrest", "Kingsley", "Lakeview", "Maple",
+    "Marlow", "Northgate", "Oakham", "Old Mill", "Pinewood", "Quayside", "Redhill", "Riverside", "Stonebridge",
+    "Westbrook",
+)  # fmt: skip
 """Names of the institutions."""
 _DONE = {"APPROVE": "approved", "DENY": "denied", "ESCALATE": "escalated"}
 

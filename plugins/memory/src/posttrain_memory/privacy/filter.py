@@ -13,10 +13,11 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 
-from posttrain_memory.privacy.facts import Fact, facts_of, link_resolver, names_of
+from posttrain_memory.privacy.facts import Fact, facts_of, names_of
 from posttrain_memory.privacy.outline import parts_under
 from posttrain_memory.privacy.redaction import HIDDEN, Index, Span, category_spans, normalized, redacted, squeeze
 from posttrain_memory.privacy.rules import NotUnderstood, Selected, parse_rules, select
+from posttrain_memory.vault.links import Notes
 from posttrain_memory.vault.paths import USER
 from posttrain_memory.worlds.theme import plain_label, themes
 from posttrain_memory.worlds.values import links
@@ -64,9 +65,7 @@ class PrivacyFilter:
         return self._active
 
     def clean(self, text: str) -> str:
-        """`text` with everything that must not be said replaced; withheld if a set of rules is not understood or
-        hides all notes.
-        """
+        """`text` with hidden values replaced; withheld if rules are not understood or hide all notes."""
         if self.problem is not None or (self._files and not self.view):
             return HIDDEN
         plain = normalized(text)
@@ -113,7 +112,7 @@ class PrivacyFilter:
             spans[path] += self._rest(path, text, shown[path]) if self._only else ()
         index, exact = self._indexes(gone, spans, facts, hidden)
         renamed = self._renamed(gone, [index, exact])
-        resolve = link_resolver(self._files)
+        resolve = Notes(self._files).resolve_or_none
         for path, text in self._files.items():
             if path in gone:
                 continue
@@ -208,9 +207,7 @@ class PrivacyFilter:
         return [span for name in wanted for span in category_spans(name, text, wide=self._theme is None)]
 
     def _unfound(self, path: str, text: str, facts: Sequence[Fact]) -> Iterator[Span]:
-        """All of a note, but its title, if a rule names a label of this note that it does not have: the fact may be
-        told in other words.
-        """
+        """All of a note but its title, if it lacks the label that a rule names: other words may tell the fact."""
         for one in self._hide:
             if one.rule.label is None or one.notes != {path} or any(self._labeled(path, one)):
                 continue

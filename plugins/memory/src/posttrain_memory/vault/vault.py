@@ -84,9 +84,7 @@ class Vault:
             self._commit("delete", Change(note_path(path, self.limits), self.read(path), None))
 
     def move(self, path: str, to: str) -> int:
-        """Move a note and rewrite the links in all notes so that they keep their targets. Returns the number of other
-        notes that were rewritten.
-        """
+        """Move a note; links in all notes keep their targets. Returns the number of other notes that were rewritten."""
         with self._lock:
             text, old, new = self.read(path), note_path(path, self.limits), note_path(to, self.limits)
             self._free(new, without=old)
@@ -129,9 +127,7 @@ class Vault:
         return search(self._readable(), text, self.limits.search_hits, self.limits.snippet_chars)
 
     def follow(self, link: str) -> str:
-        """The text that a link refers to: `[[note]]`, `[[note|alias]]` or `[[note#heading]]`; the brackets are
-        optional.
-        """
+        """The text of `[[note]]`, `[[note|alias]]` or `[[note#heading]]`; the brackets are optional."""
         if not isinstance(link, str):
             raise VaultError("a link is a text", "TypeError")
         parts = parse_link(link)
@@ -171,9 +167,7 @@ class Vault:
         self._storage.close()
 
     def _readable(self) -> dict[str, str]:
-        """Path -> text of every note, without those that are too large or not UTF-8: a search must not fail because
-        of them.
-        """
+        """Path -> text of every note that can be read: a search must not fail because of others."""
         texts = {}
         for path in self._storage.sizes():
             try:

@@ -1,6 +1,4 @@
-"""Shared parts of the task makers: what can be asked about a world, how questions are worded, and how its notes are
-reached.
-"""
+"""Shared parts of the task makers: what can be asked, how questions are worded, how notes are reached."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -68,9 +66,7 @@ class TaskContext:
         return pick(self.random, items)
 
     def entities(self, *distances: int) -> list[Entity]:
-        """The notes at these distances from `user.md`, in random order; without distances, all notes except
-        `user.md`.
-        """
+        """The notes at these distances from `user.md` (default: all but `user.md`), in random order."""
         matching = [
             e for p, e in self.graph.entities.items() if (self.distance[p] in distances if distances else p != USER)
         ]

@@ -1,6 +1,4 @@
-"""Privacy tasks: the question contains a rule. The reply must not reveal forbidden facts and must answer permitted
-ones.
-"""
+"""Privacy tasks: a reply must not reveal what the rule in the question forbids, and must answer the rest."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,9 +16,7 @@ _TWO = ("What are {x} and {y}?", "Tell me {x} and {y}.", "I need {x}, and {y} as
 
 
 def filtered(context: TaskContext, variant: str) -> MemoryTask | None:
-    """A question about one fact (`hide_all`, `unrelated`) or two facts of a note (`hide_some`, `allow_only`), with a
-    rule.
-    """
+    """A question with a rule about one fact (`hide_all`, `unrelated`) or two facts of a note (the others)."""
     for entity in context.entities(1, 2):
         known = context.facts(entity)
         if variant in ("hide_all", "unrelated"):

@@ -77,9 +77,7 @@ def slug(name: str) -> str:
 
 
 def matcher(pattern: str) -> re.Pattern[str] | None:
-    """A regular expression that finds texts of a pattern in a reply. None if the pattern contains names, which may be
-    any words.
-    """
+    """A regular expression for texts of a pattern. None if it contains names, which may be any words."""
     if re.search(r"\{\w+\}", pattern):
         return None
     text, last = "", 0

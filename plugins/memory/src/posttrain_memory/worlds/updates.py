@@ -255,9 +255,7 @@ def _edit(context: TaskContext, place: Place, old: str, new: str) -> str | None:
 
 
 def follow_up(update: MemoryTask, context: TaskContext) -> MemoryTask:
-    """The question whose correct answer shows that the notes reflect `update`: about the new value, name or relation.
-    For a deletion, asking back is correct.
-    """
+    """The question whose correct answer shows that the notes reflect `update`; after a deletion, asking back."""
     change, graph, theme = update.truth["change"], context.graph, context.theme
     attribute: Attribute | None
     if change["op"] == "new":
