@@ -150,7 +150,7 @@ TOPICS: dict[str, tuple[_Attribute, ...]] = {
         _Attribute("purpose", "It is used for {}.", ("drilling", "sewing", "sawing", "printing", "pumping")),
     ),
 }  # fmt: skip
-"""Topics of the texts. No key of `film` or `machine` occurs in another topic, so they can be used for held-out tasks."""
+"""Topics of the texts. No key of `film` or `machine` occurs in another topic, so they can be held out."""
 
 
 class JsonAnswerRecipe(EnvironmentRecipe):

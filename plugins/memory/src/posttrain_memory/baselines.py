@@ -147,8 +147,7 @@ class Outcome:
 
 
 def measure_baselines(recipe: MemoryRecipe, assignments: Sequence[Assignment]) -> dict[str, Baseline]:
-    """Success of the baseline policies on these tasks. Each looks at the notes once and replies in its second
-    message.
+    """Success of the baseline policies on these tasks, each with a look at the notes and a reply.
 
     The judge is not called. A policy is omitted if one of its episodes can be scored only by a judge.
     """
@@ -162,10 +161,7 @@ def measure_baselines(recipe: MemoryRecipe, assignments: Sequence[Assignment]) -
 
 
 def summary(outcomes: Sequence[Outcome], sampled: bool = False) -> Baseline:
-    """Success overall, by kind of task, and of both halves of updates with a follow-up.
-
-    `sampled`: the policy is random, so the success has a confidence interval.
-    """
+    """Success overall, by kind and of both halves of updates; with an interval if the policy is random (`sampled`)."""
     n = len(outcomes)
     rate = success_rate(sum(one.success for one in outcomes), n)
     columns: dict[str, list[bool]] = {}

@@ -196,8 +196,7 @@ class Memory(Environment):
 
     @classmethod
     def baselines(cls, recipe: MemoryRecipe, seeds: Sequence[int]) -> dict[str, Baseline]:
-        """Success of the baseline policies: `random` replies with a random fact, `optimal` is the scripted solution,
-        the others are described in `baselines.py`.
+        """Success of the policies in `baselines.py`, and of the scripted solution (`optimal`).
 
         The judge is not called. There is no `optimal` if a task has no scripted solution.
         """

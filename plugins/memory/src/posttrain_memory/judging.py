@@ -41,10 +41,7 @@ SILENT = Judgment(0.0, "there is no reply")
 def judge_episode(
     server: JudgeServerRecipe, task: MemoryTask, before: Mapping[str, str], after: Mapping[str, str], reply: str | None
 ) -> Judgment:
-    """The judge's verdict on an episode, given the vault (path -> text) before and after it and the reply.
-
-    Raises JudgeFailure if the judge gives none.
-    """
+    """The verdict on an episode with the vault (path -> text) before and after it. Raises JudgeFailure for none."""
     if not (reply or "").strip():
         return SILENT
     texts, known = [("user", task.question)], ""

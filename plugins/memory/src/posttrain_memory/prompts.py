@@ -91,10 +91,10 @@ def first_messages(system: str, question: str, rules: Sequence[str] = ()) -> lis
 def result(
     values: Mapping[str, object], printed: str, error: str | None, limit: int = 4000, turns_left: int | None = None
 ) -> Message:
-    """The result of code as the next message to the model: assigned values, printed text, error, and a notice of the last turn.
+    """The result of code as the next message to the model: values, printed text, error, and a notice of the last turn.
 
-    `limit` is the maximum number of characters between the tags, without the notice. The longest parts are cut first, with a notice.
-    If there are too many parts, the last values are left out, with one notice for all of them.
+    `limit` is the maximum number of characters between the tags, without that notice. The longest parts are cut first,
+    with a notice. If there are too many parts, the last values are left out, with one notice for all of them.
     """
     last = []
     if error is not None:

@@ -1,4 +1,4 @@
-"""A chat with the memory agent, in a terminal or one question per line. Terminal control characters are removed from all output."""
+"""A chat with the memory agent, in a terminal or one question per line. All output is without control characters."""
 
 import sys
 from collections.abc import Iterable
@@ -67,7 +67,7 @@ def _first_lines(text: str, most: int = _LINES) -> str:
 
 
 def _command(agent: MemoryAgent, line: str) -> str:
-    """Execute a line that begins with `/` and return its output. Raises InputError if it fails, and LeaveChat to end the chat."""
+    """Execute a line that begins with `/` and return its output. Raises InputError if it fails, and LeaveChat."""
     name, _, rest = line.partition(" ")
     if name == "/quit":
         raise LeaveChat
@@ -142,7 +142,7 @@ def _answer(agent: MemoryAgent, console: Console, question: str) -> None:
 
 
 def answer_lines(agent: MemoryAgent, lines: Iterable[str]) -> None:
-    """Answer one question or command per line, for scripts. Replies go to standard output, everything else to standard error.
+    """Answer one question or command per line, for scripts. All but replies goes to standard error.
 
     Raises RunError at the end if some had no answer.
     """

@@ -33,9 +33,8 @@ class LocalChatClient:
     ) -> None:
         """Load `model`; raises InputError if that fails.
 
-        `tokens_per_turn` is the maximum number of tokens of an answer, and `tokens_per_episode` that of a
-        conversation, lowered to the model's context length. `seed` fixes the random numbers if `sampling` is not
-        greedy, so the same questions get the same answers.
+        `tokens_per_turn`: maximum number of tokens of an answer. `tokens_per_episode`: of a conversation, at most the
+        model's context length. `seed`: of random answers.
         """
         from posttrain.data.rendering import Renderer
         from posttrain.engines.local.engine import LocalEngine
@@ -109,9 +108,7 @@ class RemoteChatClient:
         thinking: bool = True,
         retries: int = 2,
     ) -> None:
-        """`key_variable`: environment variable with the API key. `temperature` None: the server's default.
-        `retries`: of transient failures.
-        """
+        """`key_variable`: environment variable with the API key. `temperature` None: the server's default."""
         self.model = model
         self._client = chat_client("the memory agent", url, 300.0, retries, key_variable)
         self._temperature, self._most, self._thinking = temperature, tokens_per_turn, thinking

@@ -56,7 +56,7 @@ def open_chat_client(
 ) -> ChatClient:
     """A client for the model at the path or hub id `model`, or for the model of that name at the server `url`.
 
-    `temperature` None: a local model is greedy, a server uses its default. InputError for arguments that do not fit together.
+    `temperature` None: a local model is greedy, a server uses its default. InputError if arguments do not fit together.
     """
     from posttrain.recipe.model import ModelRecipe
     from posttrain.recipe.rollout import SamplingRecipe

@@ -1,6 +1,4 @@
-"""The memory agent in use: answers questions with a model that reads and changes a vault, under the same limits and
-privacy rules as in training.
-"""
+"""The memory agent in use: a model that reads and changes a vault, under the limits and privacy rules of training."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,8 +24,8 @@ from posttrain_memory.vault.vault import Vault
 class Event:
     """What happens while a question is answered.
 
-    `kind`: a `thought` before code or a reply; `code` that is about to run, and its `result` as returned to the model; the reason why
-    a message was `not understood`; and last the `reply`, or the reason why there is `no reply`.
+    `kind`: a `thought` before code or a reply; `code` that is about to run, and its `result` as returned to the model;
+    why a message was `not understood`; and last the `reply`, or why there is `no reply`.
     """
 
     kind: Literal["thought", "code", "result", "not understood", "reply", "no reply"]

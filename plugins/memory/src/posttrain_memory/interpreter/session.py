@@ -35,7 +35,7 @@ class ToolSession:
         tool_calls: int = 60,
         result_chars: int = 4_000,
     ) -> None:
-        """With privacy rules (`rules`), the code sees a copy of the vault without the hidden parts, and cannot change notes.
+        """With privacy rules (`rules`), the code sees a copy of the vault without hidden parts and cannot change notes.
 
         `theme`: of a generated world, if known. `tool_calls`: maximum number of calls in total.
         """

@@ -26,8 +26,7 @@ _NOT_SO = (
 
 
 class SharedNotes:
-    """The notes in the folder `root`, opened read-only for each call, so that no lock is held in between.
-    Thread-safe.
+    """The notes in the folder `root`, opened read-only for each call, without a lock in between. Thread-safe.
 
     All returned text is neutralized (`sanitize`). Methods raise VaultError with one sentence that names neither
     paths of the host nor hidden facts, or InputError if the folder itself is at fault.

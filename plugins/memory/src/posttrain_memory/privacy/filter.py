@@ -40,9 +40,7 @@ class PrivacyFilter:
     """The effect of a conversation's privacy rules on one vault."""
 
     def __init__(self, rules: Sequence[str], files: Mapping[str, str], theme: str | None = None) -> None:
-        """`rules` are sets of rules (`rules.RuleSet`), all in force at once. `files` is the vault (path -> text),
-        `theme` the theme of a generated world, if known.
-        """
+        """`rules`: sets of rules (`RuleSet`), all in force. `files`: path -> text. `theme`: of a generated world."""
         self.problem: NotUnderstood | None = None
         """The first set of rules that is not understood. If there is one, nothing is shown."""
         self._active = bool(rules)

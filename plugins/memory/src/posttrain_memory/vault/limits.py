@@ -29,7 +29,7 @@ class VaultLimits(BaseConfig):
 
 
 class VaultError(Exception):
-    """A vault refused an operation. The message is one short, stable sentence without paths of the host.
+    """An operation that a vault refused: a short, stable sentence without paths of the host.
 
     `kind` is the name of the built-in exception that the model's code receives.
     """

@@ -131,8 +131,7 @@ def section(text: str, heading: str) -> str | None:
 
 
 def rewrite_links(text: str, old: str, new: str, before: Notes, after: Notes) -> str:
-    """`text` with links rewritten so that they still resolve to the same notes after the note `old` has moved to
-    `new`.
+    """`text` with links rewritten so that they keep their notes after the note `old` has moved to `new`.
 
     A link to the moved note keeps its heading and alias, and keeps or omits the suffix and the folder as before,
     unless that would be ambiguous. A link to another note is expanded to its full path if the new name makes it

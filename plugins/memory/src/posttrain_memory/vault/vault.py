@@ -220,10 +220,9 @@ def _text(content: object) -> str:
 
 
 def _count(text: str, piece: str) -> int:
-    """The number of occurrences of `piece` in `text`, including overlapping ones, because each would be a possible
-    place to replace.
+    """The number of occurrences of `piece` in `text`, overlapping ones included, at most `_MANY` + 1.
 
-    Counts at most `_MANY` + 1: half of a long text of one repeated letter occurs at thousands of places.
+    Half of a long text of one repeated letter occurs at thousands of places.
     """
     count, at = 0, text.find(piece)
     while at >= 0 and count <= _MANY:

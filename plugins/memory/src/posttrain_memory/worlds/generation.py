@@ -36,8 +36,7 @@ _TRIES = 12
 
 
 def tasks_of(world: World, recipe: WorldRecipe) -> list[MemoryTask]:
-    """The tasks of a world, in the numbers given by the recipe as far as the world has room. No question occurs
-    twice.
+    """The tasks of a world, in the numbers of the recipe as far as there is room. No question occurs twice.
 
     Variants of a kind alternate. The result is a function of the world and the recipe.
     """

@@ -1,6 +1,7 @@
 """Names that are unique within a world and do not contain each other, and values from patterns."""
 
 import re
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -32,6 +33,15 @@ _PLACE_END = re.findall(
     "borough bourne bridge burn bury by cliff combe cove dale fold ford gate ham haven hill holm hurst mere "
     "minster moor ness port ridge shore stead stow thorpe ton vale wick worth",
 )
+_PARTS: dict[str, tuple[Sequence[str], ...]] = {
+    "first": (_FIRST,),
+    "surname": (_FRONT, _MIDDLE, _SURNAME_END),
+    "place": (_FRONT, _MIDDLE, _PLACE_END),
+    "weekday": (("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"),),
+    "month": (("January", "March", "April", "June", "September", "October", "November"),),
+    "few": (("two", "three", "four", "five", "six"),),
+}
+"""Slot of a pattern -> the parts of an invented word."""
 _SLOT = re.compile(r"\{(\w+)\}|\[([^\[\]]*)\]|(#)|(@)")
 
 
@@ -54,21 +64,9 @@ def fill(pattern: str, random: np.random.Generator) -> str:
 
 
 def _invented(slot: str, random: np.random.Generator) -> str:
-    if slot == "first":
-        return pick(random, _FIRST)
-    if slot == "surname":
-        return pick(random, _FRONT) + pick(random, _MIDDLE) + pick(random, _SURNAME_END)
-    if slot == "place":
-        return pick(random, _FRONT) + pick(random, _MIDDLE) + pick(random, _PLACE_END)
     if slot == "person":
         return f"{_invented('first', random)} {_invented('surname', random)}"
-    if slot == "weekday":
-        return pick(random, ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"))
-    if slot == "month":
-        return pick(random, ("January", "March", "April", "June", "September", "October", "November"))
-    if slot == "few":
-        return pick(random, ("two", "three", "four", "five", "six"))
-    raise KeyError(slot)
+    return "".join(pick(random, parts) for parts in _PARTS[slot])
 
 
 def slug(name: str) -> str:
@@ -83,14 +81,8 @@ def matcher(pattern: str) -> re.Pattern[str] | None:
     text, last = "", 0
     for match in _SLOT.finditer(pattern):
         text += re.escape(pattern[last : match.start()])
-        choices = match.group(2)
-        text += (
-            r"\d"
-            if match.group(3)
-            else "[a-z]"
-            if match.group(4)
-            else f"(?:{'|'.join(map(re.escape, choices.split('/')))})"
-        )
+        choices = "|".join(map(re.escape, (match[2] or "").split("/")))
+        text += r"\d" if match[3] else "[a-z]" if match[4] else f"(?:{choices})"
         last = match.end()
     return re.compile(rf"(?<!\w){text + re.escape(pattern[last:])}(?!\w)", re.IGNORECASE)
 
@@ -114,10 +106,7 @@ class Namer:
         raise AssertionError(f"no free name for {patterns}")
 
     def near(self, name: str, patterns: tuple[str, ...]) -> str | None:
-        """A name similar to `name`, or None if none was found.
-
-        Literal words of the patterns, such as `Clinic`, are kept.
-        """
+        """A name similar to `name` with the literal words of the patterns, such as `Clinic`; None if there is none."""
         words = name.split()
         fixed = set(re.findall(r"[A-Za-z]+", _SLOT.sub(lambda match: match.group(2) or "", " ".join(patterns))))
         for _ in range(40):

@@ -25,8 +25,7 @@ _OF_ANOTHER = re.compile(r"\b(?:of|for)\s+\[\[[^\[\]\n]+\]\][*_]*\s*:")
 
 
 def published_outcome(message: str, before: Mapping[str, str], after: Mapping[str, str]) -> Outcome:
-    """Compare two vaults (path -> text) before and after an update that `message` asks for. `done` is 1 if anything
-    changed.
+    """Compare two vaults (path -> text) around an update that `message` asks for. `done` is 1 if anything changed.
 
     Damage is: a changed note that the message does not name (see `named_notes`), except for links to new notes and
     lines about deleted ones; a new or deleted note that it does not name; and, in named notes, lost lines about other
