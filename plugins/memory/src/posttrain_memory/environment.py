@@ -131,7 +131,7 @@ class Memory(Environment):
         asked, weights = asks(reply or ""), self.recipe.weights
         scored = score(task, before, after, reply, asked, self._turns, weights, checked_first, judged, self._grounded)
         info |= {"parts": dict(scored.parts), "faults": list(scored.faults), "variant": task.variant, "hops": task.hops}
-        if reply is not None and self._session.redact(reply) != reply:
+        if reply is not None and self._session.filter.clean(reply) != reply:
             info["withheld"] = True
         if self._share < 1 and task.follow_up is not None:
             self._updated, self._grounded = scored, is_forgotten(task, after)

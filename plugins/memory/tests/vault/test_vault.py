@@ -4,7 +4,7 @@ import pytest
 
 from posttrain_memory.vault.limits import VaultError, VaultLimits
 from posttrain_memory.vault.storage import DiskStorage, MemoryStorage
-from posttrain_memory.vault.tools import NAMES, call, tools
+from posttrain_memory.vault.tools import call, tools
 from posttrain_memory.vault.vault import Vault
 
 FILES = {
@@ -186,10 +186,8 @@ def test_undo_and_diff(vault):
     assert refuses(vault.journal.undo) == "there is nothing to undo"
 
 
-def test_the_tools_are_the_documented_ones(vault):
+def test_calls_of_tools_are_checked(vault):
     functions = tools(vault)
-    assert tuple(functions) == NAMES
-    assert all(function.__doc__ for function in functions.values())
     assert call(functions, "read_file", [], {"path": "user.md"}) == FILES["user.md"]
     assert refuses(call, functions, "read_file", [], {}, kind="TypeError") == "read_file takes (path)"
     assert (

@@ -151,19 +151,19 @@ class MemoryAgent:
                 return
             parsed = parse(answer, self.settings.thinking)
             if isinstance(parsed, Rejected):
-                yield Event("not understood", session.redact(parsed.reason), session.redact(answer))
+                yield Event("not understood", session.filter.clean(parsed.reason), session.filter.clean(answer))
                 message = refusal(parsed.reason, left)
             else:
                 if parsed.thought:
-                    yield Event("thought", session.redact(parsed.thought))
+                    yield Event("thought", session.filter.clean(parsed.thought))
                 if isinstance(parsed, Reply):
-                    reply = session.redact(parsed.text)
+                    reply = session.filter.clean(parsed.text)
                     yield Event("reply", reply, withheld=reply != parsed.text)
                     return
-                yield Event("code", session.redact(parsed.code))
+                yield Event("code", session.filter.clean(parsed.code))
                 if left:
                     message = session.run(parsed.code, left)
-                    yield Event("result", session.redact(message["content"]))
+                    yield Event("result", session.filter.clean(message["content"]))
             if left:
                 self._chat_client.observe([message])
         yield Event(

@@ -28,18 +28,8 @@ from posttrain_memory.interpreter.worker import Channel
 from posttrain_memory.vault.limits import VaultError
 from posttrain_memory.vault.tools import call
 
-_KINDS = frozenset(
-    [
-        "FileExistsError",
-        "FileNotFoundError",
-        "NameError",
-        "OSError",
-        "PermissionError",
-        "RuntimeError",
-        "TypeError",
-        "ValueError",
-    ]
-)
+_RAISED = FileExistsError, FileNotFoundError, NameError, OSError, PermissionError, RuntimeError, TypeError, ValueError
+_KINDS = frozenset(kind.__name__ for kind in _RAISED)
 """Types of exception that a `VaultError` may become in the model's code."""
 _PROCESS_BYTES = 1 << 30
 """Address space of a worker beyond its values, in bytes. Most of it is reserved and never used."""

@@ -58,10 +58,6 @@ class ToolSession:
         ran = self._interpreter.run(code, self._functions)
         return result(ran.values, ran.printed, ran.error, self._chars, turns_left)
 
-    def redact(self, reply: str) -> str:
-        """The reply as the user may see it."""
-        return self.filter.clean(reply) if self.filter.active else reply
-
     def _guarded(self, name: str, function: Callable[..., object]) -> Callable[..., object]:
         @wraps(function)
         def guarded(*args: Any, **kwargs: Any) -> object:

@@ -43,7 +43,8 @@ class PrivacyFilter:
         """`rules`: sets of rules (`RuleSet`), all in force. `files`: path -> text. `theme`: of a generated world."""
         self.problem: NotUnderstood | None = None
         """The first set of rules that is not understood. If there is one, nothing is shown."""
-        self._active = bool(rules)
+        self.active = bool(rules)
+        """Whether there are rules. If so, notes cannot be changed, because the view is a copy."""
         self._theme = theme if theme in themes() else None
         self._files = {path: normalized(text) for path, text in files.items()} if rules else {}
         self._names = names_of(self._files)
@@ -52,15 +53,10 @@ class PrivacyFilter:
         """The exclusive permissions of each set. Those of one set add up; those of different sets intersect."""
         self._all = self._secrets = Index([])
         self._read(rules)
-        self.view: dict[str, str] = {} if self._active else dict(files)
+        self.view: dict[str, str] = {} if self.active else dict(files)
         """Path -> text of the notes as the model sees them. A note whose name reveals something hidden is renamed."""
-        if self._active and self.problem is None:
+        if self.active and self.problem is None:
             self._view()
-
-    @property
-    def active(self) -> bool:
-        """Whether there are rules. If so, notes cannot be changed, because the view is a copy."""
-        return self._active
 
     def clean(self, text: str) -> str:
         """`text` with hidden values replaced; withheld if rules are not understood or hide all notes."""

@@ -5,9 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import yaml
 
 from posttrain_memory.vault.paths import USER
 from posttrain_memory.worlds.graph import Entity, Graph, value_of
@@ -18,19 +20,8 @@ from posttrain_memory.worlds.theme import Attribute, Theme
 from posttrain_memory.worlds.truth import Parsed, parse
 from posttrain_memory.worlds.values import pick, plain, shuffled
 
-_ASK = (
-    "What is {x}?",
-    "Tell me {x}.",
-    "I need {x}.",
-    "Could you look up {x}?",
-    "Please give me {x}.",
-    "Remind me of {x}.",
-    "Do you know {x}?",
-    "Can you find {x} for me?",
-)
-_ASK_MANY = ("Tell me {x}.", "I need {x}.", "Could you look up {x}?", "Please give me {x}.", "Do you know {x}?")
-_ANCHOR = ("In {title}: {q}", "This is about {title}. {q}", "For {title}: {q}", "{q} It should be in {title}.")
-
+PHRASES: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("phrases.yaml").read_text(encoding="utf-8"))
+"""How tasks are worded."""
 Item = TypeVar("Item")
 
 
@@ -81,13 +72,17 @@ class TaskContext:
         """The facts that notes of its kind may have but this one lacks, in random order."""
         return shuffled(self.random, [a for a in self.theme.of(entity.kind) if a.key not in entity.facts])
 
+    def phrase(self, form: str, **values: str) -> str:
+        """One of the phrases of a form, filled in."""
+        return self.pick(PHRASES[form]).format(**values)
+
     def anchored(self, question: str) -> str:
         """The question with the title of the world, which makes it unique to this world."""
-        return self.pick(_ANCHOR).format(title=self.graph.title, q=question)
+        return self.phrase("anchor", title=self.graph.title, q=question)
 
     def ask(self, what: str, many: bool = False) -> str:
         """A request for `what`, a noun phrase."""
-        return self.pick(_ASK_MANY if many else _ASK).format(x=what)
+        return self.phrase("ask_many" if many else "ask", x=what)
 
     def ask_for(self, attribute: Attribute, whom: str) -> str:
         """A request for a fact of `whom`, see `of`."""

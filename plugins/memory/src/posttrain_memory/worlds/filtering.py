@@ -12,7 +12,6 @@ from posttrain_memory.worlds.theme import Attribute
 
 CATEGORIES = ("phone", "email", "date", "money")
 """Types of values that rules name."""
-_TWO = ("What are {x} and {y}?", "Tell me {x} and {y}.", "I need {x}, and {y} as well.", "Please give me {x} and {y}.")
 
 
 def filtered(context: TaskContext, variant: str) -> MemoryTask | None:
@@ -38,7 +37,7 @@ def filtered(context: TaskContext, variant: str) -> MemoryTask | None:
                 context.of(a.noun, entity.name)
                 for a in ((free, hidden) if context.random.random() < 0.5 else (hidden, free))
             ]
-            text = context.pick(_TWO).format(x=both[0], y=both[1])
+            text = context.phrase("two", x=both[0], y=both[1])
             return _task(context, variant, entity, text, rule, [free], hidden_too)
     return None
 

@@ -1,47 +1,17 @@
 """Names that are unique within a world and do not contain each other, and values from patterns."""
 
 import re
-from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
+import yaml
 
 from posttrain_memory.worlds.values import mentions, pick, plain
 
-_FIRST = re.findall(
-    r"\w+",
-    "Ada Aino Akira Alba Aldo Amara Anouk Anselm Arjun Astrid Aziz Beatriz Bela Bram Carmen Cato Chidi Clara "
-    "Cosmo Dalia Daan Dimitri Dora Edda Eero Elif Emil Enzo Esther Farah Felix Fenna Finn Flora Gaia Gideon Greta "
-    "Hana Hamid Hedda Hugo Ida Ilse Imani Ines Ivo Jamal Joost Jun Kaito Kalle Kamala Keiko Kofi Lale Lars Leila "
-    "Lena Levi Linus Lorenzo Luz Maeve Malik Mara Marek Mei Milo Mira Nadia Naomi Nils Noor Nuno Oona Orla Oscar "
-    "Otto Paloma Pavel Petra Piet Priya Quentin Rafael Rania Rhea Rolf Rosa Ruben Sana Selma Sigrid Silas Soren "
-    "Tala Tamar Teo Thea Tomas Uma Vera Viggo Wanda Xenia Yara Yusuf Zadie Zoran",
-)
-_FRONT = re.findall(
-    r"\w+",
-    "Ald Ash Bel Bram Brin Car Cald Cor Dan Dor Eld Ell Fair Fen Gar Glen Hal Hart Hol Kel Kest Lang Lor Mar Mer "
-    "Mor Nor Oak Or Pell Pen Quill Rav Ren Ros Sel Stan Tar Thorn Tul Ul Val Var Wen Whit Wil Yar Zel",
-)
-_MIDDLE = ("", "", "", "a", "e", "i", "o", "en", "er", "in", "ing", "al")
-_SURNAME_END = re.findall(
-    r"\w+",
-    "berg bert by cott croft dale den ditt dorf er feld field gard ham hurst ini kamp ley lin lund man mark mond "
-    "mont nagy nova off oni ova quist rell ridge sby sen ski son stad ster strom thal ton vale vik well wick wood "
-    "worth",
-)
-_PLACE_END = re.findall(
-    r"\w+",
-    "borough bourne bridge burn bury by cliff combe cove dale fold ford gate ham haven hill holm hurst mere "
-    "minster moor ness port ridge shore stead stow thorpe ton vale wick worth",
-)
-_PARTS: dict[str, tuple[Sequence[str], ...]] = {
-    "first": (_FIRST,),
-    "surname": (_FRONT, _MIDDLE, _SURNAME_END),
-    "place": (_FRONT, _MIDDLE, _PLACE_END),
-    "weekday": (("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"),),
-    "month": (("January", "March", "April", "June", "September", "October", "November"),),
-    "few": (("two", "three", "four", "five", "six"),),
-}
-"""Slot of a pattern -> the parts of an invented word."""
+_WORDS: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text(encoding="utf-8"))
+_FIRST = _WORDS["first"]
+_PARTS = {"surname": ("front", "middle", "surname_end"), "place": ("front", "middle", "place_end")}
+"""Slot of a pattern -> the parts of an invented word; other slots are words as they are."""
 _SLOT = re.compile(r"\{(\w+)\}|\[([^\[\]]*)\]|(#)|(@)")
 
 
@@ -66,7 +36,7 @@ def fill(pattern: str, random: np.random.Generator) -> str:
 def _invented(slot: str, random: np.random.Generator) -> str:
     if slot == "person":
         return f"{_invented('first', random)} {_invented('surname', random)}"
-    return "".join(pick(random, parts) for parts in _PARTS[slot])
+    return "".join(pick(random, _WORDS[part]) for part in _PARTS.get(slot, (slot,)))
 
 
 def slug(name: str) -> str:
