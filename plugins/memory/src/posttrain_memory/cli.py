@@ -8,8 +8,6 @@ import typer
 app = typer.Typer(
     help="Use the memory agent: a model that keeps Markdown notes by writing Python.", no_args_is_help=True
 )
-
-
 VaultFolder = Annotated[Path, typer.Argument(help="Folder of the vault.")]
 ModelName = Annotated[
     str | None, typer.Option("--model", help="Path or hub id of a model; with --url, the model's name on the server.")
@@ -67,7 +65,8 @@ def chat(
     from contextlib import closing
 
     from posttrain.terminal import new_console
-    from posttrain_memory.agent.chat import LineChat, TerminalChat
+    from posttrain_memory.agent.chat import answer_lines
+    from posttrain_memory.agent.chat import chat as chat_in_terminal
     from posttrain_memory.agent.opening import live_settings, open_chat_client, open_vault
     from posttrain_memory.agent.session import MemoryAgent
     from posttrain_memory.interpreter.pool import Interpreter
@@ -81,13 +80,13 @@ def chat(
         standing = [*vault_rules(vault, "chat"), *(rules or [])]
         with interpreter, closing(MemoryAgent(opened, chat_client, interpreter, settings, standing)) as agent:
             if not sys.stdin.isatty():
-                LineChat(agent).run(line.decode(errors="replace") for line in sys.stdin.buffer)
+                answer_lines(agent, (line.decode(errors="replace") for line in sys.stdin.buffer))
                 return
             notes = f"{len(agent.visible_vault().paths())} notes in {vault}"
             about = [notes, f"model {model}{f' at {url}' if url else ''}"]
             about += [f"{len(agent.rules)} privacy rule{'s' * (len(agent.rules) > 1)}"] if agent.rules else []
             about += ["read-only"] if read_only else []
-            TerminalChat(agent, new_console()).run(f"{', '.join(about)}; /help lists commands, Ctrl-D leaves")
+            chat_in_terminal(agent, new_console(), f"{', '.join(about)}; /help lists commands, Ctrl-D leaves")
     finally:
         opened.close()
 
@@ -160,8 +159,7 @@ def undo(
 
 @app.command()
 def journal(
-    vault: VaultFolder,
-    count: Annotated[int, typer.Option(help="Number of operations to list.", min=1)] = 20,
+    vault: VaultFolder, count: Annotated[int, typer.Option(help="Number of operations to list.", min=1)] = 20
 ) -> None:
     """List the last operations on a vault, newest first: number, time, and the change of each note.
 
