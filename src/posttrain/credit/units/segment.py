@@ -98,19 +98,6 @@ def sentence_starts(text: str) -> list[tuple[int, int]]:
     return sorted(places)
 
 
-def paragraph_starts(text: str) -> list[tuple[int, int]]:
-    """Locations where the paragraphs of `text` begin, except the first: at the first non-blank line after a blank
-    one."""
-    places, start, blank, begun = [], 0, False, False
-    for line in text.split("\n"):
-        shown = line.strip()
-        if shown and blank and begun:
-            places.append((start, start + len(line) - len(line.lstrip())))
-        blank, begun = not shown, begun or bool(shown)
-        start += len(line) + 1
-    return places
-
-
 def _ends(word: str, following: str) -> bool:
     bare = word.rstrip(_CLOSERS)
     if not bare.endswith(_ENDS) or following[0].islower():
@@ -272,8 +259,7 @@ def _of_answer(recipe: StepUnits | EntropyUnits | TextUnits, answer: Answer, dec
             raise ValueError("units by entropy need one entropy of the reference model per sampled token")
         cuts = text.between_characters(entropy_cuts(answer.entropies, recipe.threshold))
     else:
-        read = sentence_starts if recipe.type == "sentence" else paragraph_starts
-        cuts = _places(text, read(text.text[text.offsets[thought] :]), thought)
+        cuts = _places(text, sentence_starts(text.text[text.offsets[thought] :]), thought)
     edges = np.unique(np.concatenate([[first, last], cuts[(cuts > first) & (cuts < last)]])).astype(np.int64)
     if recipe.max_units is not None and first < last:
         edges = merge_tail(edges, recipe.max_units)
