@@ -6,13 +6,14 @@ process reads the monitor and replaces workers that hang (`find_hangs`).
 
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from posttrain.distributed.hangs import place_of
 
 
 @dataclass(frozen=True)
@@ -266,21 +267,8 @@ class HeartbeatSender:
             to_target = [(what, seconds) for name, what, seconds in pending if name == target]
             what = to_target[0][0] if len(to_target) == 1 else f"{len(to_target)} requests"
             calls.append(PendingCall(target, what, max(seconds for _, seconds in to_target)))
-        position = _source_position(self._main)
+        position = place_of(self._main)[0]
         if position != self._position:
             self._position, self._moves = position, self._moves + 1
         extra = self.extra_progress() if self.extra_progress is not None else 0
         return Heartbeat(self.name, pid, node, progress + self._moves + extra, position, calls)
-
-
-def _source_position(thread: int) -> str:
-    """The innermost function of this package, outside this folder, that the thread executes, with its line."""
-    frame, innermost = sys._current_frames().get(thread), ""
-    while frame is not None:
-        path = frame.f_code.co_filename
-        position = f"{path.rpartition('posttrain/')[2]}:{frame.f_lineno} {frame.f_code.co_name}"
-        innermost = innermost or position
-        if "/posttrain/" in path and "/distributed/ray/" not in path:
-            return position
-        frame = frame.f_back
-    return innermost
