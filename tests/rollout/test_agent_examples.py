@@ -1,6 +1,5 @@
 """The agents of `examples/agents`, unmodified: what they call, the streams that their calls become, and their reward."""
 
-import contextlib
 import shlex
 import sys
 from pathlib import Path
@@ -26,15 +25,8 @@ BANDIT = make_env("bandit", format={"prime": False})
 """The task whose answer has the form that `chat_loop.py` asks for."""
 
 
-class Engine(RecordingEngine):
-    """Answers with texts."""
-
-    def episode(self, group=0):
-        return contextlib.nullcontext()
-
-
 def play(file, environment, texts):
-    engine = Engine(TOKENIZER, texts=texts)
+    engine = RecordingEngine(TOKENIZER, texts=texts)
     with AgentEndpoint() as endpoint:
         worker = AgentWorker(
             engine=engine,

@@ -30,16 +30,10 @@ class CountedEngine(RecordingEngine):
 
     def __init__(self):
         super().__init__(TOKENIZER)
-        self.open = 0
 
     async def generate(self, request):
         self.texts.append(f"answer {len(self.sampled)}")
         return await super().generate(request)
-
-    def episode(self, group=0):
-        from contextlib import nullcontext
-
-        return nullcontext()
 
 
 def length(answer, row_id=None):
@@ -47,7 +41,7 @@ def length(answer, row_id=None):
     return {"score": len(answer), "letters": 3}
 
 
-def play(kind, seeds=(3,), engine=None, failures=None, **settings):
+def play(kind, seeds=(3,), engine=None, failures=None, command=f"{AGENT} {{kind}}", **settings):
     rollout = RolloutRecipe(failures=failures or FailureRecipe())
     with AgentEndpoint() as endpoint:
         worker = AgentWorker(
@@ -57,7 +51,7 @@ def play(kind, seeds=(3,), engine=None, failures=None, **settings):
             rollout=rollout,
             sampling=SamplingRecipe(),
             version=4,
-            agent=AgentRecipe(command=f"{AGENT} {kind}", **settings),
+            agent=AgentRecipe(command=command.replace("{kind}", kind), **settings),
             endpoint=endpoint,
         )
         requests = [EpisodeRequest(seed, i, 0, (0, "test", i)) for i, seed in enumerate(seeds)]
@@ -87,18 +81,7 @@ def test_an_agent_that_does_not_finish_fails_its_episode_alone(kind, ending, rea
 
 
 def test_a_command_that_does_not_exist():
-    with AgentEndpoint() as endpoint:
-        worker = AgentWorker(
-            engine=CountedEngine(),
-            renderer=RENDERER,
-            environment=make_env(LETTERS, max_turns=1),
-            rollout=RolloutRecipe(),
-            sampling=SamplingRecipe(),
-            version=0,
-            agent=AgentRecipe(command="no-such-agent {task}"),
-            endpoint=endpoint,
-        )
-        (episode,) = collect_episodes(worker, [EpisodeRequest(1, 0, 0, (0,))])
+    (episode,) = play("", command="no-such-agent {task}")
     assert episode.info["ending"] == "not_started"
     assert "no-such-agent" in episode.failure
 

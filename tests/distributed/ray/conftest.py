@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from posttrain.distributed.ray.connection import OWNED
+from posttrain.models.reward import RewardModel
+from posttrain.recipe.model import ModelRecipe
 
 CORES = 2
 """Of the first machine of the cluster."""
@@ -43,6 +45,14 @@ def cluster(tmp_path_factory):
     ray.shutdown()
     made.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def paid(tiny_model, tmp_path_factory):
+    """Keys of a run with a reward model."""
+    directory = tmp_path_factory.mktemp("reward") / "model"
+    RewardModel(ModelRecipe(path=str(tiny_model)), seed=11).export(directory)
+    return {"reward": {"path": str(directory), "normalize": "none"}}
 
 
 class Disturber:

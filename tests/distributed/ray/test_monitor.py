@@ -21,44 +21,53 @@ def found(*workers, limit=60.0):
     return find_hangs({worker.heartbeat.name: worker for worker in workers}, limit)
 
 
-def test_a_worker_with_progress_never_hangs():
-    waiting = known("learner 0", waits=[PendingCall("engine 1", "12 requests", 500.0)])
-    assert found(waiting, known("engine 1", stuck=3.0)) == []
+def waiting(name="learner 0", target="engine 1", what="12 requests", seconds=63.0, **keys):
+    return known(name, waits=[PendingCall(target, what, seconds)], **keys)
 
 
-def test_of_a_hang_the_last_waited_for_is_named_with_its_waiters_and_the_time():
-    waiting = known("learner 0", waits=[PendingCall("engine 1", "12 requests", 63.0)])
-    (hang,) = found(waiting, known("engine 1", silent=62.0))
-    assert hang.name == "engine 1"
-    assert "learner 0 waits for engine 1 (12 requests) for 63 s; engine 1 has sent no heartbeat" in hang.sentence
-
-    waiting = known("learner 0", waits=[PendingCall("engine 1", "an answer", 63.0)])
-    (hang,) = found(waiting, known("engine 1", stuck=61.0))
-    assert hang.sentence.endswith("engine 1 has made no progress for 61 s, in models/forward.py:12 hidden")
-
-
-def test_of_workers_that_wait_for_each_other_the_last_one_hangs():
-    (hang,) = found(
-        known("learner 0", waits=[PendingCall("engine 0", "3 answers", 70.0)]),
-        known("engine 0", stuck=70.0, waits=[PendingCall("environments 2", "a step", 65.0)]),
-        known("environments 2", silent=64.0),
-    )
-    assert hang.name == "environments 2"
-    assert "learner 0 waits for engine 0 (3 answers) for 70 s; engine 0 waits for environments 2" in hang.sentence
+@pytest.mark.parametrize(
+    "workers",
+    [
+        (waiting(seconds=500.0), known("engine 1", stuck=3.0)),
+        (known("learner 0"), known("engine 1", stuck=9000.0)),
+        (waiting(seconds=1.0), known("engine 1", stuck=9000.0)),
+    ],
+    ids=["progress", "idle", "called now"],
+)
+def test_no_hang(workers):
+    assert found(*workers) == []
 
 
-def test_an_idle_worker_does_not_hang():
-    assert found(known("learner 0"), known("engine 0", stuck=9000.0)) == []
-    recent = known("learner 0", waits=[PendingCall("engine 0", "an answer", 1.0)])
-    assert found(recent, known("engine 0", stuck=9000.0)) == []
-
-
-def test_a_silent_learner_hangs_its_waiters():
-    (hang,) = found(
-        known("learner 1", silent=61.0, waits=[PendingCall("engine 0", "an answer", 5.0)]), known("engine 0")
-    )
-    assert hang.name == "learner 1"
-    assert "no heartbeat" in hang.sentence
+@pytest.mark.parametrize(
+    ("workers", "name", "words"),
+    [
+        (
+            (waiting(), known("engine 1", silent=62.0)),
+            "engine 1",
+            "learner 0 waits for engine 1 (12 requests) for 63 s; engine 1 has sent no heartbeat",
+        ),
+        (
+            (waiting(), known("engine 1", stuck=61.0)),
+            "engine 1",
+            "engine 1 has made no progress for 61 s, in models/forward.py:12 hidden",
+        ),
+        (
+            (
+                waiting(target="engine 0", what="3 answers", seconds=70.0),
+                waiting("engine 0", "environments 2", "a step", 65.0, stuck=70.0),
+                known("environments 2", silent=64.0),
+            ),
+            "environments 2",
+            "learner 0 waits for engine 0 (3 answers) for 70 s; engine 0 waits for environments 2",
+        ),
+        ((waiting("learner 1", seconds=5.0, silent=61.0), known("engine 1")), "learner 1", "no heartbeat"),
+    ],
+    ids=["silent", "stuck", "the last of a chain", "a silent learner"],
+)
+def test_of_a_hang_the_last_waited_for_is_named_with_its_waiters_and_the_time(workers, name, words):
+    (hang,) = found(*workers)
+    assert hang.name == name
+    assert words in hang.sentence
 
 
 def test_a_worker_without_memory_is_named_and_not_killed():

@@ -8,9 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from pydantic import TypeAdapter
 from rich.console import Console
+from safetensors.torch import load_file
 
+from posttrain.distributed.ray.launch import ClusterRun
 from posttrain.errors import RunError
+from posttrain.recipe.stages import Recipe
 from tests.distributed.ray.conftest import CORES, Disturber
 from tests.training import small
 
@@ -24,14 +29,20 @@ def values(tiny, runs, **changes):
 def launched(made, resume=False):
     """A run of these values on the cluster that the tests are connected to."""
     import ray
-    from pydantic import TypeAdapter
-
-    from posttrain.distributed.ray.launch import ClusterRun
-    from posttrain.recipe.stages import Recipe
 
     Path(made["runs"]).mkdir(exist_ok=True)
     recipe = TypeAdapter(Recipe).validate_python(made)
     return ClusterRun(recipe, resume, False, Console(file=io.StringIO(), width=1000), ray)
+
+
+def run_placed(made, resume=False):
+    """Run it, or continue it; returns the run."""
+    found = launched(made, resume)
+    try:
+        found.run()
+    finally:
+        found.close()
+    return found
 
 
 def run_disturbed(made, disturb):
@@ -93,22 +104,6 @@ def assert_same(one, other):
     assert weights(one) == weights(other)
     assert small.episodes(one) == small.episodes(other)
     assert without_warnings(one) == without_warnings(other)
-
-
-@pytest.fixture(scope="module")
-def reward_model(tiny_model, tmp_path_factory):
-    from posttrain.models.reward import RewardModel
-    from posttrain.recipe.model import ModelRecipe
-
-    directory = tmp_path_factory.mktemp("reward") / "model"
-    RewardModel(ModelRecipe(path=str(tiny_model)), seed=11).export(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def paid(reward_model):
-    """Keys of a run with a reward model."""
-    return {"reward": {"path": str(reward_model), "normalize": "none"}}
 
 
 @pytest.fixture(scope="module")
@@ -213,8 +208,6 @@ def test_too_many_deaths_stop_the_run_in_one_sentence(cluster, tiny_model, tmp_p
 
 
 def tensors(run):
-    from safetensors.torch import load_file
-
     (file,) = (run / "model").glob("*.safetensors")
     return load_file(file)
 
@@ -237,11 +230,7 @@ def test_a_hang_too_many_stops_the_run_and_resuming_gives_the_same_bits(
     assert ended(stopped[0]), "a process that hangs does not outlive its run"
     run = tmp_path / "runs" / "small"
     assert 1 <= Disturber(None, run).finished() < 4
-    again = launched(made, resume=True)
-    try:
-        again.run()
-    finally:
-        again.close()
+    run_placed(made, resume=True)
     assert_same(undisturbed, run)
 
 
@@ -257,8 +246,6 @@ def ended(pid):
 @pytest.mark.slow
 def test_two_learners_and_two_engines_learn_the_same_to_rounding(cluster, tiny_model, paid, undisturbed, tmp_path):
     """One of the learners is killed; both resume from the last checkpoint."""
-    import torch
-
     hardware = {"ray": "auto", "processes": 2, "engines": {"count": 2}, "environments": {"count": 1}}
 
     def disturb(disturber):
@@ -292,11 +279,7 @@ def test_a_stopped_run_resumes_to_the_same_bits(cluster, tiny_model, paid, undis
         run_disturbed(made, disturb)
     run = tmp_path / "runs" / "small"
     assert Disturber(None, run).finished() < 4
-    again = launched(made, resume=True)
-    try:
-        again.run()
-    finally:
-        again.close()
+    run_placed(made, resume=True)
     assert_same(undisturbed, run)
 
 
