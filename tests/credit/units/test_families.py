@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from posttrain.credit.units.segment import (
     Answer,
-    closing_start,
     entropy_cuts,
     merge_tail,
     ordinal_of,
@@ -75,12 +74,6 @@ def test_labels_continue_after_z():
     assert [ordinal_of(name) for name in ("1", "30", "", "A1", "é", "²")] == [1, 30, None, None, None, None]
     letters = [chr(ord("A") + i) for i in range(26)] + ["AA", "AB"]
     assert len(steps("\n".join(f"{name}. do" for name in letters))) == 28
-
-
-def test_the_closing_is_searched_after_the_last_label():
-    text = "So: no\nA. a\nSo: b\nSo: c"
-    assert closing_start(text, "^So:", 7) == [(12, 12)]
-    assert closing_start(text, "^Thus", 7) == []
 
 
 @pytest.mark.parametrize(

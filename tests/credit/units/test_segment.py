@@ -130,6 +130,11 @@ BEFORE = [("<think>A. A\n</think>\n\n", False), ("! !\n", False), ("A. A", True)
     [
         # Text outside of steps is no unit. One token holds the end of the line and the label.
         (recipe("steps"), TEXT, False, [*BEFORE, ("\nB. x!\nA. B\n\n", True)]),
+        # The closing is searched after the last label.
+        *(
+            (recipe("steps", closing=closing), TEXT, False, [*BEFORE, ("\nB. x!\nA. B\n\n", True)])
+            for closing in ("^A. A", "^x")
+        ),
         (recipe("steps", closing="^A. B"), TEXT, False, [*BEFORE, ("\nB. x!\n", True), ("A. B\n\n", False)]),
         (recipe("steps"), "! a a\n", False, [("! a a\n", False)]),
         (recipe("steps"), "! a a\n", True, [("! a a\nA", False)]),

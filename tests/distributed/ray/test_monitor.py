@@ -115,7 +115,7 @@ def test_a_process_that_outlives_its_daemon_dies_once(keeper, noticed):
 
 def test_processes_that_the_run_replaces_are_no_deaths(keeper):
     for pid in (10, 11):  # also one that reports only after the run has replaced it
-        assert keeper.heartbeat(beat("learner 0", pid)) == ("", [])
+        assert keeper.heartbeat(beat("learner 0", pid)) == (False, [])
     keeper.heartbeat(beat("engine 0", 10))
     keeper.expect_deaths(["engine 0", "engine 1"])
     keeper.heartbeat(beat("engine 0", 11))
@@ -140,7 +140,7 @@ def test_a_machine_without_a_daemon_is_dead_before_ray_notices(monkeypatch):
 def test_the_first_learner_learns_about_unnoticed_deaths(keeper):
     keeper.heartbeat(beat("environments 0", 10))
     keeper.heartbeat(beat("environments 0", 11))
-    assert keeper.heartbeat(beat("learner 1", 5)) == ("", [])
+    assert keeper.heartbeat(beat("learner 1", 5)) == (False, [])
     _, news = keeper.heartbeat(beat("learner 0", 4))
     assert news == ["environments 0 died: its process was killed or crashed; it was idle and was restarted"]
     assert keeper.heartbeat(beat("learner 0", 4))[1] == []
@@ -158,9 +158,8 @@ def test_progress_and_silence_are_measured_by_the_watch(keeper, monkeypatch):
 
 
 def test_orders_do_not_repeat_and_a_hung_worker_has_the_reason_of_the_monitor(keeper):
-    keeper.send_command(["learner 0"], "stop")
-    assert keeper.heartbeat(beat("learner 0", 1))[0] == "stop"
-    assert keeper.heartbeat(beat("learner 0", 1))[0] == ""
+    keeper.stop(["learner 0"])
+    assert [keeper.heartbeat(beat("learner 0", 1))[0] for _ in range(2)] == [True, False]
 
     keeper.set_reason("engine 0", "hung (learner 0 waits for it)")
     assert keeper.record_death("engine 0", monitor.KILLED, 10)[0] == "engine 0 hung (learner 0 waits for it)"

@@ -273,7 +273,7 @@ def test_a_stopped_run_resumes_to_the_same_bits(cluster, tiny_model, paid, undis
 
     def disturb(disturber):
         disturber.until(1)
-        disturber.launched.ray.get(disturber.launched.monitor.send_command.remote(["learner 0"], "stop"))
+        disturber.launched.ray.get(disturber.launched.monitor.stop.remote(["learner 0"]))
 
     with pytest.raises(KeyboardInterrupt):
         run_disturbed(made, disturb)

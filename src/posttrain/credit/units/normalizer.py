@@ -20,8 +20,6 @@ EPSILON = 1.35
 """Huber's threshold, in units of the residuals' scale: 95% as efficient as least squares for normal residuals."""
 FLOOR = 0.1
 """Minimum sigma, as a fraction of sigma at the end of the answer."""
-_TINY = 1e-10
-"""Added to p inside the logarithm, as published. Has no effect, because no position is 0."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +49,11 @@ class Normalizer:
 
     def mean(self, positions: np.ndarray) -> np.ndarray:
         """[n] at `positions` [n] in (0, 1]."""
-        return self.slope_mean * np.log(positions + _TINY) + self.intercept_mean
+        return self.slope_mean * np.log(positions) + self.intercept_mean
 
     def sigma(self, positions: np.ndarray) -> np.ndarray:
         """[n], never below `floor` x sigma(1)."""
-        values = self.slope_std * np.log(positions + _TINY) + self.intercept_std
+        values = self.slope_std * np.log(positions) + self.intercept_std
         return np.maximum(values, self.floor * self.intercept_std)
 
     def normalize(self, rewards: np.ndarray) -> np.ndarray:
@@ -116,7 +114,7 @@ def fit_normalizer(answers: Sequence[np.ndarray]) -> Fit:
     several = profile.counts > 1
     if not several.any():
         raise ValueError("no position has two rewards, so there is no spread to fit; score more answers")
-    logs = np.log(profile.positions + _TINY)
+    logs = np.log(profile.positions)
     slope_mean, intercept_mean = huber_line(logs, profile.means, profile.counts)
     slope_std, intercept_std = huber_line(logs[several], profile.stds[several], profile.counts[several])
     normalizer = Normalizer(slope_mean, slope_std, intercept_mean, intercept_std)

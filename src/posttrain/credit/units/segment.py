@@ -42,12 +42,6 @@ def step_starts(text: str, pattern: str) -> list[Location]:
     return [(match.start(), _visible(text, match.start())) for match in matches]
 
 
-def closing_start(text: str, pattern: str, after: int) -> list[Location]:
-    """Where the text after the steps begins: the first match of `pattern` after the character `after`, if any."""
-    match = re.compile(pattern, re.MULTILINE).search(text, after + 1)
-    return [(match.start(), _visible(text, match.start()))] if match else []
-
-
 def ordinal_of(label: str) -> int | None:
     """1 for `A` or `1`, 26 for `Z` or `26`, 27 for `AA`; None for other text."""
     if label.isascii() and label.isdigit():
@@ -279,9 +273,14 @@ def _steps(recipe: StepUnits, text: AlignedText, thought: int) -> tuple[int, int
         return total, total, np.zeros(0, dtype=np.int64)
     if not shown[: starts[0][0]].strip():
         starts[0] = (0, 0)
-    closing = closing_start(shown, recipe.closing, starts[-1][1]) if recipe.closing is not None else []
     cuts = _places(text, starts, thought)
-    return int(cuts[0]), int(_places(text, closing, thought)[0]) if closing else total, cuts
+    closing = None
+    if recipe.closing is not None:
+        closing = re.compile(recipe.closing, re.MULTILINE).search(shown, starts[-1][1] + 1)
+    if closing is None:
+        return int(cuts[0]), total, cuts
+    (end,) = _places(text, [(closing.start(), _visible(shown, closing.start()))], thought)
+    return int(cuts[0]), int(end), cuts
 
 
 def _places(text: AlignedText, places: list[tuple[int, int]], thought: int) -> np.ndarray:

@@ -36,7 +36,7 @@ from posttrain.training.reward_scorer import OF_UNITS, RewardScorer, render_alik
 
 
 class RemoteRewardModel:
-    """The methods of a reward model that unit credit uses, for copies on workers. Rank 0 calls them in turn."""
+    """The methods of a `RewardModel` that unit credit uses, for copies on workers. Rank 0 calls them in turn."""
 
     def __init__(self, source: RewardSource, workers: Sequence[WorkerClient]) -> None:
         self.workers = list(workers)
@@ -47,11 +47,9 @@ class RemoteRewardModel:
         self.units = self._next("the units", "units")
 
     def rewards(self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> torch.Tensor:
-        """As `RewardModel.rewards`, without gradient."""
         return torch.from_numpy(self._next(f"{len(streams)} rewards", "rewards", streams, sampled))
 
     def prefix_rewards(self, streams: Sequence[np.ndarray], lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """As `RewardModel.prefix_rewards`."""
         return self._next("rewards of prefixes", "prefix_rewards", streams, lengths)
 
     def _next(self, what: str, method: str, *arguments: Any) -> Any:
@@ -330,7 +328,7 @@ class EnvironmentWorker(Worker):
 
 
 class RewardWorker(ModelWorker):
-    """A copy of the reward model."""
+    """A copy of the reward model, with methods of `RewardModel`, without gradient."""
 
     def __init__(self, *common: Any) -> None:
         super().__init__(*common)
@@ -342,18 +340,15 @@ class RewardWorker(ModelWorker):
         return self.scorer.statistics
 
     def units(self) -> Any:
-        """As `RewardModel.units`."""
         return self.scorer.model.units
 
     def rewards(self, streams: list[np.ndarray], sampled: list[np.ndarray]) -> np.ndarray:
-        """As `RewardModel.rewards`, without gradient."""
         with torch.no_grad():
             rewards = self.scorer.model.rewards(streams, sampled).cpu().numpy()
         self.heartbeat.progress += 1
         return rewards
 
     def prefix_rewards(self, streams: list[np.ndarray], lengths: list[np.ndarray]) -> list[np.ndarray]:
-        """As `RewardModel.prefix_rewards`."""
         self.heartbeat.progress += 1
         return self.scorer.model.prefix_rewards(streams, lengths)
 

@@ -418,4 +418,4 @@ class ClusterRun:
         if self._stop > 1 or not self._learning:
             raise KeyboardInterrupt
         names = [f"{LEARNER} {i}" for i in range(len(self.learners))]
-        threading.Thread(target=lambda: self.monitor.send_command.remote(names, "stop"), daemon=True).start()
+        threading.Thread(target=lambda: self.monitor.stop.remote(names), daemon=True).start()

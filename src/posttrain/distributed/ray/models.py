@@ -66,7 +66,7 @@ class ReferenceWorker(ModelWorker):
 
 
 class CriticWorker(Worker):
-    """One process of the critic."""
+    """One process of the critic, with methods of `CriticUpdater`."""
 
     def __init__(self, document: str, *common: Any) -> None:
         super().__init__(*common)
@@ -92,11 +92,9 @@ class CriticWorker(Worker):
         return sum(t.numel() * t.element_size() for t in self.critic.tensors().values())
 
     def state_dict(self) -> dict[str, Any]:
-        """As `CriticUpdater.state_dict`."""
         return self.critic.state_dict()
 
     def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """As `CriticUpdater.values`."""
         return self.critic.values(samples)
 
     def update(self, samples: Sequence[Sample]) -> tuple[Totals, list[str], dict[str, Any]]:
@@ -179,12 +177,10 @@ class RayCritic:
         return int(self._state["optimizer"]["updates"])
 
     def begin_values(self, samples: Sequence[Sample]) -> Callable[[], list[np.ndarray]]:
-        """As `CriticUpdater.begin_values`."""
         given = _for_scoring(samples)
         return _started(lambda: self._on_all(f"{len(samples)} values", "values", given)[0])
 
     def begin_update(self, samples: Sequence[Sample]) -> Callable[[], Totals]:
-        """As `CriticUpdater.begin_update`."""
         given = _for_scoring(samples)
         finish = _started(lambda: self._on_all("an update of the critic", "update", given)[0])
 
@@ -196,7 +192,6 @@ class RayCritic:
         return finished
 
     def take_warnings(self) -> list[str]:
-        """As `CriticUpdater.take_warnings`."""
         warnings, self._warnings = self._warnings, []
         return warnings
 

@@ -134,7 +134,7 @@ class WorkerMonitor:
     max_restarts: int
     last: dict[str, tuple[Heartbeat, float, float]] = field(default_factory=dict)
     """By worker: the last heartbeat, the time of its arrival, and that of the last progress."""
-    commands: dict[str, str] = field(default_factory=dict)
+    stopping: set[str] = field(default_factory=set)
     reasons: dict[str, str] = field(default_factory=dict)
     deaths: list[str] = field(default_factory=list)
     counted: dict[tuple[str, int], str] = field(default_factory=dict)
@@ -142,12 +142,12 @@ class WorkerMonitor:
     unreported: list[str] = field(default_factory=list)
     """Deaths of idle workers, which were not noticed by a caller and have not been reported yet."""
 
-    def heartbeat(self, heartbeat: Heartbeat) -> tuple[str, list[str]]:
-        """Receive a heartbeat. Returns a command for the worker (`stop` or none) and, for learner 0, unreported deaths."""
+    def heartbeat(self, heartbeat: Heartbeat) -> tuple[bool, list[str]]:
+        """Receive a heartbeat. Returns whether the worker has to stop and, for learner 0, unreported deaths."""
         now = time.monotonic()
         progressed: float | None = None
         if self.counted.get((heartbeat.name, heartbeat.pid)) == heartbeat.node:
-            return "", []  # it outlives the daemon of its machine by seconds, and has been replaced
+            return False, []  # it outlives the daemon of its machine by seconds, and has been replaced
         if heartbeat.name in self.last:
             before, _, progressed = self.last[heartbeat.name]
             # The run itself notices the deaths of learners and critics, and kills the others of them.
@@ -162,11 +162,13 @@ class WorkerMonitor:
         unreported: list[str] = []
         if heartbeat.name == "learner 0":
             unreported, self.unreported = self.unreported, []
-        return self.commands.pop(heartbeat.name, ""), unreported
+        stop = heartbeat.name in self.stopping
+        self.stopping.discard(heartbeat.name)
+        return stop, unreported
 
-    def send_command(self, names: Sequence[str], command: str) -> None:
-        """Send a command to workers with the response to their next heartbeat."""
-        self.commands |= dict.fromkeys(names, command)
+    def stop(self, names: Sequence[str]) -> None:
+        """Stop workers with the response to their next heartbeat."""
+        self.stopping |= {*names}
 
     def statuses(self) -> dict[str, WorkerStatus]:
         """The status of every worker."""
@@ -219,7 +221,7 @@ class HeartbeatSender:
         self._main = threading.main_thread().ident or 0
         self._position, self._moves = "", 0
         self.on_stop: Any = None
-        """Called in the thread when the monitor sends `stop`."""
+        """Called in the thread when the monitor stops the worker."""
         self.on_event: Any = None
         """Called in the thread with a sentence for the user; set it together with `on_stop`."""
         self.extra_progress: Any = None
@@ -248,10 +250,10 @@ class HeartbeatSender:
             try:
                 response = self.monitor.heartbeat.remote(self._heartbeat(node, pid))
                 if self.on_stop is not None:
-                    command, sentences = ray.get(response, timeout=60)
+                    stop, sentences = ray.get(response, timeout=60)
                     for sentence in sentences:
                         self.on_event(sentence)
-                    if command == "stop":
+                    if stop:
                         self.on_stop()
             except Exception:
                 pass  # the monitor has ended with the run, or is slow
