@@ -39,7 +39,7 @@ def test_a_conversation_has_reward_stop_reason_and_credit_under_each_answer() ->
     order = [text.index(part) for part in ("question 0", "answer 0", "turn 0", "question 1", "answer 1", "turn 1")]
     assert order == sorted(order)
     assert "turn 0 · reward +0.500 · 3 tokens · end_token · advantage +1.000 · rejected: no <answer> tag" in text
-    assert "turn 1 · reward -1.000 · 3 tokens · end_token · advantage -0.167 (-1.000…+0.500)" in text
+    assert "turn 1 · reward -1.000 · 3 tokens · end_token · advantage -0.167 (-1.000 to +0.500)" in text
     # Answers missing in the conversation are shown from the turns.
     episode = played(0, (1.0, 0.0), messages=[{"role": "user", "content": "only [red]this"}])
     for turn, reason in zip(episode.turns, (StopReason.TURN_BUDGET, StopReason.EPISODE_BUDGET), strict=True):
