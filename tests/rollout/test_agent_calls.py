@@ -21,6 +21,7 @@ from posttrain.episode import StopReason
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.rollout.agents.endpoint import AgentEndpoint
 from posttrain.rollout.agents.session import AgentSession
+from posttrain.rollout.agents.worker import AgentWorker
 from posttrain.rollout.driver import EpisodeRequest
 from posttrain.serving.formats import ChatCall, read_chat
 
@@ -97,6 +98,21 @@ def served(engine, tokenizer, limit=2048):
 
 def finish(session):
     return called(session.loop, session.finish)
+
+
+@contextmanager
+def agent_worker(engine, environment, agent, rollout=None):
+    """A worker whose agents call a real endpoint."""
+    with AgentEndpoint() as endpoint:
+        yield AgentWorker(
+            engine=engine,
+            renderer=Renderer(engine.tokenizer, frozenset({engine.tokenizer.eos_token_id})),
+            environment=environment,
+            rollout=rollout or RolloutRecipe(),
+            sampling=SamplingRecipe(),
+            agent=agent,
+            endpoint=endpoint,
+        )
 
 
 def assert_streams_are_what_was_sampled(engine, streams, turns):

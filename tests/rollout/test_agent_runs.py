@@ -13,12 +13,10 @@ from posttrain.episode import Outcome
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.agent import AgentRecipe
 from posttrain.recipe.compose import load_recipe
-from posttrain.recipe.rollout import FailureRecipe, RolloutRecipe, SamplingRecipe
-from posttrain.rollout.agents.endpoint import AgentEndpoint
-from posttrain.rollout.agents.worker import AgentWorker
+from posttrain.recipe.rollout import FailureRecipe, RolloutRecipe
 from posttrain.rollout.driver import EpisodeRequest, collect_episodes
-from tests.rollout.test_agent_calls import RecordingEngine
-from tests.rollout.test_driver import RENDERER, TOKENIZER
+from tests.rollout.test_agent_calls import RecordingEngine, agent_worker
+from tests.rollout.test_driver import TOKENIZER
 from tests.training import small
 
 AGENT = f"{shlex.quote(sys.executable)} -I -S {shlex.quote(str(Path(__file__).parent / 'scripted_agent.py'))}"
@@ -42,18 +40,9 @@ def length(answer, row_id=None):
 
 
 def play(kind, seeds=(3,), engine=None, failures=None, command=f"{AGENT} {{kind}}", **settings):
+    agent = AgentRecipe(command=command.replace("{kind}", kind), **settings)
     rollout = RolloutRecipe(failures=failures or FailureRecipe())
-    with AgentEndpoint() as endpoint:
-        worker = AgentWorker(
-            engine=engine or CountedEngine(),
-            renderer=RENDERER,
-            environment=make_env(LETTERS, max_turns=1),
-            rollout=rollout,
-            sampling=SamplingRecipe(),
-            version=4,
-            agent=AgentRecipe(command=command.replace("{kind}", kind), **settings),
-            endpoint=endpoint,
-        )
+    with agent_worker(engine or CountedEngine(), make_env(LETTERS, max_turns=1), agent, rollout) as worker:
         requests = [EpisodeRequest(seed, i, 0, (0, "test", i)) for i, seed in enumerate(seeds)]
         episodes = collect_episodes(worker, requests)
         started = time.monotonic()
