@@ -10,7 +10,6 @@ from posttrain.credit.turns import (
     leave_one_out,
     mt_grpo,
     state_keys,
-    to_tokens,
     turn_indices,
     turn_returns,
     turn_rewards,
@@ -35,7 +34,6 @@ def test_a_turn_without_reward_counts_as_a_turn():
     turns = np.array([0, 0, 1, 2, 2, 2])
     np.testing.assert_array_equal(turn_starts(turns), [0, 2, 3])
     np.testing.assert_array_equal(turn_rewards(np.array([0.0, 1, 0, 0, 0.5, 2]), turns), [1, 0, 2.5])
-    np.testing.assert_array_equal(to_tokens(np.array([3.0, 4, 5]), turns), [3, 3, 4, 5, 5, 5])
 
 
 def test_turns_run_across_streams_and_answers_that_touch_are_two():

@@ -34,7 +34,8 @@ class TurnCredit(Credit):
         turns = [turn_indices(episode) for episode in episodes]
         by_turn = [turn_rewards(one, t) for one, t in zip(rewards, turns, strict=True)]
         advantages = self.turn_advantages(episodes, by_turn, groups)
-        return [to_tokens(one, t) for one, t in zip(advantages, turns, strict=True)]
+        lengths = [np.diff(turn_starts(t), append=len(t)) for t in turns]
+        return [np.repeat(one, tokens) for one, tokens in zip(advantages, lengths, strict=True)]
 
     def turn_advantages(self, episodes: Sequence[Episode], rewards: Arrays, groups: np.ndarray) -> Arrays:
         """Per episode [K] float64. `rewards`: per episode [K] float64, the sum of each turn's rewards."""
@@ -236,11 +237,6 @@ def turn_starts(turns: np.ndarray) -> np.ndarray:
 def turn_rewards(rewards: np.ndarray, turns: np.ndarray) -> np.ndarray:
     """[K] float64: the sum of the rewards [n] of each turn's tokens, including a KL penalty."""
     return np.add.reduceat(rewards, turn_starts(turns)) if len(turns) else np.zeros(0)
-
-
-def to_tokens(values: np.ndarray, turns: np.ndarray) -> np.ndarray:
-    """[n] float64: the entry of `values` [K] of each token's turn, for `turns` [n]."""
-    return np.repeat(values, np.diff(turn_starts(turns), append=len(turns)))
 
 
 def state_keys(episode: Episode) -> list[Hashable]:

@@ -5,13 +5,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from posttrain.credit.units.segment import (
     Answer,
     entropy_cuts,
-    merge_tail,
     ordinal_of,
     segment,
     sentence_starts,
@@ -122,6 +119,7 @@ def test_entropy_cuts_are_strict_and_never_before_the_first_token():
         ([1, 1, 1, 1], 0, True, [0, 1, 2, 4]),  # a unit per token, the end token with the last
         ([1, 1, 1, 1], 0, False, [0, 1, 2, 3, 4]),
         ([9, 9, 9, 9], 1000, True, [0, 4]),  # the outcome
+        ([9, 9, 9, 9, 9, 0], 1.5, True, [0, 1, 2, 3, 4, 6]),
         ([9], 0, False, [0, 1]),
         ([9], 0, True, [0, 1]),
     ],
@@ -130,16 +128,3 @@ def test_tail_of_an_answer_in_units_by_entropy(entropies, threshold, ended, cuts
     answer = Answer(np.arange(len(entropies)) * 0, ended, entropies=np.array(entropies, dtype=np.float32))
     units = segment(EntropyUnits(type="entropy", threshold=threshold), [answer], byte_level)
     assert units.cuts.tolist() == cuts
-
-
-partition = st.lists(st.integers(1, 9), min_size=1, max_size=30).map(lambda sizes: np.cumsum([0, *sizes]))
-
-
-@given(cuts=partition, most=st.integers(1, 31))
-def test_caps(cuts, most):
-    tail = merge_tail(cuts, most)
-    assert len(tail) - 1 == min(most, len(cuts) - 1)
-    assert tail[:-1].tolist() == cuts[: len(tail) - 1].tolist()
-    assert tail[-1] == cuts[-1]
-    assert tail.dtype == np.int64
-    assert np.diff(merge_tail(np.cumsum([0, 5, 1, 3, 9, 2]), 3)).tolist() == [5, 1, 14]

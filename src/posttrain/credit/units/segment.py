@@ -177,14 +177,6 @@ def entropy_cuts(entropies: np.ndarray, threshold: float) -> np.ndarray:
     return np.flatnonzero(values[1:] > threshold) + 1
 
 
-def merge_tail(cuts: np.ndarray, most: int) -> np.ndarray:
-    """Merge K units with edges `cuts` [K + 1] into at most `most`: the last remaining unit takes all that follow.
-
-    As in the published code for labeled steps. That code does not apply the limit to units by entropy.
-    """
-    return cuts if len(cuts) - 1 <= most else np.concatenate([cuts[:most], cuts[-1:]])
-
-
 _PROMPT_TAIL = 8
 """Tokens before an answer that are searched for the start of a thinking block."""
 
@@ -255,8 +247,9 @@ def _of_answer(recipe: StepUnits | EntropyUnits | TextUnits, answer: Answer, dec
     else:
         cuts = _places(text, sentence_starts(text.text[text.offsets[thought] :]), thought)
     edges = np.unique(np.concatenate([[first, last], cuts[(cuts > first) & (cuts < last)]])).astype(np.int64)
-    if recipe.max_units is not None and first < last:
-        edges = merge_tail(edges, recipe.max_units)
+    if recipe.max_units is not None and first < last and len(edges) - 1 > recipe.max_units:
+        # The last unit takes all that follow, as in the published code, which has no limit for units by entropy.
+        edges = np.concatenate([edges[: recipe.max_units], edges[-1:]])
     edges = np.unique(np.concatenate([[0, thought], edges, [body]])).astype(np.int64)
     is_unit = (edges[:-1] >= first) & (edges[1:] <= last)
     edges[-1] = len(answer.ids)
