@@ -137,20 +137,6 @@ def test_all_that_a_slow_part_started_ends_with_it(tmp_path, monkeypatch):
     assert not Path((tmp_path / "temporary").read_text()).exists()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
-def test_a_run_that_takes_too_long_is_killed_with_its_server(tmp_path):
-    code = (
-        "import subprocess, time; server = subprocess.Popen(['sleep', '600'], start_new_session=True); "
-        "print(server.pid, flush=True); time.sleep(600)"
-    )
-    with runs.Run([], tmp_path, time.monotonic() + 3) as run:
-        run._words = [sys.executable, "-c", code]
-        run.start("rl")
-        with pytest.raises(RuntimeError, match=r"the time was over after 0 steps; last line: \d+"):
-            run.wait()
-    assert not is_alive((tmp_path / "log.txt").read_text().strip())
-
-
 @pytest.mark.parametrize("part", ["ray-8", "ray-gspo-8"])
 def test_the_shipped_placements_accept_the_overrides(part, tmp_path, monkeypatch):
     started = []

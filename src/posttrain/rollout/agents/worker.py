@@ -48,7 +48,7 @@ async def run_agent(
     """Run an agent until it exits, `agent.timeout` seconds pass, or the engine of `session` fails.
 
     Returns the end of its standard output. Its children end with it. `folder` is an empty directory for its input and
-    output. OSError or ValueError if it cannot be started, _AgentFailure if it did not finish or did not call the policy.
+    output. OSError or ValueError if it cannot be started, _AgentFailure if it does not finish or makes no call.
     """
     words = [word.replace("{task}", task).replace("{seed}", str(seed)) for word in shlex.split(agent.command)]
     (folder / "input").write_text(task, encoding="utf-8")
