@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -56,11 +55,10 @@ def paid(tiny_model, tmp_path_factory):
 
 
 class Disturber:
-    """Kills workers of a run by their process ids, in a thread, each once the run has come to a step."""
+    """Kills workers of a run by their process ids, each once the run has come to a step."""
 
     def __init__(self, launched, folder: Path) -> None:
         self.launched, self.folder = launched, folder
-        self.failure: BaseException | None = None
 
     def finished(self) -> int:
         """Steps in the metrics so far; -1 before the run directory is there."""
@@ -89,16 +87,3 @@ class Disturber:
         pid = self.pid(name)
         os.kill(pid, number)
         return pid
-
-    def start(self, work) -> threading.Thread:
-        """Run `work(self)` beside the run."""
-
-        def guarded() -> None:
-            try:
-                work(self)
-            except BaseException as error:
-                self.failure = error
-
-        thread = threading.Thread(target=guarded, daemon=True)
-        thread.start()
-        return thread

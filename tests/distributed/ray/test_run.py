@@ -46,23 +46,10 @@ def run_placed(made, resume=False):
 
 
 def run_disturbed(made, disturb):
-    """Run it while `disturb` works beside it; returns the deaths and what was shown."""
-    import ray
+    """Run it in a thread while `disturb` works beside it; returns the deaths and what was shown.
 
-    found = launched(made)
-    disturber = Disturber(found, Path(made["runs"]) / made["name"])
-    try:
-        disturber.start(disturb)
-        found.run()
-        deaths = ray.get(found.monitor.all_deaths.remote())
-    finally:
-        found.close()
-    assert disturber.failure is None
-    return deaths, found.console.file.getvalue()
-
-
-def run_beside(made, disturb):
-    """As `run_disturbed`, with the run in a thread: machines of a test's cluster come and go in the main thread only."""
+    Machines of a test's cluster come and go in the main thread only.
+    """
     import ray
 
     found, failures = launched(made), []
@@ -78,11 +65,12 @@ def run_beside(made, disturb):
         thread.start()
         disturb(Disturber(found, Path(made["runs"]) / made["name"]))
         thread.join()
-        deaths = ray.get(found.monitor.all_deaths.remote())
+        deaths = [] if failures else ray.get(found.monitor.all_deaths.remote())
     finally:
         found.close()
-    assert not failures
-    return deaths
+    if failures:
+        raise failures[0]
+    return deaths, found.console.file.getvalue()
 
 
 def warnings(run):
@@ -189,7 +177,7 @@ def test_a_machine_dies_with_all_its_workers(cluster, tiny_model, paid, undistur
 
     made = values(tiny_model, tmp_path / "runs", hardware=hardware, **paid)
     try:
-        deaths = run_beside(made, disturb)
+        deaths, _ = run_disturbed(made, disturb)
     finally:
         for node in machines:
             cluster.remove_node(node)
@@ -305,7 +293,7 @@ def test_a_lost_machine_of_a_learner_is_one_death_of_a_learner(cluster, tiny_mod
         machines.append(cluster.add_node(**machine))
 
     try:
-        deaths = run_beside(made, disturb)
+        deaths, _ = run_disturbed(made, disturb)
     finally:
         for node in machines:
             cluster.remove_node(node, allow_graceful=False)
