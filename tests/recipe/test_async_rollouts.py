@@ -26,7 +26,7 @@ def test_incompatible_keys_are_refused(given, words):
 
 
 def test_keys_without_effect_are_reported():
-    recipe = load_recipe([], ["rollout.on_new_weights=restart", "rollout.max_staleness=1"], "rl")
+    recipe = load_recipe([], ["rollout.on_new_weights=continue", "rollout.max_staleness=1"], "rl")
     found = [warning for warning in recipe_warnings(recipe) if "rollout.async_rollouts is 0" in warning]
     assert [note.split()[0] for note in found] == ["rollout.on_new_weights", "rollout.max_staleness"]
     evaluation = load_recipe([], ["rollout.async_rollouts=1"], "evaluate")

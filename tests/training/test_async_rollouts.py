@@ -91,13 +91,6 @@ def test_async_rollouts_0_is_the_synchronous_loop(tiny_model, tmp_path):
 
 
 @pytest.mark.slow
-def test_restarted_episodes_and_their_tokens_are_counted(tiny_model, tmp_path, noisy):
-    run = async_runs.train(async_runs.values(tiny_model, tmp_path, "live", CONTINUE | {"on_new_weights": "restart"}))
-    assert sum(line["rollout/restarted"] for line in train_lines(run)) > 0
-    assert sum(line["tokens/discarded"] for line in train_lines(run)) > 0
-
-
-@pytest.mark.slow
 def test_tokens_store_the_version_that_sampled_them(continued):
     mixed = 0
     for step in range(1, 6):

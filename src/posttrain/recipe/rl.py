@@ -28,7 +28,6 @@ _STEEP = 0.95
 _NEW_WEIGHTS = {
     "finish": "finish with the old weights",
     "continue": "continue with the new weights from the next token",
-    "restart": "restart with the new weights",
 }
 
 
@@ -36,11 +35,9 @@ class RlRecipe(SampledRecipe):
     """Reinforcement learning in an environment."""
 
     metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric("rollout/restarted", "episodes restarted on new weights"),
         Metric("rollout/stale", "episodes dropped as stale"),
         Metric("policy/staleness_mean", "mean number of optimizer updates between sampling a token and training on it"),
         Metric("policy/staleness_max", "largest number of these updates"),
-        Metric("tokens/discarded", "tokens of restarted episodes"),
         Metric("time/overlap_share", "share of the sampling time during which the learner did not wait"),
         Metric("time/sampling", "seconds of sampling the batch"),
         Metric("time/waited_for_learner", "seconds that sampling waited for weights"),
@@ -229,7 +226,7 @@ class RlRecipe(SampledRecipe):
             raise ValueError(
                 f"with `rollout.on_new_weights: finish` every episode is {behind} updates old when it is trained on "
                 f"(`rollout.async_rollouts` {rollout.async_rollouts} x updates per step), so `rollout.max_staleness` = {most} would "
-                "drop them all; raise it, or use continue or restart"
+                "drop them all; raise it, or use continue"
             )
         if hardware.offload == "rollouts":
             why = "moves the optimizer's state away during rollouts, in which `rollout.async_rollouts` makes updates"

@@ -113,10 +113,8 @@ class RolloutRecipe(BaseConfig):
     overlong_penalty: Annotated[OverlongRecipe | None, TRAINED, REWARDED] = None
     async_rollouts: Annotated[int, TRAINED, REWARDED] = Field(0, ge=0)
     """Steps that sampling may run ahead of learning. With k, sampling for step n starts when the weights after step n - k - 1 exist. 0: sample, then learn (on-policy)."""
-    on_new_weights: Annotated[Literal["finish", "continue", "restart"], TRAINED, REWARDED, needs("async_rollouts")] = (
-        "finish"
-    )
-    """What happens to unfinished episodes when new weights arrive. `finish`: keep the old weights. `continue`: use the new weights from the next token on. `restart`: start over with the new weights."""
+    on_new_weights: Annotated[Literal["finish", "continue"], TRAINED, REWARDED, needs("async_rollouts")] = "finish"
+    """What happens to unfinished episodes when new weights arrive. `finish`: keep the old weights. `continue`: use the new weights from the next token on."""
     max_staleness: Annotated[int | None, TRAINED, REWARDED, needs("async_rollouts")] = Field(None, ge=0)
     """Maximum number of optimizer updates between sampling a token and training on it. Episodes with an older token are dropped and counted in `rollout/stale`. Null: train on all episodes."""
     missing_eos_penalty: Annotated[float, TRAINED, REWARDED] = Field(0.0, ge=0)

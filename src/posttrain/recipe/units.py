@@ -51,10 +51,10 @@ class EntropyUnits(_CutUnits):
 
 
 class TextUnits(_CutUnits):
-    """Sentences or paragraphs."""
+    """Sentences."""
 
-    type: Literal["sentence", "paragraph"]
-    """`sentence`: ends at `.`, `!`, `?` and their like before a space, and at the end of a line. `paragraph`: ends at a blank line."""
+    type: Literal["sentence"]
+    """`sentence`: ends at `.`, `!`, `?` and their like before a space, and at the end of a line."""
 
 
 class WholeUnits(BaseConfig):

@@ -62,6 +62,11 @@ def in_chat(chat_client, recipe, seed, shared_interpreter):
     return list(agent.ask(given.task.question))
 
 
+def play_with(engine, renderer, recipe, rollout):
+    environment = EnvironmentFactory(recipe)
+    return RolloutWorker(engine=engine, renderer=renderer, environment=environment, rollout=rollout, sampling=GREEDY)
+
+
 @pytest.mark.parametrize(
     "keys",
     [{}, {"thinking": False, "prompt": "brief"}, {"opened_by": "environment"}, {"opened_by": "template"}],
@@ -77,7 +82,7 @@ def test_a_chat_has_the_tokens_of_a_rollout(chat_client, shared_interpreter, key
     script = ["nonsense", *_messages(environment)]
     rollout = RolloutRecipe(tokens_per_turn=5_000, tokens_per_episode=50_000, stop_strings=list(STOPS))
     playing = Parrot(one.renderer, script)
-    player = RolloutWorker(playing, one.renderer, EnvironmentFactory(recipe), rollout, GREEDY, 0)
+    player = play_with(playing, one.renderer, recipe, rollout)
     (episode,) = collect_episodes(player, [EpisodeRequest(seed, 0, 0, (0,))])
     one.engine = Parrot(one.renderer, script)
     events = in_chat(one, recipe, seed, shared_interpreter)
@@ -104,7 +109,7 @@ def test_a_chat_and_a_rollout_give_the_same_answers(chat_client, shared_interpre
     recipe = MemoryRecipe.model_validate({"worlds": SMALL, "prompt": "brief", "max_turns": 3})
     one = chat_client(tokens_per_turn=10)
     rollout = RolloutRecipe(tokens_per_turn=10, tokens_per_episode=one.tokens_per_episode, stop_strings=list(STOPS))
-    player = RolloutWorker(one.engine, one.renderer, EnvironmentFactory(recipe), rollout, GREEDY, 0)
+    player = play_with(one.engine, one.renderer, recipe, rollout)
     (episode,) = collect_episodes(player, [EpisodeRequest(1, 0, 0, (0,))])
     events = in_chat(one, recipe, 1, shared_interpreter)
     assert events[-1].kind == "no reply"
