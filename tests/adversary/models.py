@@ -69,16 +69,13 @@ def _post(port: int, path: str, data: bytes, key: str = KEY) -> tuple[int, bytes
         return response.status, response.read()
 
 
+_CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"a": 1}'}}
 _CHAT = {
     "model": "m",
     "messages": [
         {"role": "system", "content": "s"},
         {"role": "user", "content": [{"type": "text", "text": "hi"}]},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"a": 1}'}}],
-        },
+        {"role": "assistant", "content": None, "tool_calls": [_CALL]},
         {"role": "tool", "tool_call_id": "c", "content": "gold"},
     ],
     "tools": [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}],

@@ -57,23 +57,11 @@ def test_the_small_commands_write_the_files_of_the_author(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     place_recipes(tmp_path)
     place_model(tmp_path, "models/tiny", "qwen2")
-    smaller = {
-        "stages.sft.experts.seeds.count": 14,
-        "stages.sft.experts.held_out": 4,
-        "stages.rl.steps": 2,
-        "common.evaluation.every": 1,
-        "common.rollout.tokens_per_turn": 8,
-        "rollout.tokens_per_turn": 8,
-        "keys.rollout.tokens_per_turn": 8,
-        "common.evaluation.seeds.count": 2,
-        "common.evaluation.final_seeds.count": 4,
-        "evaluation.seeds.count": 2,
-        "evaluation.final_seeds.count": 4,
-        "keys.evaluation.seeds.count": 2,
-        "keys.evaluation.final_seeds.count": 4,
-        "keys.rollout.groups_per_step": 2,
-        "keys.rollout.episodes_per_group": 2,
-    }
+    smaller = {"stages.sft.experts.seeds.count": 14, "stages.sft.experts.held_out": 4, "stages.rl.steps": 2}
+    smaller |= {"common.evaluation.every": 1, "keys.rollout.groups_per_step": 2, "keys.rollout.episodes_per_group": 2}
+    for prefix in ("", "common.", "keys."):
+        smaller[f"{prefix}rollout.tokens_per_turn"] = 8
+        smaller |= {f"{prefix}evaluation.seeds.count": 2, f"{prefix}evaluation.final_seeds.count": 4}
     shown = commands(PAGE, SMALL)
     assert len(shown) == 7
     for command in shown:

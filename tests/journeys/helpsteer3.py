@@ -44,10 +44,8 @@ def rows(start, count):
     for number in range(start, start + count):
         context = [{"role": "user", "content": f"Case {number}: which place has {number % 7} boats?"}]
         if number % 6 == 5:
-            context += [
-                {"role": "assistant", "content": "Do you mean the lake?"},
-                {"role": "user", "content": "Yes, the lake."},
-            ]
+            context.append({"role": "assistant", "content": "Do you mean the lake?"})
+            context.append({"role": "user", "content": "Yes, the lake."})
         answers = [f"Goal, the lake with {number % 7} boats.", "Holes Holes Holes."]
         first = number % 2 == 0  # response 1 is the better one, which is a negative preference
         preference = (0 if number % 10 == 7 else 1 + number % 3) * (-1 if first else 1)
@@ -119,9 +117,8 @@ def test_too_few_rows_are_found_before_anything_is_trained(folder):
     assert "stage rl: environment.prompts has 54 tasks" in said
     assert "posttrain-" not in said  # the folder that the files are written to meanwhile
     assert not (folder / "runs").exists()
-    assert "no such file or folder" in run(
-        dry("posttrain pipeline recipes/helpsteer3/pipeline.yaml data=nosuch"), code=2
-    )
+    missing = dry("posttrain pipeline recipes/helpsteer3/pipeline.yaml data=nosuch")
+    assert "no such file or folder" in run(missing, code=2)
 
 
 @pytest.mark.slow
@@ -146,9 +143,8 @@ def test_the_small_command_writes_the_files_of_the_author(folder):
     assert len(read_lines(runs / "data/pairs_validation.jsonl")) == len(usable(rows(10_000, VALIDATION)))
     english = [row for row in rows(0, ROWS) if row["language"] == "english"]
     prompts = read_lines(runs / "data/prompts.jsonl")
-    assert sorted(p["context_messages"][0]["content"] for p in prompts) == sorted(
-        r["context"][0]["content"] for r in english
-    )
+    asked = sorted(prompt["context_messages"][0]["content"] for prompt in prompts)
+    assert asked == sorted(row["context"][0]["content"] for row in english)
     assert "skipped: neutral preference" in (runs / "data/report.md").read_text()
 
     # The reward model loads in transformers and scores chosen answers higher.
@@ -191,12 +187,7 @@ def test_the_small_command_writes_the_files_of_the_author(folder):
 
     # The policy answers prompts.
     (generate,) = [command for command in commands(PAGE) if command.startswith("posttrain generate")]
-    values = {
-        "data.test": runs / "data/prompts.jsonl",
-        "data.max_rows": 3,
-        "model.path": runs / "rl/model",
-        "model.dtype": "float32",
-        "rollout.tokens_per_turn": 8,
-    }
+    values = {"data.test": runs / "data/prompts.jsonl", "data.max_rows": 3, "rollout.tokens_per_turn": 8}
+    values |= {"model.path": runs / "rl/model", "model.dtype": "float32"}
     run(with_values(generate, values))
     assert len(read_lines("answers.jsonl")) == 3

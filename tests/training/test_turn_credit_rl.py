@@ -1,20 +1,15 @@
 """Whole RL runs with turn rewards on the tiny model: turn-level credit runs, and its credit is that of the turns."""
 
-import io
 from pathlib import Path
 
 import numpy as np
 import pytest
-from pydantic import TypeAdapter, ValidationError
-from rich.console import Console
 
 from posttrain.credit.turns import state_keys
-from posttrain.recipe.stages import Recipe
 from posttrain.rollout.store import read_episodes
-from posttrain.runs.metrics import read_metrics
-from posttrain.stages import run_stage
 
 from . import small
+from .small import lines
 
 
 def train(tiny, runs, **changes):
@@ -30,10 +25,9 @@ def train(tiny, runs, **changes):
         learner={"tokens_per_batch": 2500},
         checkpoint={"every": 2},
     )
-    recipe = TypeAdapter(Recipe).validate_python(values | changes)
-    run = run_stage(recipe, overwrite=True, console=Console(file=io.StringIO(), width=200))
+    run, _ = small.train(values | changes, overwrite=True)
     stored = read_episodes(run.episodes / "step_000002.train.jsonl.zst")
-    assert [line["step"] for line in read_metrics(run.metrics) if line["kind"] == "train"] == [1, 2]
+    assert [line["step"] for line in lines(run, "train")] == [1, 2]
     assert stored.advantages is not None
     return run, stored.episodes, stored.advantages
 
@@ -89,19 +83,4 @@ def test_bilevel_gae_trains_with_a_critic(tiny_model, tmp_path):
     )
     assert credited.mean() == pytest.approx(0, abs=1e-5)  # whitened
     assert credited.std() == pytest.approx(1, abs=1e-3)
-    last = [line for line in read_metrics(run.metrics) if line["kind"] == "train"][-1]
-    assert np.isfinite(last["critic/loss"])
-
-
-@pytest.mark.parametrize("credit", [{"type": "gigpo"}, {"type": "mt_grpo"}, {"type": "turn_returns"}], ids=str)
-def test_a_group_of_one_is_refused_where_it_is_compared(tiny_model, tmp_path, credit):
-    rollout = {"groups_per_step": 2, "episodes_per_group": 1, "tokens_per_episode": 1000}
-    values = small.recipe_values(tiny_model, tmp_path, credit=credit, rollout=rollout)
-    with pytest.raises(ValidationError, match="compares the episodes of a group"):
-        TypeAdapter(Recipe).validate_python(values)
-
-
-def test_returns_without_a_baseline_take_groups_of_one(tiny_model, tmp_path):
-    rollout = {"groups_per_step": 2, "episodes_per_group": 1, "tokens_per_episode": 1000}
-    credit = {"type": "turn_returns", "baseline": "none"}
-    TypeAdapter(Recipe).validate_python(small.recipe_values(tiny_model, tmp_path, credit=credit, rollout=rollout))
+    assert np.isfinite(lines(run, "train")[-1]["critic/loss"])
