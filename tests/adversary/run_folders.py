@@ -62,6 +62,14 @@ SHAPES: dict[str, Callable[[Path, Path], object]] = {
 """What is in the place of a file."""
 
 
+def _shape(name: str, shape: Callable[[Path, Path], object]) -> Callable[[Path, Path], None]:
+    def change(run: Path, outside: Path) -> None:
+        (run / name).unlink(missing_ok=True)
+        shape(run / name, outside)
+
+    return change
+
+
 def _metrics(**values: object) -> Callable[[Path, Path], None]:
     def change(run: Path, outside: Path) -> None:
         with (run / "metrics.jsonl").open("a") as file:
@@ -225,14 +233,7 @@ OTHERS: dict[str, Callable[[Path, Path], object]] = {
 }
 """Changes of other files, and of what is in them."""
 KINDS: dict[str, Callable[[Path, Path], object]] = {
-    **{
-        f"{file}: {name}": lambda run, outside, file=file, shape=shape: (
-            (run / file).unlink(missing_ok=True),
-            shape(run / file, outside),
-        )
-        for file in FILES
-        for name, shape in SHAPES.items()
-    },
+    **{f"{file}: {name}": _shape(file, shape) for file in FILES for name, shape in SHAPES.items()},
     **OTHERS,
 }
 NAMES = ("bad", "bad", b"bad\xff\xfe", FOREIGN[:-1].replace("/", ""), "a\nb", "<script>", "x" * 200)
@@ -244,12 +245,8 @@ PAGES = (
 COMMANDS = (
     *(["runs", "list", "{runs}"], ["episodes", "{}"], ["episodes", "{}", "--step", "1", "--tokens"]),
     *(["compare", "{}", "{good}"], ["plot", "{}", "--out", "{out}", "--format", "svg"], ["report", "{}"]),
-    *(
-        ["report", "{}", "{good}", "--out", "{out}/report.html"],
-        ["rl", "--resume", "{}"],
-        ["runs", "clean", "{}", "--yes"],
-    ),
-    *(["export", "{}", "{out}/exported"], ["rl", "--resume", "{}", "--dry-run"]),
+    *(["report", "{}", "{good}", "--out", "{out}/report.html"], ["rl", "--resume", "{}"]),
+    *(["runs", "clean", "{}", "--yes"], ["export", "{}", "{out}/exported"], ["rl", "--resume", "{}", "--dry-run"]),
 )
 
 

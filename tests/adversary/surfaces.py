@@ -209,20 +209,8 @@ def server(seed: int, folder: Path) -> None:
     draw = random.Random(seed)
     message = {"role": "assistant", "content": "here", "tool_calls": draw.choice([None, [], 5, {}, [None]])}
     good = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}]})
-    pieces = [
-        "{",
-        "[" * 50_000,
-        "null",
-        "\\ud800",
-        '"',
-        "9" * 5_000,
-        "}",
-        ",",
-        "\0",
-        "é",
-        "x" * 100_000,
-        "-eyJ" * 5_000,
-    ]
+    pieces = ["{", "[" * 50_000, "null", "\\ud800", '"', "9" * 5_000, "}", ",", "\0", "é", "x" * 100_000]
+    pieces.append("-eyJ" * 5_000)
     text = hosts.spliced(draw, good, pieces, draw.randrange(1, 4), 20)
     status = draw.choice(["200 OK", "200 OK", "200 OK", "500 Error", "401 Unauthorized", "302 Found", "204 No Content"])
     lines = ["", "", "Location: http://127.0.0.1:1/", "Location: http:", "Location: http://[::1"]
@@ -303,20 +291,8 @@ def live_page(seed: int, folder: Path) -> None:
         data = bytearray(stored.read_bytes())
         data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
         stored.write_bytes(data)
-    words = [
-        "1",
-        "-1",
-        "train",
-        "final",
-        "x" * 300,
-        attack,
-        "../secret",
-        "%00",
-        "nan",
-        "9" * 50,
-        "all steps",
-        "success",
-    ]
+    words = ["1", "-1", "train", "final", "x" * 300, attack, "../secret", "%00", "nan", "9" * 50, "all steps"]
+    words.append("success")
     keys = ["step", "split", "group", "text", "in", "page", "least", "most", "order", "tint", "score", "run", "from"]
     keys += ["sort"]
     name = draw.choice([run.name, run.name, run.name, "link", "../secret", "..", "", attack])
@@ -368,21 +344,8 @@ def agent_calls(seed: int, folder: Path) -> None:
     from tests.rollout.test_agent_calls import CALL, TOOL, RecordingEngine, finish, served
 
     draw = random.Random(seed)
-    odd = [
-        None,
-        True,
-        -1,
-        1e999,
-        "",
-        "\x00\ud800",
-        "<|im_end|>",
-        [],
-        {},
-        [[]] * 50,
-        "9" * 5_000,
-        CALL,
-        {"type": "text"},
-    ]
+    odd: list[object] = [None, True, -1, 1e999, "", "\x00\ud800", "<|im_end|>", [], {}, [[]] * 50, "9" * 5_000, CALL]
+    odd.append({"type": "text"})
     call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{"}}
     valid = {
         "model": "m",
@@ -392,10 +355,8 @@ def agent_calls(seed: int, folder: Path) -> None:
             {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "c", "content": "gold"},
         ],
-        "tools": [{"type": "function", "function": TOOL}],
-        "max_tokens": 5,
-        "stop": ["x"],
     }
+    valid |= {"tools": [{"type": "function", "function": TOOL}], "max_tokens": 5, "stop": ["x"]}
 
     def changed(value: object) -> object:
         if draw.random() < 0.08:
@@ -430,50 +391,15 @@ def agent_calls(seed: int, folder: Path) -> None:
     assert sum(stream.sampled.sum() for stream in streams) == sum(len(done.ids) for _, done in engine.sampled)
 
 
-SURFACES: dict[str, Callable[[int, Path], None]] = {
-    "architecture": architectures.architecture,
-    "interpreter": interpreter,
-    "journal": journal,
-    "disguise": disguise,
-    "rows": rows,
-    "recipe": recipe,
-    "run_directory": run_directory,
-    "server": server,
-    "episode_file": episode_file,
-    "live_page": live_page,
-    "run_folder": run_folders.run_folder,
-    "judged": judged,
-    "agent_calls": agent_calls,
-    "tool_calls": callers.tool_calls,
-    "control_tokens": callers.control_tokens,
-    "connections": callers.connections,
-    "wire": callers.wire,
-    "requests": callers.requests,
-    "answers": callers.answers,
-    "commands": callers.commands,
-    "serve": models.serve,
-    "exported": exports.exported,
-    "chat_template": templates.chat_template,
-    "model_directory": templates.model_directory,
-    "archive": strangers.archive,
-    "resumed": strangers.resumed,
-    "poisoned_episode": strangers.poisoned_episode,
-    "environments": strangers.environments,
-    "injection": strangers.injection,
-    "kill": hosts.kill,
-    "permission": hosts.permission,
-    "clock": hosts.clock,
-    "letter_case": hosts.letter_case,
-    "killed": hardship.killed,
-    "no_space": hardship.no_space,
-    "bombs": hardship.bombs,
-    "outage": outages.outage,
-    "mcp": tools.mcp,
-    "plugins": plugs.plugins,
-    "audited": plugs.audited,
-    "pictures": pictures.pictures,
-    "places": hardship.places,
-}
+_FUNCTIONS = [architectures.architecture, interpreter, journal, disguise, rows, recipe, run_directory, server]
+_FUNCTIONS += [episode_file, live_page, run_folders.run_folder, judged, agent_calls, callers.tool_calls]
+_FUNCTIONS += [callers.control_tokens, callers.connections, callers.wire, callers.requests, callers.answers]
+_FUNCTIONS += [callers.commands, models.serve, exports.exported, templates.chat_template, templates.model_directory]
+_FUNCTIONS += [strangers.archive, strangers.resumed, strangers.poisoned_episode, strangers.environments]
+_FUNCTIONS += [strangers.injection, hosts.kill, hosts.permission, hosts.clock, hosts.letter_case, hardship.killed]
+_FUNCTIONS += [hardship.no_space, hardship.bombs, outages.outage, tools.mcp, plugs.plugins, plugs.audited]
+_FUNCTIONS += [pictures.pictures, hardship.places]
+SURFACES: dict[str, Callable[[int, Path], None]] = {function.__name__: function for function in _FUNCTIONS}
 
 
 def attempt(surface: str, seed: int, folder: Path) -> str | None:

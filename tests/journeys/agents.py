@@ -108,14 +108,11 @@ def check_search(directory: Path) -> None:
     assert {trial["credit"]["type"] for trial in trials} == {"grpo"}
     assert {trial["evaluation"]["environment"]["max_turns"] for trial in trials} == {5}
     best = yaml.safe_load((directory / "best_group2.yaml").read_text())
-    returns = {
-        trial["optimizer"]["learning_rate"]: max(
-            line["return"]
-            for line in read_metrics(directory / "trials" / trial["name"] / "metrics.jsonl")
-            if line["kind"] == "evaluation" and line["step"] > 0
-        )
-        for trial in trials
-    }
+    returns = {}
+    for trial in trials:
+        lines = read_metrics(directory / "trials" / trial["name"] / "metrics.jsonl")
+        curve = [line["return"] for line in lines if line["kind"] == "evaluation" and line["step"] > 0]
+        returns[trial["optimizer"]["learning_rate"]] = max(curve)
     assert returns[best["optimizer"]["learning_rate"]] == max(returns.values())
     used = read_file("runs/small-best/recipe.yaml").values
     assert used["optimizer"]["learning_rate"] == best["optimizer"]["learning_rate"]

@@ -21,20 +21,11 @@ TEMPLATE = (
 ROWS, VALIDATION = 60, 24
 ENOUGH = 1_500
 """Enough rows to hold out the published numbers of rows."""
-SMALLER = {
-    "stages.reward.steps": 20,
-    "stages.reward.rows_per_update": 4,
-    "stages.reward.data.held_out": 8,
-    "stages.reward.optimizer.warmup_updates": 2,
-    "stages.reward.optimizer.learning_rate": 2e-2,
-    "stages.reward.evaluation.every": 10,
-    "stages.rl.steps": 3,
-    "stages.rl.rollout.tokens_per_turn": 12,
-    "stages.rl.rollout.tokens_per_episode": 160,
-    "stages.rl.evaluation.every": 2,
-    "stages.rl.evaluation.held_out": 10,
-    "stages.rl.evaluation.seeds.count": 4,
-}
+_REWARD = {"steps": 20, "rows_per_update": 4, "data.held_out": 8, "optimizer.warmup_updates": 2, "evaluation.every": 10}
+_RL = {"steps": 3, "rollout.tokens_per_turn": 12, "rollout.tokens_per_episode": 160, "evaluation.every": 2}
+_RL |= {"evaluation.held_out": 10, "evaluation.seeds.count": 4}
+SMALLER = {f"stages.reward.{key}": value for key, value in (_REWARD | {"optimizer.learning_rate": 2e-2}).items()}
+SMALLER |= {f"stages.rl.{key}": value for key, value in _RL.items()}
 """Keys of the small command with values for a tiny model and a few rows."""
 
 
@@ -51,17 +42,9 @@ def rows(start, count):
         preference = (0 if number % 10 == 7 else 1 + number % 3) * (-1 if first else 1)
         why = f"@Response {1 if first else 2} is better than @Response {2 if first else 1}: it names the place."
         opinion = {"score": preference, "reasoning": why, "feedback1": "", "feedback2": ""}
-        made.append(
-            {
-                "domain": "stem" if number % 3 else "general",
-                "language": "german" if number % 10 == 4 else "english",
-                "context": context,
-                "response1": answers[not first],
-                "response2": answers[first],
-                "overall_preference": preference,
-                "individual_preference": [opinion] * 3,
-            }
-        )
+        row = {"domain": "stem" if number % 3 else "general", "language": "german" if number % 10 == 4 else "english"}
+        row |= {"context": context, "response1": answers[not first], "response2": answers[first]}
+        made.append(row | {"overall_preference": preference, "individual_preference": [opinion] * 3})
     return made
 
 

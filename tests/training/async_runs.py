@@ -61,15 +61,9 @@ class OneThread:
         weights = self.weights[max(0, step - 1 - self.recipe.rollout.async_rollouts)]
         weights.load_into(self.replica)
         self.engine.load_weights(weights.version)
-        worker = RolloutWorker(
-            self.engine,
-            Renderer(self.replica.tokenizer, self.replica.end_tokens),
-            self.manager.environment,
-            self.recipe.rollout,
-            self.recipe.rollout.sampling,
-            weights.version,
-            self.manager.scorer,
-        )
+        renderer, rollout = Renderer(self.replica.tokenizer, self.replica.end_tokens), self.recipe.rollout
+        settings = (self.manager.environment, rollout, rollout.sampling, weights.version, self.manager.scorer)
+        worker = RolloutWorker(self.engine, renderer, *settings)
         before = replace(self.engine.counters)
         batch = collect(worker, self.tasks, step)
         batch.counters = counters_since(before, self.engine)

@@ -15,15 +15,9 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-PRELOAD = [
-    "torch",
-    "torch.distributed.checkpoint",
-    "transformers",
-    "peft",
-    "posttrain.cli.main",
-    "posttrain.distributed.sharding",
-    *(f"posttrain.training.{stage}" for stage in ("rl", "sft", "dpo", "reward", "distill", "generate")),
-]
+PRELOAD = ["torch", "torch.distributed.checkpoint", "transformers", "peft", "posttrain.cli.main"]
+PRELOAD += [f"posttrain.training.{stage}" for stage in ("rl", "sft", "dpo", "reward", "distill", "generate")]
+PRELOAD.append("posttrain.distributed.sharding")
 """What runs import, so that each run need not."""
 
 
@@ -266,12 +260,9 @@ def episodes(run: Path) -> dict[str, list]:
     found = {}
     for file in sorted((run / "episodes").iterdir()):
         stored = read_episodes(file)
+        streams = [s for episode in stored.episodes for s in episode.streams]
         found[file.name] = [
-            [
-                (s.ids.tolist(), s.rollout_logprobs.tobytes(), s.rewards.tobytes())
-                for e in stored.episodes
-                for s in e.streams
-            ],
+            [(s.ids.tolist(), s.rollout_logprobs.tobytes(), s.rewards.tobytes()) for s in streams],
             stored.advantages and [[a.tobytes() for a in streams] for streams in stored.advantages.values],
             [u and (u.spans.cuts.tolist(), u.credits.tobytes(), u.outcome, u.empty_value) for u in stored.units],
         ]

@@ -2,8 +2,6 @@
 
 import random
 import time
-from contextlib import contextmanager
-from unittest.mock import patch
 
 import pytest
 
@@ -15,8 +13,8 @@ from .small import lines, messages
 CONTINUE = {"async_rollouts": 2, "on_new_weights": "continue", "environment_timeout": 30.0}
 
 
-@contextmanager
-def unsteady(module):
+@pytest.fixture
+def noisy(module, monkeypatch):
     """The toy task takes a random time."""
     original, waits = module.Letters.step, random.SystemRandom()
 
@@ -25,22 +23,7 @@ def unsteady(module):
             time.sleep(waits.uniform(0, 0.15))
         return original(self, action)
 
-    with patch.object(module.Letters, "step", step):
-        yield
-
-
-@pytest.fixture
-def noisy(module):
-    with unsteady(module):
-        yield
-
-
-@pytest.fixture(scope="module")
-def continued(module, tiny_model, tmp_path_factory):
-    """A run whose episodes continue with new weights."""
-    runs = tmp_path_factory.mktemp("continued")
-    with unsteady(module):
-        return async_runs.train(async_runs.values(tiny_model, runs, "live", CONTINUE))
+    monkeypatch.setattr(module.Letters, "step", step)
 
 
 @pytest.mark.parametrize("n", small.cases([0, 1, 2], [2]))
@@ -61,8 +44,9 @@ def test_restarted_episodes_and_their_tokens_are_counted(tiny_model, tmp_path, n
 
 
 @pytest.mark.slow
-def test_tokens_store_the_version_that_sampled_them(continued):
-    mixed = 0
+def test_tokens_store_the_version_that_sampled_them(tiny_model, tmp_path, noisy):
+    """In a run whose episodes continue with new weights."""
+    continued, mixed = async_runs.train(async_runs.values(tiny_model, tmp_path, "live", CONTINUE)), 0
     for step in range(1, 6):
         for episode in read_episodes(continued.episodes / f"step_{step:06d}.train.jsonl.zst").episodes:
             own = episode.versions

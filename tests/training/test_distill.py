@@ -106,12 +106,8 @@ def test_the_teacher_scores_the_tokens_that_the_policy_sampled(played, teacher_m
 def gradient(monkeypatch, policy, samples, name, budget, chunk=512):
     policy.model.zero_grad(set_to_none=True)
     settings, loss = LearnerRecipe(tokens_per_batch=budget, logits_per_chunk=chunk), loss_of(name)
-    learner = Updater(
-        policy,
-        Optimizer(policy.trainable(), OptimizerRecipe(max_gradient_norm=1e9), 1),
-        settings,
-        distillation_forward(policy, settings, 1.0, loss),
-    )
+    optimizer = Optimizer(policy.trainable(), OptimizerRecipe(max_gradient_norm=1e9), 1)
+    learner = Updater(policy, optimizer, settings, distillation_forward(policy, settings, 1.0, loss))
     found = small.kept_gradients(monkeypatch)
     totals = learner.update(samples, DistillationObjective(loss))
     return torch.cat([value.flatten() for value in found.values()]), totals

@@ -75,11 +75,8 @@ def test_held_out_prompts_come_from_the_file_of_the_evaluations(prompts, tiny_mo
 
 def test_rows_are_evaluated_in_a_separate_environment(tiny_model, tmp_path):
     rows = [{"prompt": f"Say {number}.", "completion": str(number)} for number in range(4)]
-    words = [
-        f"data.train={write_jsonl(tmp_path / 'rows.jsonl', rows)}",
-        f"data.cache={tmp_path / 'cache'}",
-        f"model.path={tiny_model}",
-    ]
+    train = write_jsonl(tmp_path / "rows.jsonl", rows)
+    words = [f"data.train={train}", f"data.cache={tmp_path / 'cache'}", f"model.path={tiny_model}"]
     words += [f"evaluation.environment.type={letters.__file__}", f"runs={tmp_path}", "name=rows", "steps=1"]
     assert main(["sft", *words, *SHORT[3:]]) == 0
     assert all("return" in line for line in small.lines(tmp_path / "rows", "final"))

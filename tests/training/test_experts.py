@@ -18,6 +18,7 @@ from posttrain.rollout.store import episodes_file, read_episodes
 from posttrain.runs.metrics import read_metrics
 from posttrain.training.evaluators import EpisodeEvaluator
 from posttrain.training.experts import SETTINGS_COLUMN, expert_episodes, settings_text, settings_warnings
+from tests.training import small
 
 
 def lake(**keys):
@@ -137,22 +138,18 @@ def test_the_same_model_is_not_played_twice_on_the_same_seeds(tiny_model, tmp_pa
     """Where everything that the episodes depend on is the same, the next run takes the rates of the run that made its model."""
     words = ["environment.type=bandit", "rollout.tokens_per_turn=4", f"runs={tmp_path}"]
     words += ["evaluation.final_seeds.count=3", "evaluation.seeds.count=1", "evaluation.every=1", "model.threads=1"]
-    assert (
-        main(["sft", *words, f"model.path={tiny_model}", "name=a", "experts.seeds.count=4", "rows_per_update=4"]) == 0
-    )
+    first = [f"model.path={tiny_model}", "name=a", "experts.seeds.count=4", "rows_per_update=4"]
+    assert main(["sft", *words, *first]) == 0
     made = [*words, f"model.path={tmp_path / 'a' / 'model'}", "steps=1", "rollout.groups_per_step=1"]
     made += ["rollout.episodes_per_group=2"]
-
-    def rows(name):
-        lines = read_metrics(tmp_path / name / "metrics.jsonl")
-        return {line["policy"]: line for line in lines if "policy" in line}
-
     capsys.readouterr()
-    steps = []
-    play = EpisodeEvaluator.curve
-    monkeypatch.setattr(
-        EpisodeEvaluator, "curve", lambda self, step, played: steps.append(step) or play(self, step, played)
-    )
+    steps, play = [], EpisodeEvaluator.curve
+
+    def noted(self, step, played):
+        steps.append(step)
+        return play(self, step, played)
+
+    monkeypatch.setattr(EpisodeEvaluator, "curve", noted)
     for name, change, played in (("b", "seed=0", 1), ("c", "seed=1", 2), ("d", "rollout.tokens_per_turn=3", 2)):
         steps.clear()
         assert main(["rl", *made, change, f"name={name}"]) == 0
@@ -160,22 +157,20 @@ def test_the_same_model_is_not_played_twice_on_the_same_seeds(tiny_model, tmp_pa
         assert steps == [0, 1][2 - played :], change
     assert main(["rl", *made, "evaluation.start=false", "name=e"]) == 0
     assert "with the initial model" not in capsys.readouterr().out
+
+    def rows(name):
+        return {line["policy"]: line for line in read_metrics(tmp_path / name / "metrics.jsonl") if "policy" in line}
+
     assert "trained" in rows("e")
     assert "start of this run" not in rows("e")
-    assert {key: rows("b")["start of this run"][key] for key in ("success", "return", "n")} == {
-        key: rows("a")["trained"][key] for key in ("success", "return", "n")
-    }
+    start, trained = rows("b")["start of this run"], rows("a")["trained"]
+    assert all(start[key] == trained[key] for key in ("success", "return", "n"))
 
     def of_curve(name, step):
-        lines = read_metrics(tmp_path / name / "metrics.jsonl")
-        line = next(x for x in lines if x["kind"] == "evaluation" and x["step"] == step)
-        return {key: value for key, value in line.items() if key not in ("step", "time/run")}
-
-    def sampled(name, step):
+        (line,) = [one for one in small.lines(tmp_path / name, "evaluation") if one["step"] == step]
         stored = read_episodes(episodes_file(tmp_path / name / "episodes", step, "evaluation")).episodes
-        return [(e.seed, turn.answer, turn.reward) for e in stored for turn in e.turns]
+        values = {key: value for key, value in line.items() if key not in ("step", "time/run")}
+        return values, [(e.seed, turn.answer, turn.reward) for e in stored for turn in e.turns]
 
     # The model of `a` is that of its only step.
-    step = rows("a")["trained"]["best_step"]
-    assert of_curve("b", 0) == of_curve("a", step)
-    assert sampled("b", 0) == sampled("a", step)
+    assert of_curve("b", 0) == of_curve("a", trained["best_step"])

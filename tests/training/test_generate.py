@@ -74,11 +74,8 @@ def test_greedy_answers_are_those_of_transformers(tiny_policy, tiny_model, tmp_p
 
 def test_answers_do_not_depend_on_slots_or_window_and_metrics_read_them(tiny_model, tmp_path):
     rows = [{**row, "level": n} for n, row in enumerate(some_rows(10))]
-    words = [
-        f"model.path={tiny_model}",
-        f"data.test={write_jsonl(tmp_path / 'rows.jsonl', rows)}",
-        "keep_columns=[level]",
-    ]
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    words = [f"model.path={tiny_model}", f"data.test={data}", "keep_columns=[level]"]
     paths = [tmp_path / f"runs/slots-{slots}/predictions.jsonl" for slots in (1, 3, 64)]
     for slots, window in ((1, 100), (3, 100), (64, 4)):
         engine = [f"engine.slots={slots}", f"window={window}", f"name=slots-{slots}", "rollout.tokens_per_turn=24"]

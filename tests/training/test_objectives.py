@@ -5,10 +5,10 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from posttrain.episode import Stream
 from posttrain.models.forward import TokenScores
 from posttrain.recipe.loss import ClipCovRecipe, EntropyRecipe, KlCovRecipe, KlRecipe, LossRecipe, SftLossRecipe
 from posttrain.training.objectives import PolicyObjective, SupervisedObjective
+from posttrain.training.rows import stream_of
 from posttrain.training.updater import Sample, add_totals, means
 
 
@@ -16,14 +16,8 @@ def sample(advantages, group=0, truncated=False, **fields):
     """A stream of one prompt token and one sampled token per advantage."""
     n = len(advantages)
     sampled = np.array([False] + [True] * n)
-    stream = Stream(
-        ids=np.arange(n + 1),
-        sampled=sampled,
-        rollout_logprobs=np.where(sampled, -1.0, 0.0).astype(np.float32),
-        rewards=np.zeros(n + 1, dtype=np.float32),
-        turn=np.where(sampled, 0, -1).astype(np.int32),
-        versions=np.where(sampled, 0, -1).astype(np.int32),
-    )
+    stream = stream_of(np.arange(n + 1), sampled)
+    stream.rollout_logprobs = np.where(sampled, -1.0, 0.0).astype(np.float32)
     credit = np.array(advantages, dtype=np.float32)
     return Sample(stream, "a stream", credit, group=group, truncated=truncated, **fields)
 

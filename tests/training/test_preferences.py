@@ -69,12 +69,8 @@ def test_the_two_answers_of_a_pair_are_never_separated():
 def test_references_are_the_start_computed_once_and_kept_on_disk(lora, tiny_model, tmp_path, monkeypatch):
     recipe = DpoRecipe(data={"train": "unused.jsonl", "cache": str(tmp_path / "cache" / "tokens")})
     policy = Policy(ModelRecipe(path=str(tiny_model), lora=lora))
-    learner = Updater(
-        policy,
-        Optimizer(policy.trainable(), OptimizerRecipe(learning_rate=1e-2), 9),
-        LearnerRecipe(),
-        token_forward(policy, LearnerRecipe()),
-    )
+    optimizer = Optimizer(policy.trainable(), OptimizerRecipe(learning_rate=1e-2), 9)
+    learner = Updater(policy, optimizer, LearnerRecipe(), token_forward(policy, LearnerRecipe()))
     samples = pair_samples()
     first = ReferenceLogprobs(recipe, policy, learner)
     start = logprobs(learner, samples)

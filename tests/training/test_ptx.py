@@ -86,14 +86,13 @@ def test_rows_are_trained_if_no_episode_has_credit(tiny_policy, monkeypatch):
 
 def ptx(folder, **keys):
     texts = [{"messages": [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "On a lake."}]}] * 9
-    return {
-        "data": {"train": write_jsonl(folder / "rows.jsonl", texts), "max_tokens": 200},
-        "rows_per_update": 4,
-    } | keys
+    data = {"train": write_jsonl(folder / "rows.jsonl", texts), "max_tokens": 200}
+    return {"data": data, "rows_per_update": 4} | keys
 
 
 def test_a_run_learns_its_rows(tiny_model, tmp_path):
-    learning = {"optimizer": {"learning_rate": 3e-3}, "steps": 4}
+    few = small.two_steps(small.recipe_values(tiny_model, tmp_path))
+    learning = few | {"optimizer": {"learning_rate": 3e-3}, "steps": 4}
     plain, _ = train(tiny_model, tmp_path, name="plain", **learning)
     mixed, _ = train(tiny_model, tmp_path, name="mixed", ptx=ptx(tmp_path), **learning)
     losses = [line["ptx/loss"] for line in lines(mixed, "train")]

@@ -12,6 +12,7 @@ MOVING = {"coefficient": 1, "reference": {"update_every": 4}}
 UNITS = {"reward": {"path": "r"}, "unit_credit": {"type": "loo", "segmenter": {"type": "entropy"}}}
 PREFIX = PPO | {"reward": {"path": "r"}, "unit_credit": {"type": "prefix"}}
 INITIAL = {"policy": "initial", "context": "hint", "tokens_per_batch": 1000}
+WITH_ROWS = {"off_policy": {"data": {"train": "a"}}, "loss": {"type": "jsd"}}
 BASES = {
     "rl": {},
     "dpo": {"data": {"train": "a.jsonl", "max_tokens": 200}},
@@ -21,6 +22,10 @@ BASES = {
 
 def shared(**keys):
     return PPO | {"critic": {"backbone": "shared"} | keys}
+
+
+def sampling(temperature):
+    return {"rollout": {"sampling": {"temperature": temperature}}}
 
 
 def rows(**keys):
@@ -71,24 +76,12 @@ def rows(**keys):
         ("distill", {"teacher": {"path": "a", "urls": ["http://b"]}}, "`path` and `urls` are set"),
         ("distill", {"teacher": {"policy": "current"}}, "has no effect"),
         ("distill", {"teacher": {"path": "a", "timeout": 3}}, "`timeout` has no effect"),
-        (
-            "distill",
-            {"teacher": {"urls": ["http://a"]}, "rollout": {"sampling": {"temperature": 0.7}}},
-            "at temperature 1",
-        ),
-        ("distill", {"rollout": {"sampling": {"temperature": 0}}}, "greedily"),
+        ("distill", {"teacher": {"urls": ["http://a"]}, **sampling(0.7)}, "at temperature 1"),
+        ("distill", sampling(0), "greedily"),
         ("distill", {"rollout": {"async_rollouts": 1}}, "async_rollouts"),
         ("distill", {"hardware": {"ray": "auto"}}, "hardware.ray"),
         ("distill", {"off_policy": {"data": {"train": "a.jsonl"}}}, "use jsd"),
-        (
-            "distill",
-            {
-                "off_policy": {"data": {"train": "a"}},
-                "loss": {"type": "jsd"},
-                "teacher": {"path": "a", "context": "b"},
-            },
-            "rows of `off_policy` lack",
-        ),
+        ("distill", WITH_ROWS | {"teacher": {"path": "a", "context": "b"}}, "rows of `off_policy` lack"),
         ("distill", {"loss": {"type": "reverse_kl", "top_k": 3}}, "top_k"),
     ],
 )

@@ -63,14 +63,11 @@ def units(models, runs):
     """Units of tokens, a reward scaled by running statistics, a critic: all that a step remembers."""
     values = text_values(models.tiny, runs)
     del values["environment"]["reward"]
-    return values | {
-        "steps": 3,
-        "reward": {"path": str(models.reward), "normalize": "running"},
-        "credit": {"type": "gae", "gae_lambda": 0.9},
-        "critic": {"optimizer": {"learning_rate": 1e-3}},
-        "unit_credit": {"type": "loo", "segmenter": {"type": "token"}},
-        "evaluation": values["evaluation"] | {"every": 0},
-    }
+    values |= {"steps": 3, "evaluation": values["evaluation"] | {"every": 0}}
+    values["reward"] = {"path": str(models.reward), "normalize": "running"}
+    values["unit_credit"] = {"type": "loo", "segmenter": {"type": "token"}}
+    values["credit"] = {"type": "gae", "gae_lambda": 0.9}
+    return values | {"critic": {"optimizer": {"learning_rate": 1e-3}}}
 
 
 def check_units(run):

@@ -173,10 +173,8 @@ def test_failed_episodes_can_be_scored(tiny_model, tmp_path, monkeypatch, module
         return original(self, action)
 
     monkeypatch.setattr(module.Letters, "step", fails_late)
-    rollout = small.recipe_values(tiny_model, tmp_path)["rollout"] | {
-        "filter": {"type": "none"},
-        "failures": {"action": "score", "reward": -7.0, "max_share": 1.0},
-    }
+    rollout = small.recipe_values(tiny_model, tmp_path)["rollout"] | {"filter": {"type": "none"}}
+    rollout["failures"] = {"action": "score", "reward": -7.0, "max_share": 1.0}
     run, _ = train(tiny_model, tmp_path, rollout=rollout, steps=3)
     files = [run.episodes / f"step_{step:06d}.train.jsonl.zst" for step in (1, 2, 3)]
     stored = [episode for file in files for episode in read_episodes(file).episodes]

@@ -47,14 +47,9 @@ def test_rl_and_evaluate_with_one_task(reward, tiny_model, tmp_path, capsys):
     common = {"environment": {"prompts": rows}}
     common |= {"reward": reward, "model": {"path": f"{tiny_model}", "threads": 1}, "runs": f"{tmp_path}"}
     held_out = {"seeds": {"start": 3, "count": 1}, "final_seeds": {"start": 2, "count": 1}}
-    result = posttrain.rl(
-        rollout={"groups_per_step": 1, "episodes_per_group": 2, "tokens_per_turn": 4},
-        seeds={"start": 0, "count": 2},
-        evaluation={**held_out, "every": 1},
-        steps=2,
-        name="run",
-        **common,
-    )
+    rollout = {"groups_per_step": 1, "episodes_per_group": 2, "tokens_per_turn": 4}
+    keys = {"rollout": rollout, "seeds": {"start": 0, "count": 2}, "evaluation": {**held_out, "every": 1}, "steps": 2}
+    result = posttrain.rl(**common, **keys, name="run")
     without_nan(result, capsys)
     evaluation = {"final_seeds": {"start": 1, "count": 1}}
     without_nan(posttrain.evaluate(evaluation=evaluation, name="evaluated", **common), capsys)

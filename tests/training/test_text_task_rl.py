@@ -77,8 +77,9 @@ def own(tiny: Path, folder: Path, **changes) -> dict:
     return recipe
 
 
-def test_prompts_of_a_file_are_divided_without_any_seeds(tiny_model, tmp_path):
-    directory, lines = run(own(tiny_model, tmp_path))
+def test_prompts_of_a_file_are_divided_without_any_seeds_and_a_run_keeps_its_tasks(tiny_model, tmp_path):
+    recipe = own(tiny_model, tmp_path)
+    directory, lines = run(recipe)
     assert [line["n"] for line in lines if line["kind"] == "evaluation"] == [2, 2, 2]
     assert next(line["n"] for line in lines if line["kind"] == "final") == 2
     played = {
@@ -96,15 +97,10 @@ def test_prompts_of_a_file_are_divided_without_any_seeds(tiny_model, tmp_path):
         assert f"2 of `prompts.jsonl` (rows {first}{'-' if second == first + 1 else ', '}{second})" in line
     (directory.path / "results.json").unlink()
     assert "drawn from the rows of environment.prompts" in write_report(directory, []).read_text()
-
-
-def test_a_run_is_not_resumed_on_other_tasks(tiny_model, tmp_path):
-    recipe = own(tiny_model, tmp_path, steps=1)
-    run(recipe)
     with (tmp_path / "prompts.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "One more.", "word": "Goal"}) + "\n")
     with pytest.raises(InputError, match="the training tasks differ from those at the start of this run"):
-        small.train(recipe | {"steps": 2}, resume=True)
+        small.train(recipe | {"steps": 3}, resume=True)
 
 
 def test_an_evaluation_in_which_every_episode_fails_stops_the_run_with_the_reason(tiny_model, tmp_path):

@@ -14,17 +14,10 @@ from .small import lines
 
 def train(tiny, runs, **changes):
     """Two steps on the task of rooms with turn rewards; returns the run, its last episodes and their credit."""
-    values = small.recipe_values(
-        tiny,
-        runs,
-        steps=2,
-        environment={"type": f"{Path(__file__).parent / 'rooms.py'}", "max_turns": 4},
-        kl={"coefficient": 0.0},
-        entropy={"coefficient": 0.0},
-        rollout={"groups_per_step": 2, "episodes_per_group": 4, "tokens_per_turn": 5, "tokens_per_episode": 700},
-        learner={"tokens_per_batch": 2500},
-        checkpoint={"every": 2},
-    )
+    values = small.recipe_values(tiny, runs, steps=2, kl={"coefficient": 0.0}, entropy={"coefficient": 0.0})
+    values["environment"] = {"type": f"{Path(__file__).parent / 'rooms.py'}", "max_turns": 4}
+    values["rollout"] = {"groups_per_step": 2, "episodes_per_group": 4, "tokens_per_turn": 5, "tokens_per_episode": 700}
+    values |= {"learner": {"tokens_per_batch": 2500}, "checkpoint": {"every": 2}}
     run, _ = small.train(values | changes, overwrite=True)
     stored = read_episodes(run.episodes / "step_000002.train.jsonl.zst")
     assert [line["step"] for line in lines(run, "train")] == [1, 2]
@@ -32,16 +25,11 @@ def train(tiny, runs, **changes):
     return run, stored.episodes, stored.advantages
 
 
-@pytest.mark.parametrize(
-    "credit",
-    [
-        {"type": "turn_returns", "discount": 0.9},
-        {"type": "mt_grpo"},
-        {"type": "gigpo"},
-        {"type": "gigpo", "divide_by_std": False, "step_weight": 0.5},
-    ],
-    ids=str,
-)
+CREDITS = [{"type": "turn_returns", "discount": 0.9}, {"type": "mt_grpo"}, {"type": "gigpo"}]
+CREDITS.append({"type": "gigpo", "divide_by_std": False, "step_weight": 0.5})
+
+
+@pytest.mark.parametrize("credit", CREDITS, ids=str)
 def test_credit_is_the_same_within_a_turn_and_differs_between_turns(tiny_model, tmp_path, credit):
     _, stored, found = train(tiny_model, tmp_path, credit=credit)
     assert len({len(episode.turns) for episode in stored}) > 1  # episodes of different numbers of turns
@@ -56,9 +44,8 @@ def test_credit_is_the_same_within_a_turn_and_differs_between_turns(tiny_model, 
 
 
 def test_gigpo_compares_turns_in_the_same_room_for_any_path(tiny_model, tmp_path):
-    _, stored, found = train(
-        tiny_model, tmp_path, credit={"type": "gigpo", "discount": 1.0, "divide_by_std": False, "step_weight": 1.0}
-    )
+    credit = {"type": "gigpo", "discount": 1.0, "divide_by_std": False, "step_weight": 1.0}
+    _, stored, found = train(tiny_model, tmp_path, credit=credit)
     group = stored[0].group
     own = [i for i, episode in enumerate(stored) if episode.group == group]
     totals = {i: stored[i].total_reward for i in own}

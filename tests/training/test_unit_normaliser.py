@@ -10,14 +10,12 @@ from tests.training import small
 from tests.training.preferences import pair_rows, recipe_values, write_jsonl
 
 
-def run(values):
-    return small.train(values)[0].path
-
-
 @pytest.fixture(scope="module")
 def of_units(tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("units")
-    return run(recipe_values("reward", tiny_model, folder, epochs=1, units={"segmenter": {"type": "token"}}))
+    return small.train(recipe_values("reward", tiny_model, folder, epochs=1, units={"segmenter": {"type": "token"}}))[
+        0
+    ].path
 
 
 def test_a_fit_writes_params_profile_and_plot(of_units, tmp_path, capsys):
@@ -37,7 +35,7 @@ def test_a_fit_writes_params_profile_and_plot(of_units, tmp_path, capsys):
 
 
 def test_runs_without_units_and_files_without_pairs_are_refused(of_units, tiny_model, tmp_path, capsys):
-    plain = run(recipe_values("reward", tiny_model, tmp_path, epochs=1))
+    plain = small.train(recipe_values("reward", tiny_model, tmp_path, epochs=1))[0].path
     assert main(["fit-normalizer", str(plain)]) == 2
     assert "train a model with `units`" in capsys.readouterr().err
     assert main(["fit-normalizer", str(of_units), "--data", str(tmp_path / "gone.jsonl")]) == 2

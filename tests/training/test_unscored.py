@@ -31,17 +31,12 @@ def train(tiny_model, tmp_path):
 
     def run(reward, **keys):
         write_jsonl(tmp_path / "rows.jsonl", ROWS)
-        result = posttrain.rl(
-            environment={"prompts": f"{tmp_path / 'rows.jsonl'}", "success_reward": None},
-            reward=reward,
-            model={"path": f"{tiny_model}", "threads": 1},
-            rollout={"groups_per_step": 8, "episodes_per_group": 2, "tokens_per_turn": 4},
-            seeds={"start": 0, "count": 16},
-            steps=1,
-            runs=f"{tmp_path}",
-            evaluation={"every": 0, "seeds": {"start": 24, "count": 2}, "final_seeds": {"start": 16, "count": 8}},
-            **{"name": "run", **keys},
-        )
+        recipe = {"environment": {"prompts": f"{tmp_path / 'rows.jsonl'}", "success_reward": None}, "name": "run"}
+        recipe |= {"model": {"path": f"{tiny_model}", "threads": 1}, "seeds": {"start": 0, "count": 16}, "steps": 1}
+        recipe["rollout"] = {"groups_per_step": 8, "episodes_per_group": 2, "tokens_per_turn": 4}
+        held_out = {"seeds": {"start": 24, "count": 2}, "final_seeds": {"start": 16, "count": 8}}
+        recipe |= {"evaluation": {"every": 0, **held_out}, "runs": f"{tmp_path}"}
+        result = posttrain.rl(recipe | keys, reward=reward)
         lines = read_metrics(result.run / "metrics.jsonl")
         return {line["kind"]: line for line in lines}, result
 
