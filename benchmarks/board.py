@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 import torch
 from harness.crossed import crossed_mean
+from harness.limits import product_speed
 from harness.options import names
 from harness.table import markdown, read_lines
-from limits import product_speed
 
 from posttrain.environments.game import play
 from posttrain.environments.protocol import EnvironmentFactory

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.limits import Limits, job_bound, measure_limits
 from harness.models import MODELS, emulates_bfloat16, model_directory
 from harness.options import named_sides, number, numbers, seconds
 from harness.table import show
 from harness.timing import available_threads, in_turn, middle, ratio
-from limits import Limits, job_bound, measure_limits
 from sides import llama_side, vllm_side
 from sides.process import Worker
 from sides.workload import PROMPTS, Job, first_token_job, make_job

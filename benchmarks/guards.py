@@ -24,6 +24,7 @@ from unittest.mock import patch
 import numpy as np
 from harness.made_model import small
 from harness.options import number
+from harness.paired import shown
 from harness.table import markdown, read_lines
 from learning import ENVIRONMENTS, merged
 
@@ -32,7 +33,7 @@ from posttrain.environments.game import FormatRecipe, Rejected
 from posttrain.errors import RunError
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.guards import GUARDS, GuardRecipe
-from posttrain.runs.intervals import Estimate, success_rate
+from posttrain.runs.intervals import success_rate
 from posttrain.runs.machine import describe_machine
 from posttrain.training import rl
 from posttrain.training.controllers import Guards
@@ -285,10 +286,6 @@ def rates(lines: Sequence[Line], recipe: GuardRecipe) -> list[Keys]:
     return rows
 
 
-def shown(estimate: Estimate) -> str:
-    return f"{estimate.value:.1%} [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
-
-
 def tables(lines: Sequence[Line], patience: int) -> str:
     """The thresholds that one half chooses and the defaults, with the rates of both on the other half, and those of the
     defaults on all runs."""
@@ -296,18 +293,7 @@ def tables(lines: Sequence[Line], patience: int) -> str:
     halves = [[line for line in lines if line["index"] // 2 % 2 == part] for part in (0, 1)]
     chosen = chosen_thresholds(halves[0], patience)
     default = GuardRecipe().thresholds
-    parts = [
-        markdown(
-            [
-                {
-                    "guard": key,
-                    "chosen": f"{chosen[key]:g}",
-                    "default": f"{default[key]:g}",
-                }
-                for key in chosen
-            ]
-        )
-    ]
+    parts = [markdown([{"guard": key, "chosen": f"{chosen[key]:g}", "default": f"{default[key]:g}"} for key in chosen])]
     for title, recipe, measured in (
         ("chosen; the other half of the runs", GuardRecipe(patience=patience, thresholds=chosen), halves[1]),
         ("default; the other half of the runs", GuardRecipe(), halves[1]),

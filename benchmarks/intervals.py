@@ -9,7 +9,8 @@ Rates are not drawn but counted: every possible result has its probability. See 
 import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,16 +102,10 @@ def rates() -> list[Row]:
     for n in (8, 32, 64, 256):
         rows += [counted("rate", f"n = {n}, p = {p:g}", n, p, success_rate) for p in (0.01, 0.02, 0.05, 0.3, 0.5)]
     for p in ((0.25, 0.25, 0.25, 0.25), (0.3, 0.1, 0.2, 0.4), (0.0, 0.02, 0.02, 0.96), (0.45, 0.02, 0.08, 0.45)):
-        rows += [
-            Row(
-                "difference of paired rates",
-                f"n = {n}, {p[0]:g} both, {p[1]:g} only A, {p[2]:g} only B",
-                p[2] - p[1],
-                lambda draws, n=n, p=p: of_pairs(draws.multinomial(n, p)),
-                why=FEW_RESULTS,
-            )
-            for n in (8, 32, 128)
-        ]
+        for n in (8, 32, 128):
+            data = f"n = {n}, {p[0]:g} both, {p[1]:g} only A, {p[2]:g} only B"
+            sample = partial(of_pairs, n, p)
+            rows.append(Row("difference of paired rates", data, p[2] - p[1], sample, why=FEW_RESULTS))
     rows += [
         counted("odds ratio of pairs", f"{n} pairs differ, ratio {odds:g}", n, odds / (1 + odds), odds_of, odds)
         for n, odds in ((5, 1.0), (20, 3.0))
@@ -136,8 +131,8 @@ def odds_of(successes: int, n: int) -> Estimate:
     return odds_ratio(n - successes, successes)
 
 
-def of_pairs(counts: np.ndarray) -> Difference:
-    both, only_a, only_b, neither = counts.tolist()
+def of_pairs(n: int, chances: Sequence[float], draws: Draws) -> Difference:
+    both, only_a, only_b, neither = draws.multinomial(n, chances).tolist()
     return paired_rates(
         [1.0] * (both + only_a) + [0.0] * (only_b + neither),
         [1.0] * both + [0.0] * only_a + [1.0] * only_b + [0.0] * neither,
@@ -149,51 +144,32 @@ def clusters() -> list[Row]:
     rows = []
     for tasks in (4, 8, 16, 64):
         for attempts, p, alike in ((4, 0.5, 0.0), (4, 0.3, 0.4), (16, 0.1, 0.4), (4, 0.02, 0.4)):
-            rows.append(
-                Row(
-                    "rate of several attempts",
-                    f"{tasks} tasks x {attempts}, p = {p:g}, correlation {alike:g}",
-                    p,
-                    lambda draws, k=tasks, m=attempts, p=p, alike=alike: clustered_rate(
-                        (draws.binomial(m, chances(draws, k, p, alike)) / m).tolist(), k * m
-                    ),
-                    why=FEW_TASKS,
-                    share=0.5,
-                )
-            )
+            data = f"{tasks} tasks x {attempts}, p = {p:g}, correlation {alike:g}"
+            sample = partial(several_attempts, tasks, attempts, p, alike)
+            rows.append(Row("rate of several attempts", data, p, sample, why=FEW_TASKS, share=0.5))
     for tasks in (8, 32, 128):
-        for k in (1, 4):
-            # Chances of success are uniform: pass@k is 1 - E(1 - q)^k = k / (k + 1).
-            rows.append(
-                Row(
-                    f"pass@{k}",
-                    f"{tasks} tasks x 8, any difficulty",
-                    k / (k + 1),
-                    lambda draws, n=tasks, k=k: pass_rates(attempts_of(draws, n))[k],
-                    why=FEW_TASKS,
-                )
-            )
-        rows.append(
-            Row(
-                "mean@k",
-                f"{tasks} tasks x 8, any difficulty",
-                0.5,
-                lambda draws, n=tasks: mean_at_k(attempts_of(draws, n)),
-                why=FEW_TASKS,
-            )
-        )
+        # Chances of success are uniform: pass@k is 1 - E(1 - q)^k = k / (k + 1).
+        for name, truth, metric in (
+            ("pass@1", 1 / 2, lambda attempts: pass_rates(attempts)[1]),
+            ("pass@4", 4 / 5, lambda attempts: pass_rates(attempts)[4]),
+            ("mean@k", 1 / 2, mean_at_k),
+        ):
+            sample = partial(any_difficulty, metric, tasks)
+            rows.append(Row(name, f"{tasks} tasks x 8, any difficulty", truth, sample, why=FEW_TASKS))
     return rows
 
 
 FEW_TASKS = "how alike attempts are is little known"
 
 
-def chances(draws: Draws, tasks: int, p: float, alike: float) -> np.ndarray:
-    return np.full(tasks, p) if not alike else draws.beta(p * (1 / alike - 1), (1 - p) * (1 / alike - 1), size=tasks)
+def several_attempts(tasks: int, attempts: int, p: float, alike: float, draws: Draws) -> Estimate:
+    certain = 1 / alike - 1 if alike else 0.0
+    chances = draws.beta(p * certain, (1 - p) * certain, size=tasks) if alike else np.full(tasks, p)
+    return clustered_rate((draws.binomial(attempts, chances) / attempts).tolist(), tasks * attempts)
 
 
-def attempts_of(draws: Draws, tasks: int) -> dict[int, list[bool]]:
-    return {task: (draws.random(8) < chance).tolist() for task, chance in enumerate(draws.random(tasks))}
+def any_difficulty(metric: Callable[[dict[int, list[bool]]], Estimate], tasks: int, draws: Draws) -> Estimate:
+    return metric({task: (draws.random(8) < chance).tolist() for task, chance in enumerate(draws.random(tasks))})
 
 
 # -- means --------------------------------------------------------------------------------------------------------------
@@ -217,34 +193,31 @@ def means() -> list[Row]:
 
 
 def mean_rows(name: str, values: Values, known: bool, sizes: Sequence[int]) -> Iterator[Row]:
+    number, bounds = (f"mean of {'known' if known else 'unknown'} range", values.bounds if known else None)
     for n in sizes:
-        yield Row(
-            f"mean of {'known' if known else 'unknown'} range",
-            f"n = {n}, {name}",
-            values.truth,
-            lambda draws, n=n: mean(values.draw(draws, n).tolist(), values.bounds if known else None),
-            why=WIDE if known else SKEWED,
-            share=0.5 if not known or n > 64 else 0.125,
-        )
+        sample = partial(drawn_mean, lambda drawn: mean(drawn, bounds), values, n)
+        share = 0.5 if not known or n > 64 else 0.125
+        yield Row(number, f"n = {n}, {name}", values.truth, sample, why=WIDE if known else SKEWED, share=share)
+
+
+def drawn_mean(interval: Callable[[list[float]], Estimate], values: Values, n: int, draws: Draws) -> Estimate:
+    return interval(values.draw(draws, n).tolist())
 
 
 def rare() -> list[Row]:
     """Means of unknown range whose samples may lack the value that matters."""
-    return [
-        Row(**{**vars(row), "why": UNSEEN})
-        for name, values in RARE.items()
-        for row in mean_rows(name, values, False, (64, 256))
-    ] + [
-        Row(
-            "mean over training seeds",
-            f"{n} seeds, {share:.0%} fail",
-            SEEDS[f"{share:.0%} fail"].truth,
-            lambda draws, n=n, share=share: seed_mean(SEEDS[f"{share:.0%} fail"].draw(draws, n).tolist(), rate=True),
-            why=UNSEEN,
-        )
+    rows = [row for name, values in RARE.items() for row in mean_rows(name, values, False, (64, 256))]
+    rows += [
+        seed_row("mean over training seeds", n, name, SEEDS[name])
         for n in (5, 10, 20)
-        for share in (0.3, 0.1)
+        for name in ("30% fail", "10% fail")
     ]
+    return [replace(row, why=UNSEEN) for row in rows]
+
+
+def seed_row(number: str, n: int, name: str, values: Values, rate: bool = True, **more: Any) -> Row:
+    sample = partial(drawn_mean, partial(seed_mean, rate=rate), values, n)
+    return Row(number, f"{n} seeds, {name}", values.truth, sample, **more)
 
 
 UNSEEN = "samples without the rare value"
@@ -254,39 +227,23 @@ def differences() -> list[Row]:
     """Paired and unpaired differences, and effects."""
     rows = []
     for n in (5, 10, 30):
-        rows += [
-            Row(
-                "mean of paired differences",
-                f"n = {n}, {name}",
-                0.3,
-                lambda draws, n=n, draw=draw: mean_difference((draw(draws, n) - draw(draws, n) + 0.3).tolist()),
-                why="long tails" if name == "exponential" else "",
-            )
-            for name, draw in (("normal", VALUES["normal"].draw), ("exponential", VALUES["exponential"].draw))
-        ]
-        rows.append(
-            Row(
-                "effect d_z",
-                f"n = {n}, normal",
-                0.5,
-                lambda draws, n=n: standardized_difference(draws.normal(0.5, 1, n).tolist()),
-            )
-        )
+        for name, why in (("normal", ""), ("exponential", "long tails")):
+            sample = partial(paired, VALUES[name], n)
+            rows.append(Row("mean of paired differences", f"n = {n}, {name}", 0.3, sample, why=why))
+        effect = Values(lambda draws, n: draws.normal(0.5, 1, n), 0.5)
+        rows.append(Row("effect d_z", f"n = {n}, normal", 0.5, partial(drawn_mean, standardized_difference, effect, n)))
+    why = "the variance between few runs is little known"
     for runs, n in (((1, 1), 5), ((1, 1), 10), ((1, 1), 30), ((3, 3), 20), ((2, 5), 20), ((1, 3), 20)):
-        rows.append(
-            Row(
-                "`compare`, mean",
-                f"{n} items, {runs[0]} and {runs[1]} runs",
-                0.0,
-                lambda draws, runs=runs, n=n: compared(draws, runs, n),
-                why="the variance between few runs is little known",
-                share=0.5,
-            )
-        )
+        data = f"{n} items, {runs[0]} and {runs[1]} runs"
+        rows.append(Row("`compare`, mean", data, 0.0, partial(compared, runs, n), why=why, share=0.5))
     return rows
 
 
-def compared(draws: Draws, runs: tuple[int, int], n: int) -> Difference:
+def paired(values: Values, n: int, draws: Draws) -> Estimate:
+    return mean_difference((values.draw(draws, n) - values.draw(draws, n) + 0.3).tolist())
+
+
+def compared(runs: tuple[int, int], n: int, draws: Draws) -> Difference:
     """Models without a difference; items differ in difficulty, and runs from each other where there are several."""
     items = [str(number) for number in range(n)]
     hard = draws.normal(size=n)
@@ -307,60 +264,45 @@ def compared(draws: Draws, runs: tuple[int, int], n: int) -> Difference:
 def metrics() -> list[Row]:
     """Loss, perplexity, and metrics of text and of judges."""
     rows = []
-    for n in (2, 3, 10, 30, 100):
-        rows.append(
-            Row(
-                "validation loss, perplexity",
-                f"{n} rows of 5 to 199 tokens",
-                1 + 20 / 102,
-                lambda draws, n=n: loss(draws, draws.integers(5, 200, n)),
-                why="few rows",
-            )
-        )
-    # Lengths differ by a factor of seven in two thirds of the rows.
-    rows += [
-        Row(
-            "validation loss, perplexity",
-            f"{n} rows, log-normal lengths",
-            1 + 20 / math.exp(4 + 0.5),
-            lambda draws, n=n: loss(draws, np.exp(draws.normal(4, 1, n))),
-            why="a few long rows decide",
-        )
-        for n in (10, 30, 100)
-    ]
+    # Log-normal lengths differ by a factor of seven in two thirds of the rows.
+    for sizes, lengths, tokens, mean_tokens, why in (
+        ((2, 3, 10, 30, 100), " of 5 to 199 tokens", lambda draws, n: draws.integers(5, 200, n), 102, "few rows"),
+        (
+            *((10, 30, 100), ", log-normal lengths", lambda draws, n: np.exp(draws.normal(4, 1, n)), math.exp(4 + 0.5)),
+            "a few long rows decide",
+        ),
+    ):
+        for n in sizes:
+            data, sample = f"{n} rows{lengths}", partial(loss, tokens, n)
+            rows.append(Row("validation loss, perplexity", data, 1 + 20 / mean_tokens, sample, why=why))
+    bleu = float(combine("bleu", sentences(200_000, random_stream("intervals", "sentences")).sum(0)))
     for n in (8, 30, 100):
-        rows.append(Row("BLEU", f"{n} sentences", bleu_of_all(), lambda draws, n=n: bleu(draws, n), share=0.2))
+        rows.append(
+            Row("BLEU", f"{n} sentences", bleu, lambda draws, n=n: scored("bleu", sentences(n, draws)), share=0.2)
+        )
     for m, n in ((5, 5), (10, 10), (5, 40), (40, 40)):
         for shift in (0, 1, 2):
-            rows.append(
-                Row(
-                    "accuracy of unpaired answers",
-                    f"{m} good and {n} bad, {shift} deviations apart",
-                    0.5 * (1 + math.erf(shift / 2)),
-                    lambda draws, m=m, n=n, shift=shift: probability_above(
-                        [draws.normal(shift, 1, m)], [draws.normal(0, 1, n)]
-                    ),
-                    why=FEW_RESULTS,
-                    share=0.5,
-                )
-            )
+            data = f"{m} good and {n} bad, {shift} deviations apart"
+            rows.append(above("accuracy of unpaired answers", data, m, n, shift))
     return rows
 
 
-def loss(draws: Draws, tokens: np.ndarray) -> Estimate:
+def above(number: str, data: str, m: int, n: int, shift: int) -> Row:
+    """The probability that one of `m` normal values is above one of `n` that are so many deviations lower."""
+
+    def sample(draws: Draws) -> Estimate:
+        return probability_above([draws.normal(shift, 1, m)], [draws.normal(0, 1, n)])
+
+    return Row(number, data, 0.5 * (1 + math.erf(shift / 2)), sample, why=FEW_RESULTS, share=0.5)
+
+
+def loss(lengths: Callable[[Draws, int], np.ndarray], n: int, draws: Draws) -> Estimate:
     """A row has 20 nats and a random number of nats per token with mean 1."""
-    return ratio(tokens * draws.gamma(2, 0.5, len(tokens)) + 20, tokens)
+    tokens = lengths(draws, n)
+    return ratio(tokens * draws.gamma(2, 0.5, n) + 20, tokens)
 
 
-def bleu(draws: Draws, n: int) -> Estimate:
-    return scored("bleu", sentences(draws, n))
-
-
-def bleu_of_all() -> float:
-    return float(combine("bleu", sentences(random_stream("intervals", "sentences"), 200_000).sum(0)))
-
-
-def sentences(draws: Draws, n: int) -> np.ndarray:
+def sentences(n: int, draws: Draws) -> np.ndarray:
     """[n, 10]: sacrebleu's counts: lengths of answer and reference, correct n-grams and all n-grams of one to four words."""
     words = draws.integers(8, 30, n)
     total = words[:, None] - np.arange(4)
@@ -379,57 +321,23 @@ def scored(kind: Any, table: np.ndarray) -> Estimate:
 
 def seeds() -> list[Row]:
     """Results over training seeds."""
-    rows = []
+    rows, skewed = [], "skewed towards 0 or 1, or two modes"
     for name, values in SEEDS.items():
-        rows += [
-            Row(
-                "mean over training seeds, rate",
-                f"{n} seeds, {name}",
-                values.truth,
-                lambda draws, n=n, values=values: seed_mean(values.draw(draws, n).tolist(), rate=True),
-                why="skewed towards 0 or 1, or two modes",
-                share=10,
-            )
-            for n in ((4, 5, 8, 10, 20) if name == "normal, 70% ± 5" else (5, 10))
-            if not name.endswith("fail")
-        ]
+        if not name.endswith("fail"):
+            for n in (4, 5, 8, 10, 20) if name == "normal, 70% ± 5" else (5, 10):
+                rows.append(seed_row("mean over training seeds, rate", n, name, values, why=skewed, share=10))
     for n in (5, 10):
-        rows += [
-            Row(
-                "mean over training seeds, loss or return",
-                f"{n} seeds, {name}",
-                VALUES[name].truth,
-                lambda draws, n=n, name=name: seed_mean(VALUES[name].draw(draws, n).tolist()),
-                why="short tails" if name == "uniform" else "long tails",
-                share=50,
-            )
-            for name in ("normal", "uniform", "Student's t of 3")
-        ]
-        rows += [
-            Row(
-                "probability of improvement",
-                f"{n} seeds a side, {shift} deviations apart",
-                0.5 * (1 + math.erf(shift / 2)),
-                lambda draws, n=n, shift=shift: probability_above([draws.normal(shift, 1, n)], [draws.normal(0, 1, n)]),
-                why=FEW_RESULTS,
-                share=0.5,
-            )
-            for shift in (0, 1, 2)
-        ]
-    for level, of_seeds, of_tasks in BOARDS:
-        truth = board_truth(level, of_seeds, of_tasks)
-        rows += [
-            Row(
-                "training seeds x tasks",
-                f"{n} x {tasks}, {truth:.1%}, seeds {of_seeds:g}, tasks {of_tasks:g}",
-                truth,
-                lambda draws, level=level, a=of_seeds, b=of_tasks, n=n, tasks=tasks: board(
-                    draws, level, a, b, n, tasks
-                ),
-                why="skewed towards 0 or 1, or two modes",
-            )
-            for n, tasks in ((5, 200), (5, 50), (10, 64))
-        ]
+        for name, tails in (("normal", "long"), ("uniform", "short"), ("Student's t of 3", "long")):
+            number, more = "mean over training seeds, loss or return", {"why": f"{tails} tails", "share": 50}
+            rows.append(seed_row(number, n, name, VALUES[name], rate=False, **more))
+        for shift in (0, 1, 2):
+            data = f"{n} seeds a side, {shift} deviations apart"
+            rows.append(above("probability of improvement", data, n, n, shift))
+    for board in BOARDS:
+        truth = board_truth(*board)
+        for n, tasks in ((5, 200), (5, 50), (10, 64)):
+            data = f"{n} x {tasks}, {truth:.1%}, seeds {board[1]:g}, tasks {board[2]:g}"
+            rows.append(Row("training seeds x tasks", data, truth, partial(played, board, n, tasks), why=skewed))
     return rows
 
 
@@ -445,7 +353,8 @@ def board_truth(level: float, of_seeds: float, of_tasks: float) -> float:
     return float(success(level, of_seeds * draws[0], of_tasks * draws[1]).mean())
 
 
-def board(draws: Draws, level: float, of_seeds: float, of_tasks: float, n: int, tasks: int) -> Estimate:
+def played(board: tuple[float, float, float], n: int, tasks: int, draws: Draws) -> Estimate:
+    level, of_seeds, of_tasks = board
     chance = success(level, of_seeds * draws.normal(size=(n, 1)), of_tasks * draws.normal(size=(1, tasks)))
     return crossed_mean(draws.random((n, tasks)) < chance, rate=True)
 

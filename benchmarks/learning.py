@@ -21,11 +21,14 @@ from typing import Any
 
 import numpy as np
 from harness.options import names
+from harness.paired import shown as shown_in_percent
+from harness.panels import curve as panel_curve
+from harness.panels import panel
 from harness.table import markdown, read_lines
 
 from posttrain.errors import InputError, PosttrainError
 from posttrain.evaluation.statistics import probability_above
-from posttrain.runs.intervals import Estimate, mean_difference, seed_mean
+from posttrain.runs.intervals import mean_difference, seed_mean
 from posttrain.runs.machine import describe_machine
 
 Keys = dict[str, Any]
@@ -173,8 +176,8 @@ def reward_model(out: Path) -> Keys:
                 found[success] = {"messages": messages, "answer": [{"role": "assistant", "content": answer}]}
             asked = found[True]["messages"]
             rows.append({"chosen": asked + found[True]["answer"], "rejected": asked + found[False]["answer"]})
-        pairs.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        prompts.write_text("".join(f"{json.dumps({'prompt': row['chosen'][:-1]})}\n" for row in rows))
+        pairs.writeshown_in_percent("".join(f"{json.dumps(row)}\n" for row in rows))
+        prompts.writeshown_in_percent("".join(f"{json.dumps({'prompt': row['chosen'][:-1]})}\n" for row in rows))
         posttrain.reward(
             name=name,
             runs=str(out),
@@ -261,11 +264,11 @@ def table(lines: list[Keys]) -> list[Keys]:
             {
                 "variant": variant,
                 "seeds": len(runs),
-                "final success": _text(seed_mean(final, rate=True)),
+                "final success": shown_in_percent(seed_mean(final, rate=True)),
                 "worst": f"{min(final):.1%}",
                 "area": f"{np.mean([_area(line) for line in runs]):.1%}",
-                "area - base": _text(mean_difference(pairs)) if pairs and variant != "base" else "–",
-                "better than base": _text(better) if better else "–",
+                "area - base": shown_in_percent(mean_difference(pairs)) if pairs and variant != "base" else "–",
+                "better than base": shown_in_percent(better) if better else "–",
                 f"s to {SHARE:.0%} of optimal": _times([_time_to(line) for line in runs]),
             }
         )
@@ -290,12 +293,6 @@ def _times(times: list[float]) -> str:
     return shown if reached == len(times) else f"{shown} ({reached} of {len(times)})"
 
 
-def _text(estimate: Estimate) -> str:
-    if math.isnan(estimate.low):  # one training seed, or equal ones, say nothing about others
-        return f"{estimate.value:.1%}"
-    return f"{estimate.value:.1%} [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
-
-
 COLUMNS = 5
 """Panels beside each other in the figures."""
 
@@ -315,35 +312,20 @@ def small_multiples(axes: Any, lines: list[Keys], curve: str, base: str, text: s
     rows = math.ceil(len(shown) / COLUMNS)
     for place, name in enumerate(shown):
         row, column = divmod(place, COLUMNS)
-        panel = axes.inset_axes((column / COLUMNS, 1 - (row + 0.78) / rows, 0.86 / COLUMNS, 0.66 / rows))
+        where = (column / COLUMNS, 1 - (row + 0.78) / rows, 0.86 / COLUMNS, 0.66 / rows)
+        drawn = panel(axes, where, 7, text, base)
+        curves = {key: [[success for _, _, success in line["curve"]] for line in by[key]] for key in (name, "base")}
         steps = [step for step, _, _ in by[name][0]["curve"]]
-        points = [
-            seed_mean(values, rate=True)
-            for values in zip(*[[success for _, _, success in line["curve"]] for line in by[name]], strict=True)
-        ]
         for key in ("random", "optimal"):
-            panel.axhline(lines[0][key], color=base, linestyle=":", linewidth=0.8)
-        if by["base"]:
-            successes = np.mean([[success for _, _, success in line["curve"]] for line in by["base"]], axis=0)
-            panel.plot([step for step, _, _ in by["base"][0]["curve"]], successes, color=base, linewidth=1.0)
-        panel.plot(steps, [point.value for point in points], color=curve, linewidth=1.6)
-        panel.fill_between(
-            steps,
-            [point.low for point in points],
-            [point.high for point in points],
-            color=curve,
-            alpha=0.2,
-            linewidth=0,
-        )
-        panel.set_facecolor("none")
-        panel.set_title(name.removeprefix("credit "), fontsize=8, color=text, pad=3)
-        panel.set_ylim(-0.03, 1.05)
-        panel.set_yticks((0, 0.5, 1), ("0%", "50%", "100%") if not column else ("", "", ""))
-        panel.set_xticks((0, steps[-1]))
-        panel.tick_params(colors=text, labelsize=7, length=2)
-        for side, spine in panel.spines.items():
-            spine.set_visible(side in ("left", "bottom"))
-            spine.set_color(base)
+            drawn.axhline(lines[0][key], color=base, linestyle=":", linewidth=0.8)
+        if curves["base"]:
+            drawn.plot(steps, np.mean(curves["base"], axis=0), color=base, linewidth=1.0)
+        panel_curve(drawn, steps, curves[name], curve, linewidth=1.6)
+        drawn.set_title(name.removeprefix("credit "), fontsize=8, color=text, pad=3)
+        if column:
+            drawn.set_yticklabels(("", "", ""))
+        drawn.set_xticks((0, steps[-1]))
+        drawn.tick_params(length=2)
 
 
 def main() -> None:
@@ -399,7 +381,7 @@ def main() -> None:
     if not lines:
         sys.exit("no run has finished, so there is no table")
     text = "\n".join(sections(lines))
-    (chosen.out / "learning.md").write_text(text)
+    (chosen.out / "learning.md").writeshown_in_percent(text)
     print(text)
     if failed:
         sys.exit("a run failed, so a row has fewer seeds; the same command runs it again")

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 from harness.options import names
+from harness.panels import curve, panel
 from harness.table import read_lines, show
 
 from posttrain.runs.intervals import Estimate, mean_difference, seed_mean
@@ -295,36 +296,22 @@ def panels(axes: Any, lines: list[Line], colors: dict[str, str], faint: str, ink
     for row, task in enumerate(tasks):
         for column, label in enumerate(("samples", "seconds, one thread")):
             place = (0.5 * column + 0.06, 1 - (row + 0.72) / len(tasks), 0.42, 0.6 / len(tasks))
-            panel = axes.inset_axes(place)
+            drawn = panel(axes, place, 8, ink, faint)
             for side in SIDES:
                 runs = best_runs(lines, task, side)
-                points = [
-                    seed_mean(values, rate=True)
-                    for values in zip(*[_smooth(line["successes"]) for line in runs], strict=True)
-                ]
-                samples = [(step + 1) * GROUPS * GROUP for step in range(len(points))]
+                successes = [_smooth(line["successes"]) for line in runs]
+                samples = [(step + 1) * GROUPS * GROUP for step in range(len(successes[0]))]
                 places = np.mean([line["seconds"] for line in runs], axis=0) if column else samples
-                panel.plot(
-                    places, [point.value for point in points], color=colors[side], label=side.replace("trl", "TRL")
-                )
-                low, high = [point.low for point in points], [point.high for point in points]
-                panel.fill_between(places, low, high, color=colors[side], alpha=0.2, linewidth=0)
+                curve(drawn, places, successes, colors[side], label=side.replace("trl", "TRL"))
             for level in ("random", "optimal"):
-                panel.axhline(runs[0][level], color=faint, linestyle=":", linewidth=1)
+                drawn.axhline(runs[0][level], color=faint, linestyle=":", linewidth=1)
             if column:
-                panel.set_xscale("log")
-                panel.xaxis.set_major_formatter("{x:g}")
-            panel.set_facecolor("none")
-            panel.set_ylim(-0.03, 1.05)
-            panel.set_yticks((0, 0.5, 1), ("0%", "50%", "100%"))
-            panel.set_xlabel(label, fontsize=8, color=ink)
-            panel.set_title(f"{task}: success of the samples", fontsize=9, color=ink, loc="left")
-            panel.tick_params(which="both", colors=ink, labelsize=8, length=3)
-            for name, spine in panel.spines.items():
-                spine.set_visible(name in ("left", "bottom"))
-                spine.set_color(faint)
+                drawn.set_xscale("log")
+                drawn.xaxis.set_major_formatter("{x:g}")
+            drawn.set_xlabel(label, fontsize=8, color=ink)
+            drawn.set_title(f"{task}: success of the samples", fontsize=9, color=ink, loc="left")
             if not (row or column):
-                legend = panel.legend(fontsize=8, frameon=False, loc="lower right")
+                legend = drawn.legend(fontsize=8, frameon=False, loc="lower right")
                 for text in legend.get_texts():
                     text.set_color(ink)
 

@@ -28,16 +28,11 @@ WRONG = {
 
 @pytest.fixture(scope="module")
 def good(tiny_policy, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("rows")
+    folder, engine = tmp_path_factory.mktemp("rows"), posttrain.LocalEngine(tiny_policy)
     message = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     (folder / "rows.jsonl").write_text(json.dumps(message) + "\n")
     return {
-        "rollout": {
-            "engine": posttrain.LocalEngine(tiny_policy),
-            "env": posttrain.make_env("bandit"),
-            "seeds": [1],
-            "max_tokens": 2,
-        },
+        "rollout": {"engine": engine, "env": posttrain.make_env("bandit"), "seeds": [1], "max_tokens": 2},
         "load_dataset": {"source": f"{folder / 'rows.jsonl'}"},
         "make_env": {"environment": "bandit"},
         "summarize": {"episodes": [played()]},
@@ -54,13 +49,8 @@ ARGUMENTS = {
         "engine": "object",
         "env": "object",
         "seeds": "numbers",
-        "episodes_per_group": "int",
-        "max_tokens": "int",
-        "tokens_per_episode": "int",
-        "top_k": "int",
-        "run_seed": "int",
-        "step": "int",
         "failures": "settings",
+        **dict.fromkeys(("episodes_per_group", "max_tokens", "tokens_per_episode", "top_k", "run_seed", "step"), "int"),
     },
     "load_dataset": {"source": "objects", "kind": "text", "split": "text", "strict": "flag", "columns": "settings"},
     "make_env": {"environment": "object"},
@@ -87,10 +77,15 @@ ALLOWED = {
 @pytest.mark.parametrize("function", ARGUMENTS)
 def test_wrong_types_are_named(function, good):
     draws = random.Random(function)
+    shown = {
+        "kl": "Kl|coefficient|key",
+        "columns": "Columns|key",
+        "failures": "ailure|key",
+        "max_tokens": "tokens_per_turn",
+    }
     for name, kind in ARGUMENTS[function].items():
-        for value in draws.sample(
-            WRONG[kind], 4 if function in ("sft", "dpo", "reward", "distill") else len(WRONG[kind])
-        ):
+        count = 4 if function in ("sft", "dpo", "reward", "distill") else len(WRONG[kind])
+        for value in draws.sample(WRONG[kind], count):
             if (name, repr(value)) in ALLOWED:
                 continue
             try:
@@ -100,12 +95,6 @@ def test_wrong_types_are_named(function, good):
             else:
                 pytest.fail(f"{function} accepts {name}={value!r}")
             assert "posttrain/" in raised_in, (function, name, value, message, raised_in)
-            shown = {
-                "kl": "Kl|coefficient|key",
-                "columns": "Columns|key",
-                "failures": "ailure|key",
-                "max_tokens": "tokens_per_turn",
-            }
             about = [line for line in message.splitlines() if re.search(shown.get(name, name), line)]
             assert len(about) == 1, (function, name, value, message)
 
@@ -115,29 +104,15 @@ def test_seeds_of_numpy_are_seeds(good):
     assert [(type(e.seed), e.seed) for e in episodes] == [(int, 0), (int, 1)]
 
 
-@pytest.mark.parametrize(
-    "many",
-    [
-        {"episodes_per_group": 2**62},
-        {"episodes_per_group": 1_000_001},
-        {"seeds": range(1001), "episodes_per_group": 1000},
-        {"seeds": range(10**12)},
-        {"seeds": range(2**70)},
-    ],
-)
-def test_more_episodes_than_can_be_played_are_refused(good, many):
-    with pytest.raises(PosttrainError, match=r"`episodes_per_group` .* 1,000,000 episodes"):
-        posttrain.rollout(**{**good["rollout"], **many})
-
-
-@pytest.mark.parametrize(
-    "key", ["rollout.groups_per_step", "rollout.episodes_per_group", "evaluation.episodes_per_seed"]
-)
-def test_a_recipe_of_more_episodes_than_can_be_played_is_refused(key):
-    with pytest.raises(
-        PosttrainError, match=rf"`{key.partition('.')[2]}`.* 1,000,000 episodes|{key}.* 1,000,000 episodes"
-    ):
-        load_recipe([], [f"{key}=1000001", "environment.type=bandit", "evaluation.sampling.temperature=1"], "rl")
+def test_more_episodes_than_can_be_played_are_refused(good):
+    seeds = ({"seeds": range(1001), "episodes_per_group": 1000}, {"seeds": range(10**12)}, {"seeds": range(2**70)})
+    for many in ({"episodes_per_group": 2**62}, {"episodes_per_group": 1_000_001}, *seeds):
+        with pytest.raises(PosttrainError, match=r"`episodes_per_group` .* 1,000,000 episodes"):
+            posttrain.rollout(**{**good["rollout"], **many})
+    for key in ("rollout.groups_per_step", "rollout.episodes_per_group", "evaluation.episodes_per_seed"):
+        words = [f"{key}=1000001", "environment.type=bandit", "evaluation.sampling.temperature=1"]
+        with pytest.raises(PosttrainError, match=rf"(`{key.partition('.')[2]}`|{key}).* 1,000,000 episodes"):
+            load_recipe([], words, "rl")
 
 
 @pytest.mark.parametrize(

@@ -20,62 +20,39 @@ from posttrain.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
+COPIED = [word for line in re.findall(r"^COPY (.+) \S+$", DOCKERFILE, re.MULTILINE) for word in line.split()]
+BUILD = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = set(BUILD["project"]["optional-dependencies"])
+TASK = yaml.safe_load((ROOT / "deploy" / "sky.yaml").read_text())
+PAGE = (ROOT / "docs" / "how-to" / "gpu.md").read_text()
 
 
 def test_the_image_copies_what_exists_and_the_build_context_holds_it():
-    copied = [word for line in re.findall(r"^COPY (.+) \S+$", DOCKERFILE, re.MULTILINE) for word in line.split()]
-    assert copied
     kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
-    assert sorted(copied) == sorted(kept)
-    assert all((ROOT / name).exists() for name in copied)
+    assert sorted(COPIED) == sorted(kept) != []
+    assert all((ROOT / name).exists() for name in COPIED)
 
 
 def test_what_the_wheel_is_built_from_is_in_the_image():
-    build = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    wheel = build["tool"]["hatch"]["build"]["targets"]["wheel"]
-    needed = [
-        *wheel["packages"],
-        *wheel["force-include"],
-        build["project"]["readme"],
-        *build["project"]["license-files"],
-    ]
-    copied = re.findall(r"^COPY (.+) \S+$", DOCKERFILE, re.MULTILINE)
-    assert {Path(name).parts[0] for name in needed} <= {word for line in copied for word in line.split()}
+    wheel, project = BUILD["tool"]["hatch"]["build"]["targets"]["wheel"], BUILD["project"]
+    needed = [*wheel["packages"], *wheel["force-include"], project["readme"], *project["license-files"]]
+    assert {Path(name).parts[0] for name in needed} <= set(COPIED)
 
 
 def test_the_extras_of_the_image_exist():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = re.findall(r"EXTRAS=([\w,]+)", DOCKERFILE)
     assert len(named) == 2  # for processors and for CUDA
-    assert {extra for line in named for extra in line.split(",")} <= set(project["optional-dependencies"])
-
-
-GPU_EXTRAS = {"vllm", "cuda", "liger"}
-"""vLLM, 8-bit AdamW and 4-bit models, and Liger's kernels."""
-
-
-def test_what_is_installed_for_a_gpu_has_what_only_gpus_use():
-    page = (ROOT / "docs" / "how-to" / "gpu.md").read_text()
-    setup = yaml.safe_load((ROOT / "deploy" / "sky.yaml").read_text())["setup"]
-    installed = [
-        *re.findall(r"EXTRAS=([\w,]+) \.$", DOCKERFILE, re.MULTILINE),
-        *re.findall(r'-e "\.\[([\w,]+)\]"', page + setup),
-    ]
-    assert len(installed) == 3
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for extras in installed:
-        assert GPU_EXTRAS <= set(extras.split(",")) <= set(project["optional-dependencies"])
+    assert {extra for line in named for extra in line.split(",")} <= EXTRAS
+    for_gpus = re.findall(r"EXTRAS=([\w,]+) \.$", DOCKERFILE, re.MULTILINE)
+    for_gpus += re.findall(r'-e "\.\[([\w,]+)\]"', PAGE + TASK["setup"])
+    assert len(for_gpus) == 3
+    for extras in for_gpus:  # vLLM, 8-bit AdamW and 4-bit models, and Liger's kernels
+        assert {"vllm", "cuda", "liger"} <= set(extras.split(",")) <= EXTRAS
     assert "docker run --rm --gpus all --shm-size=" in DOCKERFILE
 
 
-def test_the_image_for_processors_takes_torch_from_the_given_index():
-    torch = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"][0]
-    assert "ARG TORCH_INDEX=\n" in DOCKERFILE
-    assert f'--index-url "${{TORCH_INDEX}}" "{torch}";' in DOCKERFILE
-    assert "posttrain --build-arg TORCH_INDEX=<" in DOCKERFILE
-
-
-def test_the_container_does_not_run_as_root():
+def test_the_image_installs_the_tested_torch_and_does_not_run_as_root():
+    assert f'--index-url "${{TORCH_INDEX}}" "{BUILD["project"]["dependencies"][0]}";' in DOCKERFILE
     assert re.findall(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE) == ["1000"]
 
 
@@ -94,7 +71,7 @@ START = f'exec {sys.executable} -m torch.distributed.run "$@"'
 PRINT = 'printf "%s\\n" "$@"'
 
 
-def make_torchrun(folder: Path, script: str = START) -> None:
+def make_torchrun(folder, script=START):
     """The environment that the scripts expect at `folder`, with this interpreter."""
     folder.mkdir(parents=True, exist_ok=True)
     torchrun = folder / "torchrun"
@@ -102,14 +79,14 @@ def make_torchrun(folder: Path, script: str = START) -> None:
     torchrun.chmod(0o755)
 
 
-def words_for_posttrain(printed: str) -> list[str]:
+def words_for_posttrain(printed):
     """The words after `-m posttrain.cli.main` of a torchrun that prints what it is given."""
     words = printed.splitlines()
     assert words.count("posttrain.cli.main") == 1
     return words[words.index("posttrain.cli.main") + 1 :]
 
 
-def start_under_slurm(tmp_path: Path, *words: str, torchrun: str = START) -> "subprocess.Popen[str]":
+def start_under_slurm(tmp_path, *words, torchrun=START):
     """Start deploy/slurm.sh with two processes on this machine; stand-ins for Slurm's commands start what they are given."""
     for name, script in (("srun", 'exec "$@"'), ("scontrol", "echo localhost")):
         (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
@@ -130,11 +107,12 @@ def start_under_slurm(tmp_path: Path, *words: str, torchrun: str = START) -> "su
     )
 
 
-def run_under_slurm(tmp_path: Path, *words: str, torchrun: str = START) -> subprocess.CompletedProcess[str]:
-    """As `start_under_slurm`, to the end."""
+def run_under_slurm(tmp_path, *words, torchrun=START):
+    """As `start_under_slurm`, to the end; returns the output and the errors of a script that succeeds."""
     started = start_under_slurm(tmp_path, *words, torchrun=torchrun)
     output, errors = started.communicate(timeout=300)
-    return subprocess.CompletedProcess(started.args, started.returncode, output, errors)
+    assert started.returncode == 0, errors[-2000:]
+    return output, errors
 
 
 @pytest.mark.slow
@@ -143,12 +121,11 @@ def test_the_slurm_script_starts_a_run_and_then_continues_it(tiny_model, tmp_pat
     short = ["environment.type=bandit", f"model.path={tiny_model}", "rollout.groups_per_step=2"]
     short += ["rollout.tokens_per_turn=8", "evaluation.seeds.count=2", "evaluation.final_seeds.count=2"]
     short += ["checkpoint.keep_state=always"]
-    first = run_under_slurm(tmp_path, str(run), "rl", *short, "steps=1")
-    assert first.returncode == 0, first.stderr[-2000:]
+    shown = run_under_slurm(tmp_path, str(run), "rl", *short, "steps=1", "--dry-run")[0]
+    assert shown.count("groups x") == 1, "it is printed once"
+    run_under_slurm(tmp_path, str(run), "rl", *short, "steps=1")
     assert (run / "checkpoints" / "step_000001").is_dir()
-    second = run_under_slurm(tmp_path, str(run), "rl", *short)
-    assert second.returncode == 0, second.stderr[-2000:]
-    assert "step 1 of 1" in second.stdout + second.stderr
+    assert "step 1 of 1" in "".join(run_under_slurm(tmp_path, str(run), "rl", *short))
 
 
 @pytest.mark.slow
@@ -171,89 +148,60 @@ def test_a_signal_to_every_process_before_the_time_limit_leaves_a_checkpoint(tin
     assert (run / "checkpoints" / f"step_{step:06d}").is_dir()
 
 
-@pytest.mark.slow
-def test_a_dry_run_under_slurm_is_printed_once(tiny_model, tmp_path):
-    shown = run_under_slurm(
-        tmp_path, str(tmp_path / "run"), "rl", "environment.type=bandit", f"model.path={tiny_model}", "--dry-run"
-    )
-    assert shown.returncode == 0, shown.stderr[-2000:]
-    assert shown.stdout.count("groups x") == 1
-
-
 def test_the_command_of_the_slurm_script_is_planned(tiny_model, tmp_path, monkeypatch, capsys):
     recipe = [f"{ROOT}/recipes/ragen/bandit.yaml", f"model.path={tiny_model}", "steps=3"]
-    shown = run_under_slurm(tmp_path, "runs/mine", "rl", *recipe, torchrun=PRINT)
-    assert shown.returncode == 0, shown.stderr
-    words = words_for_posttrain(shown.stdout)
+    words = words_for_posttrain(run_under_slurm(tmp_path, "runs/mine", "rl", *recipe, torchrun=PRINT)[0])
     monkeypatch.chdir(tmp_path)
     assert main([*words, "--dry-run"]) == 0
     assert "rl in runs/mine" in capsys.readouterr().out
-
-
-def test_the_slurm_script_explains_how_it_is_used():
+    # Without a stage, it explains how it is used.
     shown = subprocess.run(["bash", str(ROOT / "deploy" / "slurm.sh"), "runs/mine"], capture_output=True, text=True)
     assert shown.returncode == 2
     assert "RUN STAGE" in shown.stderr
 
 
 def test_the_skypilot_task_is_complete_and_its_scripts_are_valid():
-    task = yaml.safe_load((ROOT / "deploy" / "sky.yaml").read_text())
-    assert (ROOT / task["envs"]["RECIPE"]).is_file()
-    assert set(task["envs"]) <= set(re.findall(r"\$(\w+)", task["run"]))
+    assert (ROOT / TASK["envs"]["RECIPE"]).is_file()
+    assert set(TASK["envs"]) <= set(re.findall(r"\$(\w+)", TASK["run"]))
     for part in ("setup", "run"):
-        checked = subprocess.run(["bash", "-n"], input=task[part], capture_output=True, text=True)
+        checked = subprocess.run(["bash", "-n"], input=TASK[part], capture_output=True, text=True)
         assert checked.returncode == 0, checked.stderr
 
 
-def words_of_skypilot(tmp_path: Path, **variables: str) -> list[str]:
-    task = yaml.safe_load((ROOT / "deploy" / "sky.yaml").read_text())
-    make_torchrun(tmp_path / ".venv" / "bin", PRINT)
-    given = {**os.environ, **task["envs"], "SKYPILOT_NUM_GPUS_PER_NODE": "1", **variables}
-    done = subprocess.run(["bash", "-c", task["run"]], env=given, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return words_for_posttrain(done.stdout)
+def run_by_skypilot(tmp_path, torchrun=PRINT, **variables):
+    """What the task prints; `torchrun`: what is done instead of printing the command."""
+    make_torchrun(tmp_path / ".venv" / "bin", torchrun)
+    given = {**os.environ, **TASK["envs"], "SKYPILOT_NUM_GPUS_PER_NODE": "1", **variables}
+    words = ["bash", "-c", TASK["run"]]
+    done = subprocess.run(words, env=given, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout + done.stderr
 
 
 def test_the_command_of_the_skypilot_task_is_planned(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    assert main([*words_of_skypilot(tmp_path), "--dry-run", "--overwrite"]) == 0
+    assert main([*words_for_posttrain(run_by_skypilot(tmp_path)), "--dry-run", "--overwrite"]) == 0
     shown = capsys.readouterr().out
     assert "rl in runs/sky" in shown
     assert "20 steps: " in shown
-    mine = words_of_skypilot(tmp_path, RECIPE="mine.yaml", OVERRIDES="")
+    mine = words_for_posttrain(run_by_skypilot(tmp_path, RECIPE="mine.yaml", OVERRIDES=""))
     assert mine == ["rl", "mine.yaml", "model.path=Qwen/Qwen3-0.6B", "name=sky", "runs=runs"]
     (tmp_path / "runs" / "sky" / "checkpoints" / "step_000001").mkdir(parents=True)
-    assert words_of_skypilot(tmp_path) == ["rl", "--resume", "runs/sky", "--trust"]
-
-
-def test_the_first_run_of_the_page_is_short_and_planned(monkeypatch, capsys):
-    page = (ROOT / "docs" / "how-to" / "gpu.md").read_text()
-    (command,) = re.findall(r"^posttrain (rl .*)$", page, re.MULTILINE)
-    monkeypatch.chdir(ROOT)
+    assert words_for_posttrain(run_by_skypilot(tmp_path)) == ["rl", "--resume", "runs/sky", "--trust"]
+    # The first run of the page is short, too.
+    (command,) = re.findall(r"^posttrain (rl .*)$", PAGE, re.MULTILINE)
     assert main([*command.split(), "--dry-run", "--on", "h100"]) == 0
     assert "20 steps: " in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_the_skypilot_task_starts_a_run_and_then_continues_it(tiny_model, tmp_path):
-    script = yaml.safe_load((ROOT / "deploy" / "sky.yaml").read_text())["run"]
-    make_torchrun(tmp_path / ".venv" / "bin")
     keys = {"stage": "rl", "steps": 1, "environment": {"type": "bandit"}, "checkpoint": {"keep_state": "always"}}
     keys["rollout"] = {"groups_per_step": 2, "tokens_per_turn": 8}
     keys["evaluation"] = {"seeds": {"count": 2}, "final_seeds": {"count": 2}}
     recipe = tmp_path / "short.yaml"
     recipe.write_text(yaml.safe_dump(keys))
-    variables = {"STAGE": "rl", "RECIPE": str(recipe), "MODEL": str(tiny_model), "RUN": "runs/sky"}
-    variables["SKYPILOT_NUM_GPUS_PER_NODE"] = "1"
+    variables = {"STAGE": "rl", "RECIPE": str(recipe), "MODEL": str(tiny_model), "RUN": "runs/sky", "OVERRIDES": ""}
     for printed in ("step 1/1", "step 1 of 1"):
-        done = subprocess.run(
-            ["bash", "-c", script],
-            env={**os.environ, **variables},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        assert printed in done.stdout + done.stderr
+        assert printed in run_by_skypilot(tmp_path, START, **variables)
     assert (tmp_path / "runs" / "sky" / "checkpoints" / "step_000001").is_dir()

@@ -24,11 +24,6 @@ def test_every_example_has_a_test():
     assert {file.name for file in EXAMPLES.glob("*.py")} == tested
 
 
-def test_the_loop_is_short():
-    lines = [line for line in (EXAMPLES / "rl_loop.py").read_text().splitlines() if line.strip()]
-    assert len(lines) <= 40
-
-
 @pytest.mark.slow
 def test_the_loop_learns_its_task(tmp_path):
     printed = run("rl_loop.py", folder=tmp_path)
@@ -79,15 +74,8 @@ def test_pairs_from_documents(tiny_model, tmp_path):
     assert sorted(row["id"] for row in answers) == sorted(4 * [*names])
     pairs = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
     assert f"{len(pairs)} pairs of 4 documents" in printed
-    lines = [
-        {"id": "a", "prediction": text, "stop_reason": reason}
-        for text, reason in (
-            ("lock", "end_token"),
-            ("the the", "end_token"),
-            ("lock door", "turn_budget"),
-            ("  ", "end_token"),
-        )
-    ]
+    texts = {"lock": "end_token", "the the": "end_token", "lock door": "turn_budget", "  ": "end_token"}
+    lines = [{"id": "a", "prediction": text, "stop_reason": reason} for text, reason in texts.items()]
     (tmp_path / "known.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     made = runpy.run_path(str(EXAMPLES / "documents_to_pairs.py"))["pairs_of"]
     (pair,) = made({"a": "Lock the door"}, tmp_path / "known.jsonl")

@@ -5,7 +5,6 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 
 import pytest
@@ -16,7 +15,7 @@ from posttrain import loopback
 from posttrain.loopback import Guard, Scope, header, http_server, open_listener
 
 
-async def app(scope: Scope, receive: loopback.Receive, send: loopback.Send) -> None:
+async def app(scope: Scope, receive: loopback.Receive, send: loopback.Send):
     """Computes in the event loop before it answers, as the local engine does."""
     time.sleep(0.01)
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
@@ -24,12 +23,12 @@ async def app(scope: Scope, receive: loopback.Receive, send: loopback.Send) -> N
 
 
 @contextmanager
-def served() -> Iterator[int]:
+def served():
     """The port of a server that admits requests with the header `Key`."""
     with open_listener(0, "--port") as listener:
         port = listener.getsockname()[1]
 
-        def check(scope: Scope) -> loopback.Refusal | None:
+        def check(scope: Scope):
             return None if header(scope, b"key") else (401, "no key")
 
         server = http_server(Guard(app, port, check))
@@ -42,12 +41,12 @@ def served() -> Iterator[int]:
             thread.join()
 
 
-async def load(port: int, clients: int, requests: int, sent: bytes) -> Counter[str]:
+async def load(port: int, clients: int, requests: int, sent: bytes):
     """Send `sent` in a new connection for each request; returns status, or name of the error -> number of requests."""
     results: Counter[str] = Counter()
     left = iter(range(requests))
 
-    async def client() -> None:
+    async def client():
         for _ in left:
             try:
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -61,18 +60,18 @@ async def load(port: int, clients: int, requests: int, sent: bytes) -> Counter[s
     return results
 
 
-def request(port: int, key: str = "Key: x\r\n") -> bytes:
+def request(port: int, key: str = "Key: x\r\n"):
     return f"GET / HTTP/1.1\r\nHost: localhost:{port}\r\n{key}Connection: close\r\n\r\n".encode()
 
 
-def test_no_connection_is_reset_while_the_process_computes() -> None:
+def test_no_connection_is_reset_while_the_process_computes():
     """Reading the requests of all clients takes longer than a client takes to send one."""
     with served() as port:
         assert asyncio.run(load(port, 200, 400, request(port))) == {"200": 400}
 
 
 @pytest.mark.parametrize("drip", [b"", b"G", b"GET / HTTP/1.1\r\nX: "])
-def test_idle_and_slow_connections_are_replaced(monkeypatch: pytest.MonkeyPatch, drip: bytes) -> None:
+def test_idle_and_slow_connections_are_replaced(monkeypatch: pytest.MonkeyPatch, drip: bytes):
     monkeypatch.setattr(loopback, "_ANONYMOUS", 8)
     with served() as port:
         strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
@@ -93,7 +92,7 @@ def test_idle_and_slow_connections_are_replaced(monkeypatch: pytest.MonkeyPatch,
         assert kept <= 8
 
 
-def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(loopback, "_HEADER_SECONDS", 0.1)
     with served() as port, closing(socket.create_connection(("127.0.0.1", port), timeout=20)) as idle:
         with suppress(ConnectionResetError):
@@ -104,7 +103,7 @@ def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatc
 
 def test_malformed_bytes_after_a_request_end_its_connection_alone(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     with served() as port:
         for extra in (b"\0\r\n\r\n", b"x" * 70_000, request(port).replace(b"GET", b"\xff")):
             kept = request(port).replace(b"Connection: close\r\n", b"")

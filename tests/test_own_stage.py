@@ -116,13 +116,9 @@ def test_a_dry_run_shows_batches_memory_checks_and_warnings(scale, tiny_model, t
     words = ["scale", f"model.path={tiny_model}", f"runs={tmp_path}", "--dry-run", "--full"]
     assert main(words) == 0
     shown = capsys.readouterr().out
-    assert "2 rounds with factor 1" in shown
-    assert "copies of the weights" in shown
-    assert "2 rounds can be made" in shown
-    assert "warning: factor is 1" in shown
-    assert main([*words, "rounds=101"]) == 2
-    assert main([*words, "factor=0"]) == 2
-    assert main([*words, "steps=1"]) == 2
+    for expected in ("2 rounds with factor 1", "copies of the weights", "2 rounds can be made", "warning: factor is 1"):
+        assert expected in shown
+    assert [main([*words, word]) for word in ("rounds=101", "factor=0", "steps=1")] == [2, 2, 2]
 
 
 def test_python_runs_it(scale, tiny_model, tmp_path):
@@ -147,14 +143,10 @@ def test_a_pipeline_contains_it(scale, tiny_model, tmp_path):
     assert results["s"].stage == "scale"
 
 
-def test_its_keys_are_documented(scale, capsys):
-    assert main(["recipe", "factor", "--stage", "scale"]) == 0
-    assert "Factor of every weight." in capsys.readouterr().out
-    assert main(["recipe", "--markdown"]) == 0
-    assert "Factor of every weight." in capsys.readouterr().out
-
-
-def test_its_metric_is_declared_and_drawn(scale):
+def test_its_keys_are_documented_and_its_metric_is_drawn(scale, capsys):
+    for words in (["factor", "--stage", "scale"], ["--markdown"]):
+        assert main(["recipe", *words]) == 0
+        assert "Factor of every weight." in capsys.readouterr().out
     assert "scale/largest" in [metric.name for metric in metrics_of(STAGES["scale"])]
     lines = [{"kind": "train", "step": step, "scale/largest": float(step)} for step in (1, 2, 3)]
     (panel,) = [panel for panel in panels_of("optimization", lines) if panel.title == "Weights"]
@@ -173,11 +165,6 @@ def test_a_stage_needs_a_name_of_its_own(scale):
     kind = import_module("scale_plugin").ScaleRecipe
     with pytest.raises(ValueError, match="stage"):
         register_stage(posttrain.StageRecipe)
+    taken = {"__annotations__": {"stage": STAGES["sft"].model_fields["stage"].annotation}, "stage": "sft"}
     with pytest.raises(ValueError, match="built-in"):
-        register_stage(
-            type(
-                "Other",
-                (kind,),
-                {"__annotations__": {"stage": STAGES["sft"].model_fields["stage"].annotation}, "stage": "sft"},
-            )
-        )
+        register_stage(type("Other", (kind,), taken))

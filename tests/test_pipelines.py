@@ -1,5 +1,6 @@
 """A pipeline skips finished stages, reruns changed ones, and resumes interrupted ones."""
 
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -55,71 +56,59 @@ def stages(tmp_path, monkeypatch):
     return recorder
 
 
-def play(stages, *overrides, **options):
+def play(stages, *overrides, text=TEXT, **options):
     """Run the pipeline; returns the stages that ran, how, and the output."""
-    Path("p.yaml").write_text(TEXT)
+    Path("p.yaml").write_text(text)
     stages.calls = []
     console = Console(file=StringIO(), width=200)
     run_pipeline(load_pipeline("p.yaml", list(overrides)), console=console, **options)
-    return stages.calls, console.file.getvalue().splitlines()
+    return stages.calls, [line for line in console.file.getvalue().splitlines() if line.startswith("stage ")]
 
 
 def test_the_second_call_runs_nothing(stages):
-    calls, said = play(stages)
+    calls, printed = play(stages)
     assert calls == [("warm", "fresh"), ("learn", "fresh"), ("after", "fresh")]
-    assert said[0] == "stage warm: runs (not run yet)"
+    assert printed[0] == "stage warm: runs (not run yet)"
     assert play(stages) == ([], [f"stage {name}: finished, nothing has changed" for name in ("warm", "learn", "after")])
 
 
-def test_a_changed_recipe_reruns_its_stage_and_later_stages(stages):
+def test_a_changed_recipe_or_model_reruns_its_stage_and_later_stages(stages):
     play(stages)
-    calls, said = play(stages, "stages.warm.seed=1")
+    calls, printed = play(stages, "stages.warm.seed=1")
     # The stand-in for learn writes the same model again, so what follows it has nothing new to do.
     assert calls == [("warm", "overwrite"), ("learn", "overwrite")]
-    assert said == [
+    assert printed == [
         "stage warm: runs (its recipe has changed)",
         "stage learn: runs (stage warm has changed)",
         "stage after: finished, nothing has changed",
     ]
-
-
-def test_the_same_model_from_a_changed_recipe_changes_nothing_downstream(stages):
-    stages.content = {"warm": "always the same"}
-    play(stages)
-    assert play(stages, "stages.warm.epochs=2")[0] == [("warm", "overwrite")]
-
-
-def test_moved_runs_and_other_sinks_change_nothing(stages):
-    play(stages)
+    # The same model of a changed recipe, moved runs and other sinks change nothing.
+    stages.content = {"warm": "warm 1"}
+    assert play(stages, "stages.warm.seed=1", "stages.warm.epochs=2")[0] == [("warm", "overwrite")]
     Path("runs").rename("moved")
-    assert play(stages, "runs=moved", "stages.learn.sinks=[tensorboard]")[0] == []
+    same = ("stages.warm.seed=1", "stages.warm.epochs=2", "runs=moved", "stages.learn.sinks=[tensorboard]")
+    assert play(stages, *same)[0] == []
+    Path("moved/p/warm/model/weights").write_text("something else")
+    calls, printed = play(stages, *same)
+    assert (calls, printed[0]) == ([("warm", "overwrite")], "stage warm: runs (its exported model was modified)")
 
 
-def test_a_tampered_model_runs_again(stages):
-    play(stages)
-    Path("runs/p/warm/model/weights").write_text("something else")
-    calls, said = play(stages)
-    assert (calls, said[0]) == ([("warm", "overwrite")], "stage warm: runs (its exported model was modified)")
-
-
-def test_an_interrupted_stage_is_resumed(stages):
+@pytest.mark.parametrize(
+    ("overrides", "how", "why"),
+    [
+        ([], "resume", "stage learn: resumes (it was interrupted)"),
+        (["stages.learn.steps=3"], "overwrite", "stage learn: runs (its recipe has changed after it was interrupted)"),
+    ],
+)
+def test_an_interrupted_stage_is_resumed_unless_its_recipe_changed(stages, overrides, how, why):
     stages.interrupt = "learn"
     with pytest.raises(KeyboardInterrupt):
         play(stages)
+    assert plan()[1:] == ["stage learn: would resume (it was interrupted)", "stage after: would run (not run yet)"]
     stages.interrupt = None
-    calls, said = play(stages)
-    assert calls == [("learn", "resume"), ("after", "fresh")]
-    assert said[1] == "stage learn: resumes (it was interrupted)"
-
-
-def test_an_interrupted_stage_with_a_changed_recipe_restarts(stages):
-    stages.interrupt = "learn"
-    with pytest.raises(KeyboardInterrupt):
-        play(stages)
-    stages.interrupt = None
-    calls, said = play(stages, "stages.learn.steps=3")
-    assert calls == [("learn", "overwrite"), ("after", "fresh")]
-    assert said[1] == "stage learn: runs (its recipe has changed after it was interrupted)"
+    calls, printed = play(stages, *overrides)
+    assert calls == [("learn", how), ("after", "fresh")]
+    assert printed[1] == why
 
 
 def test_only_and_from_choose_stages(stages):
@@ -128,16 +117,18 @@ def test_only_and_from_choose_stages(stages):
     assert play(stages, only="warm")[0] == [("warm", "fresh")]
     assert play(stages, start_from="learn")[0] == [("learn", "fresh"), ("after", "fresh")]
     assert play(stages, only="after", overwrite=True)[0] == [("after", "overwrite")]
-    with pytest.raises(InputError, match="--only lern: the pipeline has no such stage; its stages are warm, learn"):
-        play(stages, only="lern")
-    with pytest.raises(InputError, match="--only and --from exclude each other"):
-        play(stages, only="warm", start_from="warm")
+    for options, message in (
+        ({"only": "lern"}, "--only lern: the pipeline has no such stage; its stages are warm, learn"),
+        ({"only": "warm", "start_from": "warm"}, "--only and --from exclude each other"),
+    ):
+        with pytest.raises(InputError, match=message):
+            play(stages, **options)
 
 
 def test_an_excluded_stage_that_is_out_of_date_is_reported(stages):
     play(stages)
-    said = play(stages, "stages.warm.seed=1", start_from="learn")[1]
-    assert said == [
+    printed = play(stages, "stages.warm.seed=1", start_from="learn")[1]
+    assert printed == [
         "stage warm: out of date (its recipe has changed), but used; run it again with `--from warm`",
         "stage learn: finished, nothing has changed",
         "stage after: finished, nothing has changed",
@@ -187,36 +178,22 @@ def test_a_run_does_what_its_plan_shows(stages, overrides):
     assert not any(line.split(":")[0].split()[1] in ran for line in finished)
 
 
-def test_a_plan_names_what_is_resumed(stages):
-    stages.interrupt = "learn"
-    with pytest.raises(KeyboardInterrupt):
-        play(stages)
-    assert plan()[1:] == ["stage learn: would resume (it was interrupted)", "stage after: would run (not run yet)"]
-
-
 @pytest.mark.parametrize("words", [["--recipe", "p.yaml"], ["--recipe=p.yaml"], ["stages.learn.steps=3", "p.yaml"]])
-def test_the_file_of_a_pipeline_may_be_in_any_position(words, stages, capsys):
+def test_a_dry_run_names_the_stages_and_shows_the_chosen_ones(words, stages, capsys):
     Path("p.yaml").write_text(TEXT)
     assert main(["pipeline", *words, "--dry-run", "--full", "--only", "warm"]) == 0
-    assert "stage warm: would run" in capsys.readouterr().out
-    assert main(["pipeline", *words, "q.yaml", "--dry-run"]) == 2
-    assert "posttrain pipeline takes one file; remove q.yaml" in capsys.readouterr().err
-    assert main(["pipeline", "name=x", "--dry-run"]) == 2
-    assert "name=x is not a pipeline; name a pipeline file first" in capsys.readouterr().err
-
-
-def test_dry_run_names_the_stages_and_shows_the_chosen_ones(stages, capsys):
-    Path("p.yaml").write_text(TEXT)
-    assert main(["pipeline", "p.yaml", "--dry-run", "--full", "--only", "warm"]) == 0
     out = capsys.readouterr().out
-    assert out.splitlines()[:3] == [
-        "stage warm: would run (not run yet)",
-        "stage learn: skipped (--only warm)",
-        "stage after: skipped (--only warm)",
-    ]
+    skipped = [f"stage {name}: skipped (--only warm)" for name in ("learn", "after")]
+    assert out.splitlines()[:3] == ["stage warm: would run (not run yet)", *skipped]
     assert "recipe (sft)" in out
     assert "recipe (rl)" not in out
     assert not Path("runs").exists()
+    for given, message in (
+        ([*words, "q.yaml"], "posttrain pipeline takes one file; remove q.yaml"),
+        (["name=x"], "name=x is not a pipeline; name a pipeline file first"),
+    ):
+        assert main(["pipeline", *given, "--dry-run"]) == 2
+        assert message in capsys.readouterr().err
 
 
 CONVERTING = """
@@ -230,12 +207,7 @@ stages:
 """
 
 
-def converted(stages, *overrides, **options):
-    Path("p.yaml").write_text(CONVERTING)
-    stages.calls = []
-    console = Console(file=StringIO(), width=200)
-    run_pipeline(load_pipeline("p.yaml", list(overrides)), console=console, **options)
-    return stages.calls, [line for line in console.file.getvalue().splitlines() if line.startswith("stage ")]
+converted = partial(play, text=CONVERTING)
 
 
 def write_pairs(folder, **counts):
@@ -247,9 +219,9 @@ def write_pairs(folder, **counts):
 
 def test_converted_data_has_lineage(stages):
     write_pairs("folder", train=3, test=2)
-    calls, said = converted(stages)
+    calls, printed = converted(stages)
     assert calls == [("learn", "fresh")]
-    assert said == ["stage rows: runs (not run yet)", "stage learn: runs (not run yet)"]
+    assert printed == ["stage rows: runs (not run yet)", "stage learn: runs (not run yet)"]
     assert len(Path("runs/p/rows/train.jsonl").read_text().splitlines()) == 3
     assert "test.jsonl: 2 rows read, 2 written" in Path("runs/p/rows/report.md").read_text()
     done = [f"stage {name}: finished, nothing has changed" for name in ("rows", "learn")]
@@ -259,8 +231,8 @@ def test_converted_data_has_lineage(stages):
     Path("runs").rename("elsewhere")
     assert converted(stages, "data=moved", "runs=elsewhere") == ([], done)
     write_pairs("moved", train=4)
-    calls, said = converted(stages, "data=moved", "runs=elsewhere")
-    assert (calls, said) == (
+    calls, printed = converted(stages, "data=moved", "runs=elsewhere")
+    assert (calls, printed) == (
         [("learn", "overwrite")],
         ["stage rows: runs (the data has changed)", "stage learn: runs (stage rows has changed)"],
     )
@@ -268,7 +240,7 @@ def test_converted_data_has_lineage(stages):
     assert converted(stages, "data=moved", "runs=elsewhere")[1][0] == "stage rows: runs (its files were modified)"
 
 
-def test_a_conversion_that_was_interrupted_starts_again(stages, monkeypatch):
+def test_a_conversion_that_was_interrupted_starts_again_and_later_stages_need_its_files(stages, monkeypatch):
     def interrupted(*given):
         Path("runs/p/rows").mkdir(parents=True)
         raise KeyboardInterrupt
@@ -278,13 +250,9 @@ def test_a_conversion_that_was_interrupted_starts_again(stages, monkeypatch):
         patch.setattr(module, "convert_files", interrupted)
         with pytest.raises(KeyboardInterrupt):
             converted(stages)
-    assert converted(stages)[1] == ["stage rows: runs (it was interrupted)", "stage learn: runs (not run yet)"]
-
-
-def test_a_later_stage_needs_the_files(stages):
-    write_pairs("folder", train=3, test=2)
     with pytest.raises(InputError, match="stage learn uses the files of rows, which has not finished"):
         converted(stages, only="learn")
+    assert converted(stages)[1] == ["stage rows: runs (it was interrupted)", "stage learn: runs (not run yet)"]
 
 
 def test_the_plan_of_a_conversion_counts_the_rows_and_writes_none(stages, capsys):
@@ -299,20 +267,24 @@ def test_the_plan_of_a_conversion_counts_the_rows_and_writes_none(stages, capsys
     assert "train.jsonl: rows of someone/pairs, which is read when the stage runs" in capsys.readouterr().out
 
 
-def test_policies_without_a_model_keep_their_names_in_the_table_of_all_stages(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("p.yaml").write_text(f"""
+EVALUATING = """
 name: p
 runs: runs
 common:
-  model: {{path: {tiny_model}}}
-  environment: {{type: memory, prompt: brief, max_turns: 2, worlds: {{notes: 4, facts: [1, 1], filler: [0, 0]}}}}
+  model: {{path: {0}}}
+  environment: {1}
   rollout: {{tokens_per_turn: 4}}
-  evaluation: {{final_seeds: {{count: 2}}}}
+  evaluation: {{final_seeds: {{{2}}}}}
 stages:
-- {{name: first, stage: evaluate}}
-- {{name: second, stage: evaluate, seed: 1}}
-""")
+{3}"""
+
+
+def test_policies_without_a_model_keep_their_names_in_the_table_of_all_stages(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    worlds = "{notes: 4, facts: [1, 1], filler: [0, 0]}"
+    environment = f"{{type: memory, prompt: brief, max_turns: 2, worlds: {worlds}}}"
+    stages = "- {name: first, stage: evaluate}\n- {name: second, stage: evaluate, seed: 1}\n"
+    Path("p.yaml").write_text(EVALUATING.format(tiny_model, environment, "count: 2", stages))
     pipeline = load_pipeline("p.yaml", [])
     run_pipeline(pipeline, console=Console(file=StringIO()))
     scripted = environment_class("memory").scripted_baselines
@@ -332,16 +304,8 @@ def scored(tiny_model, tmp_path, monkeypatch):
         model.export(Path(name))
 
     def run(stages):
-        Path("p.yaml").write_text(f"""
-name: p
-runs: runs
-common:
-  model: {{path: {tiny_model}}}
-  environment: {{type: text_task, prompts: prompts.jsonl}}
-  rollout: {{tokens_per_turn: 4}}
-  evaluation: {{final_seeds: {{start: 0, count: 3}}}}
-stages:
-{stages}""")
+        environment = "{type: text_task, prompts: prompts.jsonl}"
+        Path("p.yaml").write_text(EVALUATING.format(tiny_model, environment, "start: 0, count: 3", stages))
         pipeline = load_pipeline("p.yaml", [])
         run_pipeline(pipeline, console=Console(file=StringIO()))
         report = (Path("runs") / "p" / "report.md").read_text()

@@ -79,12 +79,9 @@ def maze(tmp_path, monkeypatch):
         sys.modules.pop(module, None)
 
 
-def test_an_environment_of_a_plug_in_is_loaded_by_name(maze):
+def test_an_environment_is_loaded_by_name_and_a_missing_dependency_is_one_sentence_with_its_extra(maze):
     assert environment_class("maze").__name__ == "Maze"
     assert {"maze", "needy", "bandit"} <= set(environment_names())
-
-
-def test_a_missing_dependency_is_one_sentence_with_its_extra(maze):
     with pytest.raises(InputError) as raised:
         environment_class("needy")
     message = str(raised.value)
@@ -95,11 +92,8 @@ def test_a_missing_dependency_is_one_sentence_with_its_extra(maze):
     assert "maze" in environment_classes()
 
 
-def test_a_module_without_an_extra_is_named_in_the_pip_command():
-    assert plugins.pip_command("some_module.part") == "pip install some-module"
-
-
 def test_extras_with_a_missing_requirement_are_listed(maze):
+    assert plugins.pip_command("some_module.part") == "pip install some-module"
     assert plugins.missing_extras("maze-wheel") == ["walls"]
     install(maze, "no-such-module-anywhere", "")
     assert plugins.missing_extras("maze-wheel") == []
@@ -111,9 +105,7 @@ def test_any_other_failure_names_the_distribution(maze):
     with pytest.raises(InputError, match=r"maze-wheel.* ValueError: two lines") as raised:
         plugins.load("posttrain.environments", "needy")
     assert "\n" not in str(raised.value)
-
-
-def test_a_name_of_two_distributions_is_refused(maze):
+    # A name of two distributions is refused.
     install(maze, "other-wheel", "[posttrain.environments]\nmaze = other:Maze\n")
     with pytest.raises(InputError, match="other:Maze"):
         environment_class("maze")
@@ -123,14 +115,12 @@ def test_commands_of_plug_ins_run_and_are_listed(maze, capsys):
     assert main(["maze", "walk", "--steps", "3"]) == 0
     assert main(["data", "mazes"]) == 0
     assert capsys.readouterr().out == "3 steps\n2 mazes\n"
-    assert main(["--help"]) == 0
-    assert "Commands of the maze." in capsys.readouterr().out
-    assert main(["data", "--help"]) == 0
-    assert "Write mazes." in capsys.readouterr().out
+    for words, shown in ((["--help"], "Commands of the maze."), (["data", "--help"], "Write mazes.")):
+        assert main(words) == 0
+        assert shown in capsys.readouterr().out
     assert main(["data.mazes"]) == 2
-
-
-def test_a_broken_command_does_not_break_others(maze, capsys):
+    # A broken command does not break others.
+    capsys.readouterr()
     assert main(["needy", "anything", "--help"]) == 2
     assert "pip install 'maze-wheel[walls]'" in capsys.readouterr().err
     assert main(["--help"]) == 0
@@ -148,8 +138,7 @@ def test_a_plug_in_is_imported_only_when_its_name_is_used():
     assert printed.strip().endswith("[]")
 
 
-@pytest.mark.parametrize("name", ["environments", "import", "memory"])
-def test_the_groups_of_the_plug_ins_of_this_repository_are_known(name):
-    declared = {point.group for point in metadata.distribution(f"posttrain-{name}").entry_points}
-    assert "posttrain.commands" in declared
-    assert declared <= set(get_args(plugins.Group))
+def test_the_groups_of_the_plug_ins_of_this_repository_are_known():
+    for name in ("environments", "import", "memory"):
+        declared = {point.group for point in metadata.distribution(f"posttrain-{name}").entry_points}
+        assert {"posttrain.commands"} <= declared <= set(get_args(plugins.Group))

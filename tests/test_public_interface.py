@@ -21,6 +21,8 @@ from posttrain.recipe.loss import LOSSES
 from posttrain.recipe.stages import RlRecipe
 from posttrain.verbs import read_recipe
 
+from .test_plugins import install
+
 
 class Letters(posttrain.Environment):
     """One turn; the reward is the number of letters `e` in the answer."""
@@ -56,41 +58,31 @@ def test_the_import_is_light_and_every_name_exists():
         "import sys, posttrain\n"
         "heavy = [m for m in ('torch', 'transformers', 'pydantic', 'numpy', 'pandas') if m in sys.modules]\n"
         "assert not heavy, heavy\n"
-        "assert set(posttrain.__all__) <= set(dir(posttrain))\n"
         "posttrain.PpoLoss, posttrain.make_env, posttrain.rl, posttrain.register_loss\n"
         "assert 'torch' not in sys.modules\n"
-        "missing = [name for name in posttrain.__all__ if not hasattr(posttrain, name)]\n"
-        "assert not missing, missing\n"
-        "assert callable(posttrain.rollout)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    with pytest.raises(AttributeError, match="no attribute 'roll'"):
-        posttrain.roll  # noqa: B018
-
-
-def test_type_checkers_see_every_name():
+    assert set(posttrain.__all__) <= set(dir(posttrain))
+    assert all(name == "__version__" or getattr(posttrain, name).__doc__ for name in posttrain.__all__)
     source = Path(posttrain.__file__).read_text()
     typed = {name for name in posttrain.__all__ if f" as {name}\n" in source}
-    assert typed == set(posttrain.__all__) - {"__version__"}
-
-
-def test_every_public_name_has_a_docstring():
-    for name in posttrain.__all__:
-        assert name == "__version__" or getattr(posttrain, name).__doc__, name
+    assert typed == set(posttrain.__all__) - {"__version__"}, "type checkers see every name"
+    with pytest.raises(AttributeError, match="no attribute 'roll'"):
+        posttrain.roll  # noqa: B018
 
 
 def test_models_take_plain_settings(tiny_model):
     with_adapters = posttrain.Policy(str(tiny_model), seed=1, lora={"rank": 2})
     assert with_adapters.recipe.lora.rank == 2
-    with pytest.raises(InputError, match="no key dtyp; the nearest is dtype"):
-        posttrain.Policy(tiny_model, dtyp="float32")
-    with pytest.raises(InputError, match=r"lora\.rank"):
-        posttrain.Policy(tiny_model, lora={"rank": 0})
-    with pytest.raises(TypeError, match="complete"):
-        posttrain.Policy(with_adapters.recipe, dtype="float32")
-    with pytest.raises(InputError, match="slots"):
-        posttrain.LocalEngine(with_adapters, slots=0)
+    for make, model, keys, message in (
+        (posttrain.Policy, tiny_model, {"dtyp": "float32"}, "no key dtyp; the nearest is dtype"),
+        (posttrain.Policy, tiny_model, {"lora": {"rank": 0}}, r"lora\.rank"),
+        (posttrain.Policy, with_adapters.recipe, {"dtype": "float32"}, "complete"),
+        (posttrain.LocalEngine, with_adapters, {"slots": 0}, "slots"),
+    ):
+        with pytest.raises((InputError, TypeError), match=message):
+            make(model, **keys)
     assert posttrain.RewardModel(tiny_model, seed=3).rewards([np.arange(4)], [np.arange(4) > 1]).shape == (1,)
 
 
@@ -106,8 +98,6 @@ def test_rollouts_are_groups_of_seeds_and_repeat(engine):
     with pytest.raises(InputError, match="temperature"):
         sampled(engine, temperature=-1.0)
 
-
-def test_rollouts_work_where_an_event_loop_runs(engine):
     async def in_a_notebook():
         return sampled(engine)
 
@@ -136,35 +126,34 @@ def test_failed_episodes_are_left_out_with_a_warning_or_stop(engine):
     assert scored[1].total_reward == -3.0
 
 
-def test_environments_are_made_from_names_files_and_classes(tmp_path):
+def test_environments_are_made_from_names_files_and_classes(tmp_path, monkeypatch):
     assert posttrain.make_env("bandit")().reset(0).messages
     assert posttrain.make_env(Letters, worth=3.0)().step("ee").reward == 6.0
-    (tmp_path / "mine.py").write_text(
-        "import posttrain\n"
-        "class Mine(posttrain.Environment):\n"
-        "    def reset(self, seed): return posttrain.Observation([{'role': 'user', 'content': 'Hi'}])\n"
-        "    def step(self, action): return posttrain.Step([], 1.0, True, False)\n"
-    )
-    env = posttrain.make_env(f"{tmp_path}/mine.py:Mine")
-    assert env().step("").reward == 1.0
+    (tmp_path / "mine.py").write_text(PLUGIN[: PLUGIN.index("@posttrain")])
+    assert posttrain.make_env(f"{tmp_path}/mine.py:Count")().step("e").reward == 1.0
+    monkeypatch.setattr(components, "ENVIRONMENTS", dict(components.ENVIRONMENTS))
+    posttrain.register_environment("letters")(Letters)
+    assert posttrain.make_env("letters", worth=2.0)().step("e").reward == 2.0
+    with pytest.raises(InputError, match="built-in environment 'bandit'"):
+        posttrain.register_environment("bandit")
     with pytest.raises(InputError, match="there is no environment 'bandid'"):
         posttrain.make_env("bandid")
     with pytest.raises(InputError, match="no key worthy; the nearest is worth"):
         posttrain.make_env(Letters, worthy=1.0)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name for name in CREDITS.names() if name not in ("gae", "bilevel_gae", "remax", "gdpo", "optimal_token_baseline")],
-)
-def test_advantages_by_name(engine, name):
+def test_advantages_by_name(engine):
     episodes = sampled(engine)
-    credit = posttrain.advantages(episodes, name)
-    for episode, streams in zip(episodes, credit.values, strict=True):
-        for stream, values in zip(episode.streams, streams, strict=True):
-            assert values.dtype == np.float32
-            assert values.shape == stream.ids.shape
-            assert not values[~stream.sampled].any()
+    for name in set(CREDITS.names()) - {"gae", "bilevel_gae", "remax", "gdpo", "optimal_token_baseline"}:
+        credit = posttrain.advantages(episodes, name)
+        for episode, streams in zip(episodes, credit.values, strict=True):
+            for stream, values in zip(episode.streams, streams, strict=True):
+                assert (values.dtype, values.shape) == (np.float32, stream.ids.shape), name
+                assert not values[~stream.sampled].any(), name
+    same = compute_advantages(episodes, CREDITS.make("grpo"), reward_streams(episodes)).values
+    for credit in ("grpo", CREDITS.make("grpo"), {"type": "grpo"}):
+        found = posttrain.advantages(episodes, credit).values
+        assert all(np.array_equal(a[0], b[0]) for a, b in zip(found, same, strict=True))
 
 
 def test_advantages_that_need_more(engine):
@@ -191,10 +180,6 @@ def test_advantages_that_need_more(engine):
         posttrain.advantages(episodes, "rlo")
     with pytest.raises(InputError, match="no key discont; the nearest is discount"):
         posttrain.advantages(episodes, "reinforce", discont=0.5)
-    same = compute_advantages(episodes, CREDITS.make("grpo"), reward_streams(episodes)).values
-    for credit in ("grpo", CREDITS.make("grpo"), {"type": "grpo"}):
-        found = posttrain.advantages(episodes, credit).values
-        assert all(np.array_equal(a[0], b[0]) for a, b in zip(found, same, strict=True))
 
 
 def test_energies_are_the_squared_gradients_of_the_logits(tiny_model):
@@ -247,20 +232,19 @@ def test_adapters_with_dropout_take_old_logprobs_from_the_learner(dropout, tiny_
 
 
 def test_settings_of_the_learner(policy):
-    learner = posttrain.Learner(
-        policy,
-        loss=posttrain.PpoLoss(clip_high=0.28),
-        kl=posttrain.KlRecipe(coefficient=0.1, estimator="k2"),
-        betas=(0.9, 0.99),
-    )
+    loss, kl = posttrain.PpoLoss(clip_high=0.28), posttrain.KlRecipe(coefficient=0.1, estimator="k2")
+    learner = posttrain.Learner(policy, loss=loss, kl=kl, betas=(0.9, 0.99))
     assert (learner.loss.clip_high, learner.kl.estimator, learner.optimizer.recipe.betas) == (0.28, "k2", (0.9, 0.99))
     assert posttrain.Learner(policy, loss={"type": "gspo", "clip_low": 0.01}).loss.aggregation == "sequence_mean"
-    with pytest.raises(InputError, match=r"there is no loss 'ppoo' \(did you mean ppo\?\)"):
-        posttrain.Learner(policy, loss="ppoo")
-    with pytest.raises(InputError, match="learning_rte; the nearest is learning_rate"):
-        posttrain.Learner(policy, learning_rte=1.0)
-    with pytest.raises(InputError, match="apply_to"):
-        posttrain.Learner(policy, kl={"coefficient": 0.1, "apply_to": "reward"})
+    for keys, message in (
+        ({"loss": "ppoo"}, r"there is no loss 'ppoo' \(did you mean ppo\?\)"),
+        ({"learning_rte": 1.0}, "learning_rte; the nearest is learning_rate"),
+        ({"kl": {"coefficient": 0.1, "apply_to": "reward"}}, "apply_to"),
+    ):
+        with pytest.raises(InputError, match=message):
+            posttrain.Learner(policy, **keys)
+    assert any(p.requires_grad for p in policy.model.parameters())
+    assert torch.is_grad_enabled()
 
 
 # -- registered losses, credits and environments ---------------------------------------------------------------------
@@ -296,45 +280,38 @@ def test_a_registered_loss_and_credit_are_used(registered, tiny_model):
 
 
 def test_recipes_are_as_strict_with_registered_kinds(registered):
-    recipe = read_recipe(
-        "rl", loss={"type": "plain", "scale": 2, "aggregation": "sequence_mean"}, credit={"type": "shifted", "by": 1}
-    )
-    assert isinstance(recipe, RlRecipe)
+    loss = {"type": "plain", "scale": 2, "aggregation": "sequence_mean"}
+    recipe = read_recipe("rl", loss=loss, credit={"type": "shifted", "by": 1})
     assert (recipe.loss.scale, recipe.loss.aggregation, recipe.credit.by) == (2.0, "sequence_mean", 1.0)
     written = recipe.model_dump(mode="json")
     assert (written["loss"]["scale"], written["credit"]["by"]) == (2.0, 1.0)
     assert RlRecipe.model_validate(written) == recipe
-    for arguments, message in [
-        (
-            {"loss": {"type": "plain", "scal": 2}},
-            r"argument loss: there is no key loss.scal; the nearest is loss.scale",
-        ),
-        ({"loss": {"type": "plain", "scale": 0}}, r"loss.scale is 0; it must be a number above 0"),
-        ({"loss": {"type": "plain", "scale": "2"}}, r"loss.scale is \"2\"; it must be a number"),
-        ({"loss": {"type": "plan"}}, r"loss.type is \"plan\" \(did you mean plain\?\); it must be ppo, .* or plain"),
-        ({"credit": {"type": "shifted"}}, "credit.by is missing; it must be a number"),
-        ({"loss": {"clip_low": 0.1, "type": "plain"}}, "it belongs to loss.type ppo, .*, not plain"),
+    for section, keys, message in [
+        ("loss", {"type": "plain", "scal": 2}, "argument loss: there is no key loss.scal; the nearest is loss.scale"),
+        ("loss", {"type": "plain", "scale": 0}, "loss.scale is 0; it must be a number above 0"),
+        ("loss", {"type": "plain", "scale": "2"}, 'loss.scale is "2"; it must be a number'),
+        ("loss", {"type": "plan"}, r'loss.type is "plan" \(did you mean plain\?\); it must be ppo, .* or plain'),
+        ("loss", {"clip_low": 0.1, "type": "plain"}, "it belongs to loss.type ppo, .*, not plain"),
+        ("credit", {"type": "shifted"}, "credit.by is missing; it must be a number"),
     ]:
         with pytest.raises(InputError, match=message):
-            read_recipe("rl", **arguments)
+            read_recipe("rl", **{section: keys})
     # A later type drops the keys that only the earlier one has.
     changed = read_recipe("rl", {"loss": {"type": "plain", "scale": 2}}, loss={"type": "ppo"})
     assert changed.loss.type == "ppo"
 
 
 def test_a_registered_function_has_to_fit(registered, policy, engine):
-    with pytest.raises(ValueError, match="built-in loss 'ppo'"):
-        posttrain.register_loss("ppo")(lambda logprobs, batch: logprobs)
-    with pytest.raises(ValueError, match="no type annotation"):
-        posttrain.register_loss("untyped")(lambda logprobs, batch, *, scale=1.0: logprobs)
-    with pytest.raises(InputError, match="built-in environment 'bandit'"):
-        posttrain.register_environment("bandit")
-
     def clashing(logprobs, batch, *, aggregation: int = 1):
         return logprobs
 
-    with pytest.raises(ValueError, match="aggregation"):
-        posttrain.register_loss("clashing")(clashing)
+    for name, loss, message in (
+        ("ppo", lambda logprobs, batch: logprobs, "built-in loss 'ppo'"),
+        ("untyped", lambda logprobs, batch, *, scale=1.0: logprobs, "no type annotation"),
+        ("clashing", clashing, "aggregation"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            posttrain.register_loss(name)(loss)
     posttrain.register_loss("plain")(lambda logprobs, batch: logprobs.sum())
     posttrain.register_credit("shifted")(lambda returns: returns[:-1])
     episodes = sampled(engine)
@@ -346,34 +323,9 @@ def test_a_registered_function_has_to_fit(registered, policy, engine):
         learner.update(episodes, credit)
 
 
-def test_a_registered_environment_has_a_name(monkeypatch):
-    monkeypatch.setattr(components, "ENVIRONMENTS", dict(components.ENVIRONMENTS))
-    posttrain.register_environment("letters")(Letters)
-    assert posttrain.make_env("letters", worth=2.0)().step("e").reward == 2.0
-
-
 # -- plug-ins of another wheel ---------------------------------------------------------------------------------------
 
-PLUGIN = {
-    "pyproject.toml": """
-[build-system]
-requires = ["setuptools"]
-build-backend = "setuptools.build_meta"
-[project]
-name = "tiny-plugin"
-version = "1.0"
-[project.entry-points."posttrain.environments"]
-count = "tiny_plugin:Count"
-[project.entry-points."posttrain.losses"]
-plain = "tiny_plugin:plain"
-[project.entry-points."posttrain.credits"]
-shifted = "tiny_plugin:shifted"
-[project.entry-points."posttrain.commands"]
-count = "tiny_plugin:count"
-[tool.setuptools]
-py-modules = ["tiny_plugin"]
-""",
-    "tiny_plugin.py": '''
+PLUGIN = '''
 import posttrain
 
 class Count(posttrain.Environment):
@@ -393,8 +345,17 @@ def shifted(returns, *, by: float = 0.0):
 def count(word: str) -> None:
     """Count the letter e."""
     print(word.count("e"), "e")
-''',
-}
+'''
+POINTS = """
+[posttrain.environments]
+count = tiny_plugin:Count
+[posttrain.losses]
+plain = tiny_plugin:plain
+[posttrain.credits]
+shifted = tiny_plugin:shifted
+[posttrain.commands]
+count = tiny_plugin:count
+"""
 USE = """
 import sys
 import posttrain
@@ -416,29 +377,12 @@ assert main(["rl", "loss.type=plain", "loss.scal=1", "--dry-run"]) == 2
 """
 
 
-def install(source, target):
-    """Build the plug-in and install it with pip."""
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*pip, "--target", str(target), str(source)], check=True, timeout=120)
-
-
-@pytest.mark.slow
 def test_a_wheel_adds_an_environment_a_loss_a_credit_and_a_command(tmp_path, tiny_model):
-    source, target = tmp_path / "source", tmp_path / "target"
-    source.mkdir()
-    for name, text in PLUGIN.items():
-        (source / name).write_text(text)
-    install(source, target)
-    paths = os.pathsep.join([str(target), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-c", USE, str(tiny_model)],
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    install(tmp_path, "tiny-plugin", POINTS, tiny_plugin=PLUGIN)
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    variables = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-c", USE, str(tiny_model)]
+    done = subprocess.run(words, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 e" in done.stdout
     assert "loss.scale" in done.stdout
@@ -450,24 +394,17 @@ def test_a_wheel_adds_an_environment_a_loss_a_credit_and_a_command(tmp_path, tin
 
 def small(tiny_model, folder, **changes):
     """Keyword arguments of a run of two steps."""
-    return {
-        "runs": folder,
-        "model": {"path": tiny_model},
-        "rollout": {"groups_per_step": 2, "episodes_per_group": 2, "tokens_per_turn": 4},
-        "evaluation": {
-            "every": 1,
-            "seeds": {"start": 1_000_000, "count": 2},
-            "final_seeds": {"start": 2_000_000, "count": 3},
-        },
-    } | changes
+    seeds = {"seeds": {"start": 1_000_000, "count": 2}, "final_seeds": {"start": 2_000_000, "count": 3}}
+    rollout = {"groups_per_step": 2, "episodes_per_group": 2, "tokens_per_turn": 4}
+    keys = {"runs": folder, "model": {"path": tiny_model}, "rollout": rollout, "evaluation": {"every": 1, **seeds}}
+    return keys | changes
 
 
 def test_arguments_are_overrides_of_recipes(tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text("stage: rl\nsteps: 5\noptimizer: {learning_rate: 1e-5}\nrollout: {groups_per_step: 4}\n")
-    recipe = read_recipe(
-        "rl", file, {"seed": 3}, steps=10, optimizer={"betas": (0.8, 0.9)}, **{"rollout.groups_per_step": 2}
-    )
+    changes = {"steps": 10, "optimizer": {"betas": (0.8, 0.9)}, "rollout.groups_per_step": 2}
+    recipe = read_recipe("rl", file, {"seed": 3}, **changes)
     assert (recipe.steps, recipe.seed, recipe.rollout.groups_per_step) == (10, 3, 2)
     assert (recipe.optimizer.learning_rate, recipe.optimizer.betas) == (1e-5, (0.8, 0.9))
     assert read_recipe("rl", recipe, steps=11).seed == 3
@@ -502,17 +439,12 @@ def test_a_run_with_callbacks_and_a_function_as_reward(tiny_model, tmp_path):
 
     seeds = {"seeds": {"start": 0, "count": 4}}
     evaluation = {"every": 1, "seeds": {"start": 4, "count": 2}, "final_seeds": {"start": 6, "count": 3}}
-    arguments = (
-        small(tiny_model, tmp_path, environment={"prompts": tmp_path / "rows.jsonl"}, evaluation=evaluation) | seeds
-    )
-    result = posttrain.rl(
-        **arguments, steps=2, reward=letters, callbacks=[Record()], checkpoint={"keep_state": "always"}
-    )
-    assert [event for event in events if event[0] == "step"] == [("step", 1, True), ("step", 2, True)]
-    assert [event for event in events if event[0] == "evaluation"] == [("evaluation", n, 2) for n in range(3)]
-    assert [event for event in events if event[0] == "episodes"] == [("episodes", 1, 4), ("episodes", 2, 4)]
-    assert result.run == tmp_path / "run"
-    assert result.stage == "rl"
+    changes = {"environment": {"prompts": tmp_path / "rows.jsonl"}, "evaluation": evaluation, "steps": 2}
+    arguments = small(tiny_model, tmp_path, **changes, reward=letters, **seeds)
+    result = posttrain.rl(**arguments, callbacks=[Record()], checkpoint={"keep_state": "always"})
+    expected = [("step", 1, True), ("step", 2, True), ("episodes", 1, 4), ("episodes", 2, 4)]
+    assert sorted(events) == sorted([*expected, *(("evaluation", n, 2) for n in range(3))])
+    assert (result.run, result.stage) == (tmp_path / "run", "rl")
     assert (result.model / "config.json").is_file()
     assert [row["step"] for row in result.metrics] == [1, 2]
     assert [row["step"] for row in result.evaluations] == [0, 1, 2]
@@ -530,12 +462,13 @@ def test_a_run_with_callbacks_and_a_function_as_reward(tiny_model, tmp_path):
     # The function is no longer there in another process; here it is found again.
     longer = posttrain.rl(resume=result.run, steps=3)
     assert [row["step"] for row in longer.metrics] == [1, 2, 3]
-    with pytest.raises(InputError, match="a resumed run keeps its recipe"):
-        posttrain.rl(resume=result.run, seed=4)
-    with pytest.raises(InputError, match="give only one of them"):
-        posttrain.rl(resume=result.run, overwrite=True)
-    with pytest.raises(InputError, match=r"the run .* exists"):
-        posttrain.rl(**arguments, steps=2, reward=letters)
+    for keys, message in (
+        ({"resume": result.run, "seed": 4}, "a resumed run keeps its recipe"),
+        ({"resume": result.run, "overwrite": True}, "give only one of them"),
+        (arguments, "the run .* exists"),
+    ):
+        with pytest.raises(InputError, match=message):
+            posttrain.rl(**keys)
 
 
 def test_an_exception_of_a_callback_stops_the_run(tiny_model, tmp_path):
@@ -557,12 +490,6 @@ def test_rows_of_a_data_set(tmp_path):
         (row,) = posttrain.load_dataset(file, columns={"prompt": "question"})
     assert [message["content"] for message in row.messages] == ["1 + 1?", "2"]
     assert len(posttrain.load_dataset(file, "prompt", columns={"prompt": "question"})) == 2
-    with pytest.raises(InputError, match="row 2"):
-        posttrain.load_dataset(file, columns={"prompt": "question"}, strict=True)
-    with pytest.raises(InputError, match=r"absent\.jsonl"):
-        posttrain.load_dataset(tmp_path / "absent.jsonl")
-
-
-def test_gradients_flow_where_the_policy_is_trained(policy):
-    assert any(p.requires_grad for p in policy.model.parameters())
-    assert torch.is_grad_enabled()
+    for source, keys, message in ((file, {"strict": True}, "row 2"), (tmp_path / "absent.jsonl", {}, r"absent\.jsonl")):
+        with pytest.raises(InputError, match=message):
+            posttrain.load_dataset(source, columns={"prompt": "question"}, **keys)

@@ -62,28 +62,15 @@ def test_a_command_of_the_readme_runs(command, monkeypatch, capsys):
     assert "cannot show that anything was learned" not in shown.out + shown.err
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make")])
-def test_a_target_of_the_readme_exists(command):
-    listed = subprocess.run(["make", "-n", *command.split()[1:]], cwd=ROOT, capture_output=True, text=True)
-    assert listed.returncode == 0, listed.stderr
-
-
-def test_every_command_is_tested():
+def test_targets_and_extras_of_the_readme_exist():
     assert all(command.startswith(("posttrain", "make", "pip install")) for command in COMMANDS)
     assert len(COMMANDS) > 10
-
-
-def test_the_installation_of_the_readme_names_extras_that_exist():
+    for command in COMMANDS:
+        if command.startswith("make"):
+            listed = subprocess.run(["make", "-n", *command.split()[1:]], cwd=ROOT, capture_output=True, text=True)
+            assert listed.returncode == 0, listed.stderr
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (named,) = [
-        re.search(r"\.\[([\w,]+)\]", command)
-        for command in COMMANDS
-        if command.startswith("pip install") and " -e " in command
+        re.search(r"\.\[([\w,]+)\]", one) for one in COMMANDS if one.startswith("pip install") and " -e " in one
     ]
-    assert named is not None
     assert set(named[1].split(",")) <= set(extras)
-
-
-def test_the_links_lead_somewhere():
-    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text()):
-        assert (ROOT / target).exists(), target

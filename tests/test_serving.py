@@ -9,10 +9,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,12 +29,14 @@ from tests.test_loopback import load
 openai = pytest.importorskip("openai", reason="needs posttrain[remote]")
 pytest.importorskip("fastapi", reason="needs posttrain[agents]")
 
-MESSAGES: Any = [{"role": "user", "content": "Say something."}]
-TOOL: Any = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
+MESSAGES = [{"role": "user", "content": "Say something."}]
+TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
+CALL = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "["}}
+LONG = [{"role": "user", "content": "word " * 20_000}]
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+def server(tiny_model, tmp_path_factory):
     """The address and the process id of a server that needs the key `secret`."""
     command = [sys.executable, "-m", "posttrain.cli.main", "serve", str(tiny_model), "--port", "0", "--key", "secret"]
     folder = tmp_path_factory.mktemp("serve")
@@ -56,35 +55,36 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture(scope="module")
-def url(server: tuple[str, int]) -> str:
+def url(server):
     return server[0]
 
 
 @pytest.fixture(scope="module")
-def client(url: str) -> Any:
+def client(url):
     with openai.OpenAI(base_url=url, api_key="secret", max_retries=0) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def policy(tiny_model: Path) -> Policy:
+def policy(tiny_model):
     return Policy(ModelRecipe(path=str(tiny_model)))
 
 
-def greedy(policy: Policy, prompt: list[int], tokens: int) -> Completion:
+def greedy(policy, prompt, tokens):
     request = Request(tuple(prompt), SamplingRecipe(temperature=0), 0, tokens)
 
-    async def sample() -> Completion:
+    async def sample():
         return await LocalEngine(policy).generate(request)
 
     return asyncio.run(sample())
 
 
-def test_a_chat_is_the_engines_answer_to_the_rendered_prompt(client: Any, policy: Policy, tiny_model: Path) -> None:
+def test_a_chat_is_the_engines_answer_to_the_rendered_prompt(client, policy, tiny_model):
     renderer = Renderer(policy.tokenizer, policy.end_tokens)
     prompt = renderer.prompt(MESSAGES)
     expected = greedy(policy, prompt, 12)
-    answer = client.chat.completions.create(model="m", messages=MESSAGES, temperature=0, max_tokens=12, logprobs=True)
+    asked = {"model": "m", "messages": MESSAGES, "temperature": 0, "max_tokens": 12, "logprobs": True}
+    answer = client.chat.completions.create(**asked)
     (choice,) = answer.choices
     assert choice.message.content == renderer.answer_text(expected.ids)
     assert choice.finish_reason == "length"
@@ -93,32 +93,21 @@ def test_a_chat_is_the_engines_answer_to_the_rendered_prompt(client: Any, policy
     (model,) = client.models.list().data
     assert model.id == tiny_model.name
 
-    parts = list(
-        client.chat.completions.create(
-            model="m",
-            messages=MESSAGES,
-            temperature=0,
-            max_tokens=12,
-            logprobs=True,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-    )
+    asked |= {"stream": True, "stream_options": {"include_usage": True}}
+    parts = list(client.chat.completions.create(**asked))
     deltas = [part.choices[0].delta.content for part in parts if part.choices and part.choices[0].delta.content]
     assert len(deltas) > 3, "the answer comes in pieces"
     assert "".join(deltas) == choice.message.content
     assert parts[-2].choices[0].finish_reason == "length"
-    streamed = parts[-2].choices[0].logprobs.content
-    assert [one.token for one in streamed] == [one.token for one in choice.logprobs.content]
+    streamed, whole = parts[-2].choices[0].logprobs.content, choice.logprobs.content
+    assert [one.token for one in streamed] == [one.token for one in whole]
     # The second request finds its prompt in the cache, so its forward pass is another one.
-    assert [one.logprob for one in streamed] == pytest.approx(
-        [one.logprob for one in choice.logprobs.content], abs=1e-5
-    )
+    assert [one.logprob for one in streamed] == pytest.approx([one.logprob for one in whole], abs=1e-5)
     assert parts[-1].usage == answer.usage
 
 
-def test_seeds_and_several_answers(client: Any) -> None:
-    def sampled(**more: Any) -> list[str]:
+def test_seeds_and_several_answers(client):
+    def sampled(**more):
         answer = client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=8, n=3, **more)
         assert [choice.index for choice in answer.choices] == [0, 1, 2]
         return [choice.message.content for choice in answer.choices]
@@ -128,7 +117,7 @@ def test_seeds_and_several_answers(client: Any) -> None:
     assert sampled() != sampled()
 
 
-def test_completions_of_text_and_tokens(client: Any, policy: Policy) -> None:
+def test_completions_of_text_and_tokens(client, policy):
     prompt = policy.tokenizer("one two")["input_ids"]
     expected = greedy(policy, prompt, 6)
     answer = client.completions.create(model="m", prompt=["one two", "one"], temperature=0, max_tokens=6, logprobs=1)
@@ -143,7 +132,7 @@ def test_completions_of_text_and_tokens(client: Any, policy: Policy) -> None:
     assert "".join(piece.choices[0].text for piece in pieces) == first.text
 
 
-def test_an_echoed_prompt_is_scored_as_in_training(client: Any, policy: Policy) -> None:
+def test_an_echoed_prompt_is_scored_as_in_training(client, policy):
     prompts = [policy.tokenizer(text)["input_ids"] for text in ("one two three", "one")]
     answer = client.completions.create(model="m", prompt=prompts, max_tokens=1, temperature=0, logprobs=1, echo=True)
     for ids, choice in zip(prompts, answer.choices, strict=True):
@@ -162,8 +151,8 @@ def test_an_echoed_prompt_is_scored_as_in_training(client: Any, policy: Policy) 
         client.completions.create(model="m", prompt="one", max_tokens=1, echo=True, stream=True)
 
 
-def test_stop_strings_are_left_out(client: Any) -> None:
-    def text(**more: Any) -> Any:
+def test_stop_strings_are_left_out(client):
+    def text(**more):
         return client.completions.create(model="m", prompt="one two", temperature=0, max_tokens=12, **more)
 
     whole = text().choices[0].text
@@ -175,9 +164,7 @@ def test_stop_strings_are_left_out(client: Any) -> None:
 
 
 @pytest.mark.parametrize("before", [" ", " \n", "<|endoftext|>"])
-def test_what_the_template_writes_before_the_end_is_not_streamed(
-    before: str, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_template_writes_before_the_end_is_not_streamed(before, policy, tmp_path, monkeypatch):
     from starlette.testclient import TestClient
 
     template = tmp_path / "template.jinja"
@@ -185,7 +172,7 @@ def test_what_the_template_writes_before_the_end_is_not_streamed(
     spaced = Policy(ModelRecipe(path=policy.recipe.path, chat_template=str(template)))
     ids = tuple(spaced.tokenizer(f"Up row{before}<|im_end|>")["input_ids"])
 
-    async def generate(self: Any, request: Request, on_token: Any = None) -> Completion:
+    async def generate(self, request, on_token=None):
         for token in ids:
             on_token and on_token(token)
             await asyncio.sleep(0)
@@ -201,8 +188,8 @@ def test_what_the_template_writes_before_the_end_is_not_streamed(
             assert "".join(choice["delta"].get("content", "") for (choice,) in parts) == "Up row"
 
 
-def test_tools_reach_the_template(client: Any) -> None:
-    def usage(**more: Any) -> int:
+def test_tools_reach_the_template(client):
+    def usage(**more):
         answer = client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=4, seed=1, **more)
         assert answer.choices[0].message.role == "assistant"
         return answer.usage.prompt_tokens
@@ -218,32 +205,19 @@ def test_tools_reach_the_template(client: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"temperature": -1}, "temperature"),
-        ({"temperature": -1, "stream": True}, "temperature"),
+        *(({"temperature": -1, "stream": stream}, "temperature") for stream in (False, True)),
+        *(({"messages": LONG, "stream": stream}, "fewer than the model's") for stream in (False, True)),
         ({"top_logprobs": 3, "logprobs": True}, "top_logprobs must be 0"),
         ({"presence_penalty": 1}, "presence_penalty is not supported"),
         ({"n": 2, "stream": True}, "n must be 1 in a stream"),
-        ({"messages": [{"role": "user", "content": "word " * 20_000}]}, "fewer than the model's"),
-        ({"messages": [{"role": "user", "content": "word " * 20_000}], "stream": True}, "fewer than the model's"),
         ({"messages": []}, "at least one message"),
         ({"messages": [{"role": "user", "content": [{"type": "sound"}]}]}, "only text is supported"),
-        (
-            {
-                "messages": [
-                    *MESSAGES,
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"id": "x", "type": "function", "function": {"name": "f", "arguments": "["}}],
-                    },
-                ]
-            },
-            "arguments of a tool call",
-        ),
+        ({"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [CALL]}]}, "arguments of a tool call"),
         ({"extra_body": {"seed": -1}}, "seed"),
         ({"extra_body": {"stop": [1]}}, "stop"),
     ],
 )
-def test_what_is_not_supported_is_refused(client: Any, fields: dict, message: str) -> None:
+def test_what_is_not_supported_is_refused(client, fields, message):
     with pytest.raises(openai.BadRequestError, match=message):
         client.chat.completions.create(**{"model": "m", "messages": MESSAGES, **fields})
 
@@ -259,16 +233,12 @@ def test_what_is_not_supported_is_refused(client: Any, fields: dict, message: st
         ("chat/completions", {"messages": MESSAGES, "model": "x" * 5000}, "model: .*at most 1000 characters"),
         ("completions", {"prompt": [[1]] * 20_000, "n": 64}, "asks for 1280000 answers"),
         ("completions", {"prompt": "x " * 4_000_000}, "the prompt has more than 2048 tokens"),
-        (
-            "chat/completions",
-            {"messages": [{"role": "user", "content": "x " * 4_000_000}]},
-            "has more than 2048 tokens",
-        ),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x " * 4_000_000}]}, "more than 2048 tokens"),
         ("chat/completions", {"messages": MESSAGES * 10_000}, "the prompt has more than 2048 tokens"),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_request_that_would_block_the_server_is_refused(url: str, path: str, fields: dict, message: str) -> None:
+def test_a_request_that_would_block_the_server_is_refused(url, path, fields, message):
     request = urllib.request.Request(
         f"{url}/{path}", json.dumps({"max_tokens": 2, **fields}).encode(), {"Authorization": "Bearer secret"}
     )
@@ -278,7 +248,7 @@ def test_a_request_that_would_block_the_server_is_refused(url: str, path: str, f
     assert re.search(message, json.loads(refused.value.read())["error"]["message"])
 
 
-def test_other_keys_and_pages_of_browsers_are_refused(url: str) -> None:
+def test_other_keys_and_pages_of_browsers_are_refused(url):
     with pytest.raises(openai.AuthenticationError, match="wrong API key"):
         openai.OpenAI(base_url=url, api_key="other", max_retries=0).models.list()
     for headers in ({"Origin": "http://elsewhere.example"}, {"Host": "elsewhere.example"}):
@@ -287,9 +257,9 @@ def test_other_keys_and_pages_of_browsers_are_refused(url: str) -> None:
             page.models.list()
 
 
-def test_a_client_that_goes_away_frees_the_engine(client: Any) -> None:
+def test_a_client_that_goes_away_frees_the_engine(client):
     # Sampled answers may end at once; the greedy one of this prompt does not.
-    asked: dict[str, Any] = {"model": "m", "prompt": "one", "max_tokens": 100_000, "temperature": 0}
+    asked = {"model": "m", "prompt": "one", "max_tokens": 100_000, "temperature": 0}
     with pytest.raises(openai.APITimeoutError):
         client.with_options(timeout=0.2).completions.create(**asked)
     with client.completions.create(**asked, stream=True) as left:
@@ -297,7 +267,7 @@ def test_a_client_that_goes_away_frees_the_engine(client: Any) -> None:
     assert client.completions.create(model="m", prompt="one", max_tokens=2).choices[0].text
 
 
-def chats(url: str, clients: int, count: int) -> Counter[str]:
+def chats(url, clients, count):
     """Status -> number of `count` chats, each in a new connection."""
     address = url.split("/")[2]
     body = json.dumps({"messages": MESSAGES, "max_tokens": 12}).encode()
@@ -306,14 +276,14 @@ def chats(url: str, clients: int, count: int) -> Counter[str]:
     return asyncio.run(load(int(address.partition(":")[2]), clients, count, head.encode() + body))
 
 
-def test_clients_with_a_connection_per_request_are_answered(url: str) -> None:
+def test_clients_with_a_connection_per_request_are_answered(url):
     assert chats(url, 64, 200) == {"200": 200}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_ten_thousand_connections_are_answered_in_flat_memory(server: tuple[str, int]) -> None:
-    def resident() -> int:
+def test_ten_thousand_connections_are_answered_in_flat_memory(server):
+    def resident():
         return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{server[1]}/status").read_text())[1])  # type: ignore[index]
 
     assert chats(server[0], 64, 2_000) == {"200": 2_000}
@@ -325,14 +295,12 @@ def test_ten_thousand_connections_are_answered_in_flat_memory(server: tuple[str,
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), RunError("the engine is gone")])
 @pytest.mark.parametrize("after", [0, 3])
-def test_an_engine_that_fails_is_an_error_of_the_client(
-    policy: Policy, capsys: Any, error: Exception, after: int
-) -> None:
+def test_an_engine_that_fails_is_an_error_of_the_client(policy, capsys, error, after):
     """Also after the first events of a stream, when the status 200 is sent."""
     from starlette.testclient import TestClient
 
     class Failing(LocalEngine):
-        async def generate(self, request: Request, on_token: Any = None) -> Completion:
+        async def generate(self, request, on_token=None):
             for token in range(after):
                 if on_token is not None:
                     on_token(60 + token)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from harness.data import PROMPT_SHARE
 from harness.flops import forward_flops, rows_of, training_flops
-from limits import measure_products
+from harness.limits import measure_products
 
 from learners.job import Side, Stage
 from posttrain.planning.memory import ModelSizes

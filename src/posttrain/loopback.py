@@ -1,6 +1,5 @@
 """HTTP servers that are reachable only from this machine: the loopback address, one guard of all requests, and a limit of
-connections without a token.
-"""
+connections without a token."""
 
 import asyncio
 import logging
@@ -25,8 +24,7 @@ _DRAIN_SECONDS, _DRAINED = 1.0, 1 << 20
 """Seconds and bytes for which the body of a refused request is read."""
 _HEADER_SECONDS = 10.0
 """Seconds after which a connection without an admitted request is closed. Generous, because many agents that start at
-once are slow.
-"""
+once are slow."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[..., Awaitable[Any]]
@@ -178,16 +176,14 @@ def open_listener(port: int, option: str) -> socket.socket:
         server.listen(_ANONYMOUS)
     except OSError as error:
         server.close()
-        raise InputError(
-            f"port {port} of {ADDRESS} cannot be used: {error.strerror}; choose another with {option}"
-        ) from None
+        reason = f"port {port} of {ADDRESS} cannot be used: {error.strerror}"
+        raise InputError(f"{reason}; choose another with {option}") from None
     return server
 
 
 def http_server(guard: Guard) -> Any:
     """A uvicorn server of `guard`. `run([listener])` serves until a signal ends the process, or until `should_exit` is set.
-    Requests in progress then have a second and are cancelled.
-    """
+    Requests in progress then have a second and are cancelled."""
     import uvicorn
 
     class Server(uvicorn.Server):

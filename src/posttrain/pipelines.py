@@ -18,7 +18,7 @@ from rich.console import Console
 from posttrain.data.convert import convert_files
 from posttrain.errors import InputError
 from posttrain.planning.dry_run import tasks_of
-from posttrain.recipe.components import EnvironmentRecipe, environment_class
+from posttrain.recipe.components import environment_class
 from posttrain.recipe.pipeline import STAGE, ConvertRecipe, PipelineRecipe, PipelineStage
 from posttrain.recipe.rollout import evaluated_environment
 from posttrain.recipe.run import LOGGED_IN
@@ -27,9 +27,10 @@ from posttrain.recipe.stages import EvaluateRecipe
 from posttrain.recipe.warnings import thinking_differs
 from posttrain.rollout.store import stored_steps
 from posttrain.runs.directory import write_atomically
-from posttrain.runs.evaluated import evaluated_checkpoints, evaluated_run
+from posttrain.runs.evaluated import evaluated_checkpoints
 from posttrain.runs.reader import is_file, read_json
 from posttrain.runs.report import Report
+from posttrain.runs.sources import open_sources
 from posttrain.runs.storage import STARTED
 from posttrain.runs.tables import (
     IMPROVED,
@@ -37,8 +38,7 @@ from posttrain.runs.tables import (
     PolicyRow,
     evaluated_table,
     policy_tables,
-    read_policies,
-    read_tables,
+    read_run_results,
     read_verdict,
     show_line,
 )
@@ -78,7 +78,7 @@ def run_pipeline(
     console = console or new_console()
     selected = chosen_stages(pipeline, only, start_from)
     for line in out_of_date(pipeline, selected):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        show_line(console, line)
     strict = [stage for stage in selected if check_trained is not None and stage.recipe.trains]
     for stage in strict:
         _require_verdict(stage)
@@ -92,21 +92,24 @@ def run_pipeline(
         directory, started = pipeline.directory / stage.name, pipeline.directory / STARTED
         reason, resume = ("--overwrite", False) if overwrite else reason_to_run(pipeline, stage, lineage)
         if reason is None:
-            console.print(f"stage {stage.name}: finished, nothing has changed", highlight=False)
-            _conclude(stage, directory, check_trained, console)
-            continue
-        if stage in strict:  # an earlier stage may have written its rows since
-            _require_verdict(stage)
-        console.print(f"stage {stage.name}: {'resumes' if resume else 'runs'} ({reason})", highlight=False)
-        pipeline.directory.mkdir(parents=True, exist_ok=True)
-        write_atomically(started, json.dumps(_read(started) | {stage.name: lineage}, indent=2) + "\n")
-        if isinstance(stage.recipe, ConvertRecipe):
-            _convert(stage.recipe, directory, console)
+            show_line(console, f"stage {stage.name}: finished, nothing has changed")
         else:
-            run_stage(stage.recipe, resume=resume, overwrite=not resume and directory.exists(), console=console)
-        finished = lineage | {"outputs": _outputs(directory, stage, digests=True)}
-        write_atomically(directory / "lineage.json", json.dumps(finished, indent=2) + "\n")
-        _conclude(stage, directory, check_trained, console)
+            if stage in strict:  # an earlier stage may have written its rows since
+                _require_verdict(stage)
+            show_line(console, f"stage {stage.name}: {'resumes' if resume else 'runs'} ({reason})")
+            pipeline.directory.mkdir(parents=True, exist_ok=True)
+            write_atomically(started, json.dumps(_read(started) | {stage.name: lineage}, indent=2) + "\n")
+            if isinstance(stage.recipe, ConvertRecipe):
+                _convert(stage.recipe, directory, console)
+            else:
+                run_stage(stage.recipe, resume=resume, overwrite=not resume and directory.exists(), console=console)
+            finished = lineage | {"outputs": _outputs(directory, stage, digests=True)}
+            write_atomically(directory / "lineage.json", json.dumps(finished, indent=2) + "\n")
+        verdict = read_verdict(directory)
+        if verdict is not None and verdict.outcome != IMPROVED:
+            show_line(console, f"stage {stage.name}: {verdict.sentence}")
+        if check_trained is not None and stage.recipe.trains:
+            check_trained(directory)
     report_pipeline(pipeline, console)
     return [pipeline.directory / stage.name for stage in selected if not stage.files]
 
@@ -120,24 +123,13 @@ def _require_verdict(stage: PipelineStage) -> None:
         raise InputError(f"stage {stage.name}: {error}") from error
 
 
-def _conclude(
-    stage: PipelineStage, directory: Path, check_trained: Callable[[Path], None] | None, console: Console
-) -> None:
-    """Print a verdict other than `improved` on a finished stage, and call `check_trained` if the stage trains a model."""
-    verdict = read_verdict(directory)
-    if verdict is not None and verdict.outcome != IMPROVED:
-        show_line(console, f"stage {stage.name}: {verdict.sentence}")
-    if check_trained is not None and stage.recipe.trains:
-        check_trained(directory)
-
-
 def _convert(recipe: ConvertRecipe, directory: Path, console: Console) -> None:
     """Write the files of a `convert` stage, and a report with the numbers of rows read, skipped and written."""
     lines: list[str] = []
 
     def report(line: str) -> None:
         lines.append(line)
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        show_line(console, line)
 
     convert_files(recipe, directory, report)
     listed = "\n".join(f"- {line}" for line in lines)
@@ -202,26 +194,21 @@ def planned(pipeline: PipelineRecipe, only: str | None, start_from: str | None, 
             lines.append(f"stage {stage.name}: skipped ({option})")
             continue
         if missing := unfinished_upstream(pipeline, stage, running):
-            lines.append(
-                f"stage {stage.name}: could not run; it uses {_made(pipeline, missing)}, which has not finished"
-            )
+            made = _made(pipeline, missing)
+            lines.append(f"stage {stage.name}: could not run; it uses {made}, which has not finished")
             running.add(stage.name)
             continue
         reason, resume = reason_to_run(pipeline, stage, lineage_of(pipeline, stage))
-        running_inputs = [name for name in stage.inputs if name in running]
         if overwrite:
             reason, resume = "--overwrite", False
+        state = "finished, nothing has changed"
         if reason is not None:
-            lines.append(f"stage {stage.name}: would {'resume' if resume else 'run'} ({reason})")
-            running.add(stage.name)
-        elif running_inputs:
-            different = (
-                "makes different files" if _converted(pipeline, running_inputs[0]) else "exports a different model"
-            )
-            lines.append(f"stage {stage.name}: would run if {' or '.join(running_inputs)} {different}")
-            running.add(stage.name)
-        else:
-            lines.append(f"stage {stage.name}: finished, nothing has changed")
+            state = f"would {'resume' if resume else 'run'} ({reason})"
+        elif changing := [name for name in stage.inputs if name in running]:
+            kind = "makes different files" if _converted(pipeline, changing[0]) else "exports a different model"
+            state = f"would run if {' or '.join(changing)} {kind}"
+        running |= {stage.name} if state.startswith("would") else set()
+        lines.append(f"stage {stage.name}: {state}")
         for name in stage.inputs:
             origin = earlier[name]
             if isinstance(stage.recipe, ConvertRecipe) or isinstance(origin, ConvertRecipe):
@@ -234,10 +221,9 @@ def planned(pipeline: PipelineRecipe, only: str | None, start_from: str | None, 
 
 def unfinished_upstream(pipeline: PipelineRecipe, stage: PipelineStage, running: Collection[str] = ()) -> str | None:
     """Return a stage whose model or files `stage` uses and that is neither finished nor in `running`; None if there is
-    none.
-    """
-    missing = [name for name in stage.inputs if not _read(pipeline.directory / name / "lineage.json")]
-    return next((name for name in missing if name not in running), None)
+    none."""
+    waiting = [name for name in stage.inputs if name not in running]
+    return next((name for name in waiting if not _read(pipeline.directory / name / "lineage.json")), None)
 
 
 def _converted(pipeline: PipelineRecipe, name: str) -> list[str]:
@@ -259,13 +245,12 @@ def out_of_date(pipeline: PipelineRecipe, selected: Sequence[PipelineStage]) -> 
             used.update(stage.inputs)
     lines = []
     for stage in pipeline.stages:
-        if stage.name not in used - names or not _read(pipeline.directory / stage.name / "lineage.json"):
+        name = stage.name
+        if name not in used - names or not _read(pipeline.directory / name / "lineage.json"):
             continue
         reason, _ = reason_to_run(pipeline, stage, lineage_of(pipeline, stage))
         if reason is not None:
-            lines.append(
-                f"stage {stage.name}: out of date ({reason}), but used; run it again with `--from {stage.name}`"
-            )
+            lines.append(f"stage {name}: out of date ({reason}), but used; run it again with `--from {name}`")
     return lines
 
 
@@ -284,12 +269,10 @@ def reason_to_run(pipeline: PipelineRecipe, stage: PipelineStage, lineage: Linea
         return (f"{change} after it was interrupted", False) if change else ("it was interrupted", not stage.files)
     if change := _change(finished, lineage):
         return change, False
-    expected_sizes = {name: size for name, (size, _) in finished["outputs"].items()}
     sizes = {name: size for name, (size, _) in _outputs(directory, stage, digests=False).items()}
-    if expected_sizes != sizes:
-        made = "its files were" if stage.files else "its exported model was"
-        return f"{made} modified", False
-    return None, False
+    if {name: size for name, (size, _) in finished["outputs"].items()} == sizes:
+        return None, False
+    return f"{'its files were' if stage.files else 'its exported model was'} modified", False
 
 
 # -- lineage ----------------------------------------------------------------------------------------------------------
@@ -320,8 +303,7 @@ def lineage_of(pipeline: PipelineRecipe, stage: PipelineStage) -> Lineage:
         policy = {name: digest for name, digest in sealed.items() if name.startswith(f"{model.name}/")}
         inputs[f"the model {stage.recipe.model.path}"] = _digest(policy or _files(model, digests=False))
     for path in texts({key: value for key, value in recipe.items() if key != "out"}):
-        if path.split(":")[0] != path and not Path(path).exists():
-            path = path.split(":")[0]
+        path = path if Path(path).exists() else path.split(":")[0]
         if Path(path).is_file():
             inputs[f"the file {path}"] = _digest(_files(Path(path), digests=True))
         elif Path(path).is_dir() and path not in (".", "..") and "/" in path:
@@ -391,22 +373,18 @@ def report_pipeline(pipeline: PipelineRecipe, console: Console) -> Path | None:
     (`policy_tables`). The tables of other stages follow. Returns the path, or None if there are no results.
     """
     finished = _finished(pipeline)
-    tables = []
-    groups_of_stages = played_stages(pipeline)
-    for stages in groups_of_stages:
-        environment = _environment(stages[0])
-        assert environment is not None
-        title = f"{pipeline.name}: {environment[0].type}, held-out seeds"
-        if len(groups_of_stages) > 1:
+    tables, played = [], played_stages(pipeline)
+    for stages in played:
+        title = f"{pipeline.name}: {_played(stages[0]).type}, held-out seeds"
+        if len(played) > 1:
             title += f" of {', '.join(stage.name for stage in stages)}"
         tables += policy_tables(combined_rows(pipeline, stages), title)
     for stage in finished:
-        stage_tables = read_tables(pipeline.directory / stage.name)
+        stage_tables = read_run_results(pipeline.directory / stage.name).tables
         tables += [replace(table, title=f"{stage.name}: {table.title}") for table in stage_tables if not table.played]
-    evaluated = [evaluated_run(pipeline.directory / one.name) for one in finished if one.recipe.stage == "evaluate"]
+    evaluated = open_sources([pipeline.directory / one.name for one in finished if one.recipe.stage == "evaluate"])
     groups = evaluated_checkpoints(evaluated)
-    scores = [evaluated_table(name, lines) for name, lines in groups.items()]
-    tables += [table for table in scores if table is not None]
+    tables += filter(None, (evaluated_table(name, lines) for name, lines in groups.items()))
     if not tables:
         return None
     figures: list[Path] = []
@@ -420,33 +398,33 @@ def report_pipeline(pipeline: PipelineRecipe, console: Console) -> Path | None:
     write_atomically(report, Report(pipeline.name, tables=tables).markdown(images, titled=True, links=links))
     for table in tables:
         console.print(table)
-    lines = [f"report: {report}"]
+    show_line(console, f"report: {report}")
     for stage in reversed(finished):
         run = pipeline.directory / stage.name
         steps = [stored.step for stored in stored_steps(run / "episodes") if stored.split == "train"]
         if steps:  # the last stage that trained on episodes
             figure = run / "plots" / "learning_curve.png"
-            lines += [f"figure: {figure}"] if figure.is_file() else []
-            lines.append(f"to see episodes: posttrain episodes {run} --step {max(steps)} --group 0")
+            if figure.is_file():
+                show_line(console, f"figure: {figure}")
+            show_line(console, f"to see episodes: posttrain episodes {run} --step {max(steps)} --group 0")
             break
-    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
     return report
 
 
 def played_stages(pipeline: PipelineRecipe) -> list[list[PipelineStage]]:
     """Return the finished stages with an environment, in groups that play the same one on the same final seeds. The group
-    of the last stage is the first.
-    """
+    of the last stage is the first."""
     groups: list[tuple[Any, list[PipelineStage]]] = []
     for stage in reversed(_finished(pipeline)):
-        environment = _environment(stage)
-        if environment is None:
+        if _played(stage) is None:
             continue
-        group = next((stages for other, stages in groups if other == environment), None)
-        if group is None:
-            groups.append((environment, [stage]))
+        played = _played(stage), tasks_of(stage.recipe).test  # type: ignore[arg-type]
+        for other, stages in groups:
+            if other == played:
+                stages.insert(0, stage)
+                break
         else:
-            group.insert(0, stage)
+            groups.append((played, [stage]))
     return [stages for _, stages in groups]
 
 
@@ -456,13 +434,11 @@ def combined_rows(pipeline: PipelineRecipe, stages: Sequence[PipelineStage]) -> 
 
     The model before a stage is included again where another reward gives the returns.
     """
-    environment = _environment(stages[0])
-    assert environment is not None
-    before = ("random policy", *environment_class(environment[0].type).scripted_baselines)
+    before = ("random policy", *environment_class(_played(stages[0]).type).scripted_baselines)
     rows: list[PolicyRow] = []
     baselines: dict[str, PolicyRow] = {}
     for stage in stages:
-        for row in read_policies(pipeline.directory / stage.name):
+        for row in read_run_results(pipeline.directory / stage.name).policies:
             if row.policy in (*before, "optimal policy"):
                 baselines[row.policy] = row
             elif row.policy != START:
@@ -470,17 +446,14 @@ def combined_rows(pipeline: PipelineRecipe, stages: Sequence[PipelineStage]) -> 
                 rows.append(replace(row, policy=name))
             elif row.return_source not in {earlier.return_source for earlier in rows}:
                 rows.append(replace(row, policy=f"after {stage.upstream}" if stage.upstream else UNTRAINED))
-    first = [baselines[policy] for policy in before if policy in baselines]
-    return [*first, *rows, *([baselines["optimal policy"]] if "optimal policy" in baselines else [])]
+    first, last = ([baselines[one] for one in names if one in baselines] for names in (before, ["optimal policy"]))
+    return [*first, *rows, *last]
 
 
 def _finished(pipeline: PipelineRecipe) -> list[PipelineStage]:
     return [stage for stage in pipeline.stages if is_file(pipeline.directory / stage.name / "results.json")]
 
 
-def _environment(stage: PipelineStage) -> tuple[EnvironmentRecipe, Sequence[int]] | None:
-    """Return the environment and the seeds of the stage's final table; None for a stage without an environment."""
-    environment = evaluated_environment(stage.recipe)
-    if environment is None:
-        return None
-    return environment, tasks_of(stage.recipe).test  # type: ignore[arg-type]
+def _played(stage: PipelineStage) -> Any:
+    """Return the environment of the stage's final table; None for a stage without an environment."""
+    return evaluated_environment(stage.recipe)

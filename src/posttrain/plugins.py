@@ -86,12 +86,9 @@ def load(group: Group, name: str) -> Any:
         sys.modules.pop(point.module, None)
         distribution = point.dist.name if point.dist is not None else "unknown"
         where = f"{group}: {point.name} = {point.value} of the distribution {distribution} cannot be imported"
-        if (
-            isinstance(error, ModuleNotFoundError)
-            and error.name
-            and error.name.split(".")[0] != point.module.split(".")[0]
-        ):
-            raise PluginError(f"{where}: no module {error.name!r}; run `{pip_command(error.name)}`") from error
+        missing = (isinstance(error, ModuleNotFoundError) and error.name) or ""
+        if missing.split(".")[0] not in ("", point.module.split(".")[0]):
+            raise PluginError(f"{where}: no module {missing!r}; run `{pip_command(missing)}`") from error
         reason = " ".join(str(error)[:300].split())
         problem = f"{type(error).__name__}{': ' if reason else ''}{reason}"
         raise PluginError(f"{where}: {problem}; reinstall or remove {distribution}") from error
@@ -119,10 +116,8 @@ def require_module(module: str, purpose: str) -> Any:
         absent = isinstance(error, ModuleNotFoundError)
         missing = (error.name if absent else None) or module
         fault = "is not installed" if absent else f"cannot be imported ({error})"
-        package = _normalized(missing.partition(".")[0])
-        raise InputError(
-            f"{purpose} needs the package {package}, which {fault}; run `{pip_command(missing)}`"
-        ) from error
+        needs = f"{purpose} needs the package {_normalized(missing.partition('.')[0])}"
+        raise InputError(f"{needs}, which {fault}; run `{pip_command(missing)}`") from error
 
 
 _trusted: ContextVar[tuple[str, ...] | None] = ContextVar("trusted", default=None)
@@ -166,10 +161,8 @@ def is_trusted(path: Path) -> bool:
 def require_trust(path: Path) -> None:
     """Raises InputError if the file at `path` must not be executed, see `trusting`."""
     if not is_trusted(path):
-        raise InputError(
-            f"{path} is outside the current folder and no argument names it, so it is not executed; read it, and add --trust "
-            "to execute it"
-        )
+        outside = f"{path} is outside the current folder and no argument names it"
+        raise InputError(f"{outside}, so it is not executed; read it, and add --trust to execute it")
 
 
 def pip_command(module: str) -> str:
@@ -194,9 +187,8 @@ def missing_extras(distribution: str = "posttrain") -> list[str]:
 def more() -> str:
     """The end of a sentence about a name that does not exist: which of posttrain's plug-ins could bring it. Empty if all
     of them are installed. Rows that cannot be used ask for it thousands of times."""
-    absent = {extra for extra, required in _extras("posttrain") if required.startswith("posttrain-")} & set(
-        missing_extras()
-    )
+    plugins = {extra for extra, required in _extras("posttrain") if required.startswith("posttrain-")}
+    absent = plugins & set(missing_extras())
     return f"; `pip install 'posttrain[{','.join(sorted(absent))}]'` adds more" if absent else ""
 
 

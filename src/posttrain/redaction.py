@@ -24,8 +24,7 @@ _NAMED_SECRET = re.compile(
 
 def redact(key: str) -> None:
     """Let `without_secrets` replace `key` from now on: as it is, and as it appears in JSON, in JSON inside JSON, in an
-    address, in base64 and in hex.
-    """
+    address, in base64 and in hex."""
     if len(key) >= _SHORTEST:
         in_json, encoded = json.dumps(key)[1:-1], key.encode()
         _secrets.update((key, in_json, json.dumps(in_json)[1:-1], quote(key, safe=""), quote(key), encoded.hex()))

@@ -101,9 +101,7 @@ class Result:
             asked = [message["content"] for message in episode.messages if message["role"] == "user"]
             row = {
                 "step": at,
-                "seed": episode.seed,
-                "group": episode.group,
-                "index": episode.index,
+                **{key: getattr(episode, key) for key in ("seed", "group", "index")},
                 "turns": len(episode.turns),
                 "tokens": episode.sampled_tokens,
                 "return": episode.total_reward if episode.has_return else None,

@@ -93,11 +93,8 @@ def control_tokens(seed: int, folder: Path) -> None:
         transcript.observe([{"role": "user", "content": text()}])
         used.append(np.array(transcript.context))
         if subject.native_tools:
-            call = {
-                "id": "call00000",
-                "type": "function",
-                "function": {"name": text(), "arguments": {text(): [text()]}},
-            }
+            function = {"name": text(), "arguments": {text(): [text()]}}
+            call = {"id": "call00000", "type": "function", "function": function}
             tool = {"type": "function", "function": {"name": text(), "description": text(), "parameters": {}}}
             result = {"role": "tool", "name": text(), "tool_call_id": "call00000", "content": text()}
             called = [*first[-1:], {"role": "assistant", "content": "", "tool_calls": [call]}, result]
@@ -172,20 +169,17 @@ def wire(seed: int, folder: Path) -> None:
     kind, port, headers, path = draw.choice(_servers())
     head = "".join(f"{name}: {value}\r\n" for name, value in {"Host": f"127.0.0.1:{port}", **headers}.items())
     chunked, close = "Transfer-Encoding: chunked\r\n", "Connection: close\r\n"
-    target = draw.choice(
-        ["//", "///", "/\\", "/%2f%2f", "/%5c", "http://", "/.//", "/..//", "/%09/", "/%0d%0aLocation:"]
-    )
+    starts = ["//", "///", "/\\", "/%2f%2f", "/%5c", "http://", "/.//", "/..//", "/%09/", "/%0d%0aLocation:"]
+    target = draw.choice(starts)
     target += f"x.example{draw.choice(['', '/', ':80/', '/../'])}?token={_tokens().get(kind, '')}"
     method = draw.choice(["GET", "HEAD", "OPTIONS", "TRACE", "CONNECT", "PRI"])
-    size = draw.choice(
-        ["-1", "+2", "0x2", "2, 2", "9" * 18, "9" * 4_000, "2\r\nContent-Length: 3", f"4\r\n{chunked}"[:-2]]
-    )
+    sizes = ["-1", "+2", "0x2", "2, 2", "9" * 18, "9" * 4_000, "2\r\nContent-Length: 3", f"4\r\n{chunked}"[:-2]]
+    size = draw.choice(sizes)
     part = draw.choice(["-1", "ZZ", "f" * 24, "2;" + "a" * 70_000, "", " 2", "2\n"])
     garbage = draw.choice(["\0\xff\r\n\r\n", "GET\r\n\r\n", "x" * 70_000, "GET / HTTP/9\r\n\r\n"])
     prompt = '{"prompt": "a b", "max_tokens": 9}'
-    upgrade = draw.choice(
-        ["websocket\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13", "h2c"]
-    )
+    socket_key = "websocket\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13"
+    upgrade = draw.choice([socket_key, "h2c"])
     post = "POST /v1/completions HTTP/1.1\r\n" + head
     sent = draw.choice(
         [
@@ -218,9 +212,8 @@ def wire(seed: int, folder: Path) -> None:
             logger.removeHandler(handler)
     what = f"{kind}: {sent[:300]!r}: {answer[:300]!r}"
     assert printed.getvalue() == "", f"{what}: {printed.getvalue()[-500:]}"
-    locations = [
-        line.split(b":", 1)[1].strip() for line in answer.split(b"\r\n") if line.lower().startswith(b"location:")
-    ]
+    named = [line for line in answer.split(b"\r\n") if line.lower().startswith(b"location:")]
+    locations = [line.split(b":", 1)[1].strip() for line in named]
     # A browser reads a backslash as a slash.
     assert all(one.startswith(b"/") and one[1:2] not in (b"/", b"\\") for one in locations), what
     assert b"x.example" not in answer.split(b"\r\n\r\n")[0] or locations, what
@@ -243,18 +236,8 @@ def requests(seed: int, folder: Path) -> None:
     wrongs += [{"Origin": draw.choice(["null", "https://posttrain.example", f"http://127.0.0.1:{port}.example", ""])}]
     wrongs += [{"Host": f"127.0.0.1:{port + 1}"}]
     sent = {key: one for key, one in {**own, **draw.choice(wrongs)}.items() if one is not None}
-    places = [
-        path,
-        "/",
-        "/list",
-        "/events",
-        "/static/page.js",
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/x",
-        f"{path}/..",
-        "*",
-    ]
+    places = [path, "/", "/list", "/events", "/static/page.js", "/v1/completions", "/v1/chat/completions", "/x"]
+    places += [f"{path}/..", "*"]
     place = draw.choice([path, draw.choice(places), quote(draw.choice(places), safe="")])
     method = draw.choice(["GET", "GET", "GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "CONNECT", "TRACE", "X"])
     with closing(socket.create_connection(("127.0.0.1", port), timeout=SECONDS)) as connection:
@@ -274,7 +257,6 @@ def requests(seed: int, folder: Path) -> None:
 def answers(seed: int, folder: Path) -> None:
     """Any text as the answer in a game or in an adapter: a step with a finite reward, and text that can be stored."""
     from posttrain.environments.make import make_env
-    from posttrain_environments.openenv import _action
 
     draw = random.Random(seed)
     pieces = ["<answer>", "</answer>", "<think>", "</think>", "Up", "Left || Right", "Pull", "[5]", "0", "-1"]
@@ -295,17 +277,10 @@ def answers(seed: int, folder: Path) -> None:
     for answer in said:
         step = environment.step(answer)
         assert math.isfinite(step.reward), (kind, answer)
-        json.dumps(
-            {"messages": step.messages, "info": step.info}, ensure_ascii=False, allow_nan=False, default=repr
-        ).encode()
+        stored = {"messages": step.messages, "info": step.info}
+        json.dumps(stored, ensure_ascii=False, allow_nan=False, default=repr).encode()
         if step.terminated or step.truncated:
             break
-    for answer in said:
-        with suppress(ValueError):
-            fields = _action(
-                answer, *draw.choice([(None, "object"), ("x", "integer"), ("x", "number"), ("x", "string")])
-            )
-            json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
 
 
 def commands(seed: int, folder: Path) -> None:
@@ -327,9 +302,7 @@ def commands(seed: int, folder: Path) -> None:
     pieces += ["!!python/object/apply:os.system [id]", "# x", "é", "A=x\n" + "A=$A$A\n" * 60, '"' + "x" * 200_000 + '"']
     pieces += ['"' + '\\"' * 50_000 + '"', "read A <<EOF\n" * 5_000, "export A=1\ntrue\n" * 3_000]
     pieces += [f"\nbash {folder / 'train.sh'}\n" * 3]
-    for _ in range(draw.randrange(1, 5)):
-        place = draw.randrange(len(text) + 1)
-        text = text[:place] + draw.choice(pieces) + text[place + draw.randrange(9) :]
+    text = hosts.spliced(draw, text, pieces, draw.randrange(1, 5), 9)
     started = time.monotonic()
     try:
         found, _ = import_commands(text, documents.VARIABLES, draw.choice([None, 10, 5000]))

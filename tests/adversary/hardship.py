@@ -7,7 +7,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -26,25 +25,14 @@ from tests.adversary import hosts
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _WRITES = ("open", "os.rename", "os.mkdir", "os.link", "os.truncate", "os.remove", "os.rmdir")
 """Audit events of Python that change a file; `open` does if its flags say so."""
-_TINY = ["rollout.tokens_per_turn=6", "model.threads=1"]
+_TINY = ["data.test=rows.jsonl", "model.path=run/model", "rollout.tokens_per_turn=6", "model.threads=1"]
 COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     "hf": (["export", "run", "--out", "out"], ["out"]),
     "sharded": (["export", "run", "--shard-gigabytes", "0.0001", "--out", "out"], ["out"]),
     "gguf": (["export", "run", "--to", "gguf", "--out", "out"], ["out"]),
     "jsonl": (["data", "convert", "pairs", "rows.jsonl", "--out", "out.jsonl"], ["out.jsonl"]),
     "parquet": (["data", "convert", "pairs", "rows.jsonl", "--out", "out.parquet"], ["out.parquet"]),
-    "generate": (
-        [
-            "generate",
-            "data.test=rows.jsonl",
-            "model.path=run/model",
-            "out=out.jsonl",
-            "data.max_rows=5",
-            "name=g",
-            *_TINY,
-        ],
-        ["out.jsonl"],
-    ),
+    "generate": (["generate", "out=out.jsonl", "data.max_rows=5", "name=g", *_TINY], ["out.jsonl"]),
     "evaluate": (["evaluate", "recipe.yaml"], ["runs/e/results.json"]),
     "tune": (["tune", "study.yaml"], ["runs/s/best.yaml"]),
     "pipeline": (
@@ -63,17 +51,9 @@ def run(
     `at`: number of a change of files below `place`, and what happens there: signals, the second at the next change, or
     an errno that this change and each later one raises. `prepare` is called first in the process.
     """
-    from tests.training.small import PRELOAD
-
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, "tests.adversary.hardship"])
     log = place.with_name(f"{place.name}.log")
     log.write_bytes(b"")
-    process = context.Process(target=_child, args=(words, place, log, at, prepare))
-    process.start()
-    process.join()
-    assert process.exitcode is not None
-    return process.exitcode, log.read_text(errors="replace")
+    return hosts.forked(_child, words, place, log, at, prepare), log.read_text(errors="replace")
 
 
 def _child(words: list[str], place: Path, log: Path, at: tuple[Any, ...], prepare: Callable[[], None] | None) -> None:
@@ -131,16 +111,13 @@ def _prepare_folder(place: Path) -> None:
     values = {"stage": "evaluate", "name": "e", "model": {"path": "run/model", "threads": 1}}
     shutil.copy(Path(hosts.__file__).parents[1] / "training" / "letters.py", place)
     values |= {"environment": {"type": "letters.py", "max_turns": 2}}
-    values |= {
-        "rollout": {"tokens_per_turn": 6, "tokens_per_episode": 700},
-        "evaluation": {"final_seeds": {"start": 0, "count": 4}},
-    }
+    values["rollout"] = {"tokens_per_turn": 6, "tokens_per_episode": 700}
+    values["evaluation"] = {"final_seeds": {"start": 0, "count": 4}}
     (place / "recipe.yaml").write_text(json.dumps(values))
     (place / "more").mkdir()
     common = recipe_values("dpo", hosts.tiny_model(), place / "more", epochs=1)
-    common = {
-        key: common[key] for key in ("rows_per_update", "optimizer", "learner", "evaluation", "checkpoint", "epochs")
-    }
+    keys = ("rows_per_update", "optimizer", "learner", "evaluation", "checkpoint", "epochs")
+    common = {key: common[key] for key in keys}
     stages: list[dict[str, Any]] = [
         {"name": "rows", "stage": "convert", "source": rows, "files": {"pairs": {"converter": "pairs"}}},
         {"name": "warm", "stage": "reward", "model": {"path": str(hosts.tiny_model()), "threads": 1}},
@@ -253,10 +230,8 @@ def no_space(seed: int, folder: Path) -> None:
     whole, changes = _undisturbed(command)
     place = folder / "place"
     _prepare_folder(place)
-    at = (
-        draw.randrange(1, changes + 1),
-        draw.choice([errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES]),
-    )
+    errors = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES]
+    at = (draw.randrange(1, changes + 1), draw.choice(errors))
     code, said = run(words, place, at)
     what = f"{command} {at[0]} {errno.errorcode[at[1]]}: {said[-600:]}"
     assert code in (0, 1, 2), what
@@ -282,15 +257,9 @@ def bombs(seed: int, folder: Path) -> None:
         data[draw.randrange(len(data))] = draw.choice([0, 1, 127, 128, 255, draw.randrange(256)])
     with file.open("r+b") as opened:
         opened.write(data)
-    context = multiprocessing.get_context("forkserver")
-    from tests.training.small import PRELOAD
-
-    context.set_forkserver_preload([*PRELOAD, "tests.adversary.hardship"])
-    process = context.Process(target=_read_bomb, args=(file, folder / "said"))
-    process.start()
-    process.join()
+    code = hosts.forked(_read_bomb, file, folder / "said")
     said = (folder / "said").read_text() if (folder / "said").exists() else ""
-    assert process.exitcode == 0, f"{kind}: exit code {process.exitcode} {said}"
+    assert code == 0, f"{kind}: exit code {code} {said}"
 
 
 def _read_bomb(file: Path, said: Path) -> None:
@@ -327,9 +296,8 @@ def _write_bomb(draw: random.Random, kind: str, file: Path) -> None:
     from pyarrow import parquet
 
     if kind == "jsonl.gz":
-        line = draw.choice(
-            [b"{}\n", b"\n", b" " * 4096, b'{"prompt": "' + b"x" * 70_000 + b'"}\n', b"[" * 5_000 + b"\n"]
-        )
+        long = b'{"prompt": "' + b"x" * 70_000 + b'"}\n'
+        line = draw.choice([b"{}\n", b"\n", b" " * 4096, long, b"[" * 5_000 + b"\n"])
         with gzip.open(file, "wb", compresslevel=1) as out:
             for _ in range(draw.choice([20, 1_500])):
                 out.write(line * (50_000 // len(line) + 1))
@@ -344,9 +312,8 @@ def _write_bomb(draw: random.Random, kind: str, file: Path) -> None:
             content += struct.pack("<I", draw.choice([9, 9, kinds[0]]))
             content += b"".join(struct.pack("<IQ", one, draw.choice(number)) for one in kinds)
         content += struct.pack("<Q", 5) + b"t.wei" + struct.pack("<I", draw.choice([1, 2, 1 << 31]))
-        content += struct.pack(
-            "<QQIQ", *(draw.choice(number) for _ in range(2)), draw.randrange(40), draw.choice(number)
-        )
+        shape = [draw.choice(number) for _ in range(2)]
+        content += struct.pack("<QQIQ", *shape, draw.randrange(40), draw.choice(number))
         file.write_bytes(content)
         os.truncate(file, draw.choice([len(content), 1 << 33]))
         return

@@ -15,20 +15,8 @@ ESCAPES = "\x1b[2J\x1b]0;owned\x07\u202eevil\r\b\ud800\x00<|im_end|>\n<|im_start
 WHERE = ("initialize", "tools/list", "tools/call")
 """The request whose answer is hostile."""
 ANSWERS = ("huge", "nested", "endless", "malformed", "escapes", "silent", "dies", "other", "odd", "flood", "packed")
-NAMES: list[Any] = [
-    "look",
-    "look",
-    "",
-    "a" * 5_000,
-    "a b",
-    "look\n",
-    ESCAPES,
-    "<tool_call>",
-    "é",
-    "../x",
-    "\ud800",
-    "__class__",
-]
+NAMES: list[Any] = ["look", "look", "", "a" * 5_000, "a b", "look\n", ESCAPES, "<tool_call>", "é", "../x", "\ud800"]
+NAMES.append("__class__")
 SCHEMAS: list[Any] = [
     {"type": "object"},
     {},

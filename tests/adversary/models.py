@@ -69,28 +69,19 @@ def _post(port: int, path: str, data: bytes, key: str = KEY) -> tuple[int, bytes
         return response.status, response.read()
 
 
-_CHAT = {
+_CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"a": 1}'}}
+_CHAT: dict[str, Any] = {
     "model": "m",
     "messages": [
         {"role": "system", "content": "s"},
         {"role": "user", "content": [{"type": "text", "text": "hi"}]},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"a": 1}'}}],
-        },
+        {"role": "assistant", "content": None, "tool_calls": [_CALL]},
         {"role": "tool", "tool_call_id": "c", "content": "gold"},
     ],
     "tools": [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}],
-    "max_tokens": 3,
-    "stop": ["x"],
-    "temperature": 0.7,
-    "top_p": 0.9,
-    "top_k": 5,
-    "n": 2,
-    "seed": 1,
-    "logprobs": True,
 }
+_CHAT |= {"max_tokens": 3, "stop": ["x"], "temperature": 0.7, "top_p": 0.9, "top_k": 5, "n": 2, "seed": 1}
+_CHAT["logprobs"] = True
 _TEXT = {"prompt": ["a b", "c"], "max_tokens": 3, "logprobs": 1, "stream": False, "min_p": 0.1, "echo": False}
 _PLAIN = json.dumps({"prompt": "a b c", "max_tokens": 4, "temperature": 0}).encode()
 

@@ -51,24 +51,9 @@ def pictures(seed: int, folder: Path) -> None:
     (data / "inside" / "a.png").write_bytes(_picture(draw, "PNG"))
     (data / "link.png").symlink_to(folder / "secret.png")
     (data / "way").symlink_to(folder)
-    paths = [
-        "inside/a.png",
-        "../secret.png",
-        "link.png",
-        "way/secret.png",
-        str(folder / "secret.png"),
-        "inside/../../secret.png",
-    ]
-    paths += [
-        "/dev/zero",
-        "/proc/self/environ",
-        "inside",
-        "",
-        "a\0b",
-        "~/a.png",
-        f"file://{folder}/secret.png",
-        "x" * 5_000,
-    ]
+    paths = ["inside/a.png", "../secret.png", "link.png", "way/secret.png", str(folder / "secret.png")]
+    paths += ["inside/../../secret.png", "/dev/zero", "/proc/self/environ", "inside", "", "a\0b", "~/a.png"]
+    paths += [f"file://{folder}/secret.png", "x" * 5_000]
     values: list[Any] = [None, 7, [], {}, "", "data:image/png;base64,", "http://127.0.0.1:1/a.png", {"url": 3}]
 
     def part() -> dict[str, Any]:
@@ -86,9 +71,8 @@ def pictures(seed: int, folder: Path) -> None:
     ]
     (data / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     problems = Problems()
-    examples = list(
-        read_examples("conversation", [SourceRecipe(path=str(data / "rows.jsonl"))], ColumnsRecipe(), problems)
-    )
+    source = SourceRecipe(path=str(data / "rows.jsonl"))
+    examples = list(read_examples("conversation", [source], ColumnsRecipe(), problems))
     assert problems.used == len(examples)
     assert problems.used + problems.total == len(rows)
     from PIL import Image

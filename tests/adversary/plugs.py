@@ -16,37 +16,18 @@ from posttrain.environments.audit import AuditProcesses, audit
 from posttrain.environments.players import PLAYERS
 from tests.adversary import hardship
 
-_BODIES = (
-    "raise RuntimeError('\\x1b[2J' + 'x' * 99_999)",
-    "raise SystemExit(0)",
-    "import sys; sys.exit('\\x1b]0;owned\\x07')",
-    "raise ImportError('\\n' * 99)",
-    "import no_such_package_anywhere",
-    "raise BaseException('odd')",
-    "def f(): f()\nf()",
-    "print('\\x1b[2J\\u202eevil')\nThing = 5",
-    "Thing = None",
-    "class Thing:\n    Recipe = 5",
-    "def Thing(*a, **k):\n    raise SystemExit(0)",
-    "(",
-    "",
-)
+_BODIES = ["raise RuntimeError('\\x1b[2J' + 'x' * 99_999)", "raise SystemExit(0)"]
+_BODIES += ["import sys; sys.exit('\\x1b]0;owned\\x07')", "raise ImportError('\\n' * 99)"]
+_BODIES += ["import no_such_package_anywhere", "raise BaseException('odd')", "def f(): f()\nf()"]
+_BODIES += ["print('\\x1b[2J\\u202eevil')\nThing = 5", "Thing = None", "class Thing:\n    Recipe = 5"]
+_BODIES += ["def Thing(*a, **k):\n    raise SystemExit(0)", "(", ""]
 _GROUPS = ("environments", "commands", "losses", "credits", "models", "recipes")
 _SHADOWED = ("bandit", "report", "ppo", "gae", "data.inspect", "env", "rl")
-_COMMANDS = (
-    ["--help"],
-    ["env", "list"],
-    ["recipe"],
-    ["rl", "environment.type=NAME", "--dry-run"],
-    ["rl", "environment.type=bandit", "loss.type=NAME", "--dry-run"],
-    ["rl", "environment.type=bandit", "model.path=made:NAME", "--dry-run"],
-    ["rl", "NAME/x", "--dry-run"],
-    ["NAME"],
-    ["NAME", "--help"],
-    ["env", "validate", "NAME"],
-    ["env", "validate", "file.py"],
-    ["env", "audit", "file.py", "--seeds", "1"],
-)
+_COMMANDS = [["--help"], ["env", "list"], ["recipe"], ["rl", "environment.type=NAME", "--dry-run"]]
+_COMMANDS += [["rl", "environment.type=bandit", "loss.type=NAME", "--dry-run"]]
+_COMMANDS += [["rl", "environment.type=bandit", "model.path=made:NAME", "--dry-run"], ["rl", "NAME/x", "--dry-run"]]
+_COMMANDS += [["NAME"], ["NAME", "--help"], ["env", "validate", "NAME"], ["env", "validate", "file.py"]]
+_COMMANDS += [["env", "audit", "file.py", "--seeds", "1"]]
 
 
 def plugins(seed: int, folder: Path) -> None:

@@ -62,6 +62,14 @@ SHAPES: dict[str, Callable[[Path, Path], object]] = {
 """What is in the place of a file."""
 
 
+def _shape(name: str, shape: Callable[[Path, Path], object]) -> Callable[[Path, Path], None]:
+    def change(run: Path, outside: Path) -> None:
+        (run / name).unlink(missing_ok=True)
+        shape(run / name, outside)
+
+    return change
+
+
 def _metrics(**values: object) -> Callable[[Path, Path], None]:
     def change(run: Path, outside: Path) -> None:
         with (run / "metrics.jsonl").open("a") as file:
@@ -84,6 +92,14 @@ def _json(name: str, **values: object) -> Callable[[Path, Path], None]:
         file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | values))
 
     return change
+
+
+def _results(**values: object) -> Callable[[Path, Path], None]:
+    return _json("results.json", **{"tables": [], "policies": []} | values)
+
+
+def _recipe(text: str) -> Callable[[Path, Path], object]:
+    return lambda run, outside: (run / "recipe.yaml").write_text(text)
 
 
 def _episode(**values: object) -> Callable[[Path, Path], None]:
@@ -110,11 +126,10 @@ def _folder(name: str, shape: str) -> Callable[[Path, Path], None]:
     def change(run: Path, outside: Path) -> None:
         target = run / name
         target.rename(outside / "moved") if target.exists() else (outside / "moved").mkdir()
-        {
-            "link": lambda: target.symlink_to(outside / "moved"),
-            "file": target.touch,
-            "loop": lambda: target.symlink_to("."),
-        }[shape]()
+        if shape == "file":
+            target.touch()
+        else:
+            target.symlink_to(outside / "moved" if shape == "link" else ".")
 
     return change
 
@@ -158,14 +173,12 @@ OTHERS: dict[str, Callable[[Path, Path], object]] = {
     "all processes": _raw(".lock", "-1"),
     "controls in a failure": _raw("failure.txt", FOREIGN * 50),
     "huge failure": _raw("failure.txt", "x" * 30_000_000),
-    "recipe is a list": lambda run, outside: (run / "recipe.yaml").write_text("- a\n- b\n"),
-    "recipe of other types": lambda run, outside: (run / "recipe.yaml").write_text(
-        "stage: [1]\nmodel: 3\nseed: []\nsteps: {}\n"
-    ),
-    "controls in a recipe": lambda run, outside: (run / "recipe.yaml").write_text(
+    "recipe is a list": _recipe("- a\n- b\n"),
+    "recipe of other types": _recipe("stage: [1]\nmodel: 3\nseed: []\nsteps: {}\n"),
+    "controls in a recipe": _recipe(
         f"stage: rl\nname: {json.dumps(FOREIGN)}\nmodel: {{path: {json.dumps(FOREIGN)}}}\nenvironment: {{type: bandit}}\n"
     ),
-    "aliases": lambda run, outside: (run / "recipe.yaml").write_text(
+    "aliases": _recipe(
         "a: &a [x, x, x, x]\nb: &b [*a, *a, *a, *a]\n"
         + "".join(f"k{i}: &c{i} [{', '.join([f'*c{i - 1}' if i else '*b'] * 9)}]\n" for i in range(12))
     ),
@@ -173,19 +186,14 @@ OTHERS: dict[str, Callable[[Path, Path], object]] = {
         "environment.json", packages={"torch": [1]}, git={"commit": 3}, cpus_allowed="x"
     ),
     "controls in the environment": _json("environment.json", **dict.fromkeys(("command", "processor", "id"), FOREIGN)),
-    "controls in a table": _json("results.json", tables=[_table(FOREIGN, "3")], policies=[]),
-    "table of other types": _json("results.json", tables=[_table(None, {"a": 1})], policies=[]),
-    "ragged table": _json("results.json", tables=[_table("a")], policies=[]),
+    "controls in a table": _results(tables=[_table(FOREIGN, "3")]),
+    "table of other types": _results(tables=[_table(None, {"a": 1})]),
+    "ragged table": _results(tables=[_table("a")]),
     "results without tables": _json("results.json", policies=3),
-    "verdict is a number": _json("results.json", tables=[], policies=[], verdict=3),
-    "verdict of other types": _json("results.json", tables=[], policies=[], verdict={"outcome": [1], "reasons": 3}),
-    "controls in a verdict": _json(
-        "results.json",
-        tables=[],
-        policies=[],
-        verdict={"outcome": FOREIGN, "sentence": FOREIGN, "reasons": [FOREIGN, 1]},
-    ),
-    "unknown policies": _json("results.json", tables=[], policies=[{"x": 1}]),
+    "verdict is a number": _results(verdict=3),
+    "verdict of other types": _results(verdict={"outcome": [1], "reasons": 3}),
+    "controls in a verdict": _results(verdict={"outcome": FOREIGN, "sentence": FOREIGN, "reasons": [FOREIGN, 1]}),
+    "unknown policies": _results(policies=[{"x": 1}]),
     "seed of an episode is text": _episode(seed=FOREIGN),
     "seed of 400 digits": _episode(seed=int("9" * 400)),
     "group is a list": _episode(group=[1]),
@@ -225,14 +233,7 @@ OTHERS: dict[str, Callable[[Path, Path], object]] = {
 }
 """Changes of other files, and of what is in them."""
 KINDS: dict[str, Callable[[Path, Path], object]] = {
-    **{
-        f"{file}: {name}": lambda run, outside, file=file, shape=shape: (
-            (run / file).unlink(missing_ok=True),
-            shape(run / file, outside),
-        )
-        for file in FILES
-        for name, shape in SHAPES.items()
-    },
+    **{f"{file}: {name}": _shape(file, shape) for file in FILES for name, shape in SHAPES.items()},
     **OTHERS,
 }
 NAMES = ("bad", "bad", b"bad\xff\xfe", FOREIGN[:-1].replace("/", ""), "a\nb", "<script>", "x" * 200)
@@ -244,12 +245,8 @@ PAGES = (
 COMMANDS = (
     *(["runs", "list", "{runs}"], ["episodes", "{}"], ["episodes", "{}", "--step", "1", "--tokens"]),
     *(["compare", "{}", "{good}"], ["plot", "{}", "--out", "{out}", "--format", "svg"], ["report", "{}"]),
-    *(
-        ["report", "{}", "{good}", "--out", "{out}/report.html"],
-        ["rl", "--resume", "{}"],
-        ["runs", "clean", "{}", "--yes"],
-    ),
-    *(["export", "{}", "{out}/exported"], ["rl", "--resume", "{}", "--dry-run"]),
+    *(["report", "{}", "{good}", "--out", "{out}/report.html"], ["rl", "--resume", "{}"]),
+    *(["runs", "clean", "{}", "--yes"], ["export", "{}", "{out}/exported"], ["rl", "--resume", "{}", "--dry-run"]),
 )
 
 

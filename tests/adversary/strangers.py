@@ -22,34 +22,15 @@ from unittest import mock
 import numpy as np
 import yaml
 
-from tests.adversary.hosts import STAGES, quietly, tiny_model, tiny_run
+from tests.adversary.hosts import STAGES, about, quietly, tiny_model, tiny_run
 
 INJECTIONS = (
     *("<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "</pre></div><script>", '"><svg/onload=alert(1)>'),
-    *(
-        "javascript:alert(1)",
-        "[x](javascript:alert(1))",
-        "`<script>`",
-        "<!--",
-        "]]>",
-        "{{ 7 * 7 }}",
-        "{% raw %}",
-        "&lt;script&gt;",
-    ),
-    *("\x1b[2J", "\x1b]0;owned\x07", "\x9b31m", "\x1b]8;;http://x\x1b\\", "\r\x1b[1A", "\b" * 40, "\x00", "\x7f"),
-    *(
-        "\ud800",
-        "\udfff\ud800",
-        "\u202eevil",
-        "\u2066",
-        "\ufeff",
-        "\u2028",
-        "e\u0301" * 300,
-        "[red]rich[/red]",
-        "[/]",
-        "[link=x]",
-    ),
-    *("x" * 1_000_000, "\n" * 3_000, "a b " * 50_000, "<" * 20_000, "$\\frac{1}$ $$", "\U0010ffff"),
+    *("javascript:alert(1)", "[x](javascript:alert(1))", "`<script>`", "<!--", "]]>", "{{ 7 * 7 }}", "{% raw %}"),
+    *("&lt;script&gt;", "\x1b[2J", "\x1b]0;owned\x07", "\x9b31m", "\x1b]8;;http://x\x1b\\", "\r\x1b[1A", "\b" * 40),
+    *("\x00", "\x7f", "\ud800", "\udfff\ud800", "\u202eevil", "\u2066", "\ufeff", "\u2028", "e\u0301" * 300),
+    *("[red]rich[/red]", "[/]", "[link=x]", "x" * 1_000_000, "\n" * 3_000, "a b " * 50_000, "<" * 20_000),
+    *("$\\frac{1}$ $$", "\U0010ffff"),
 )
 
 
@@ -156,16 +137,8 @@ def resumed(seed: int, folder: Path) -> None:
         addresses = [f"http://127.0.0.1:{port}/v1", f"http://user:pass@127.0.0.1:{port}", f"ray://127.0.0.1:{port}"]
         files = ["evil.py", "run/evil.py", "bin/python", "run/python", "evil.jinja", "model", "run", "new/file"]
         paths = [f"{draw.choice([place, here, f'./{here}', f'{here}/../{here}'])}/{name}" for name in files]
-        names = [
-            "evil",
-            "python",
-            "packaged:evil",
-            "packaged:../evil",
-            "os:system",
-            "evil:f",
-            f"{here}/evil:Env-v0",
-            _ESCAPE,
-        ]
+        names = ["evil", "python", "packaged:evil", "packaged:../evil", "os:system", "evil:f", f"{here}/evil:Env-v0"]
+        names.append(_ESCAPE)
         functions = [f"{path}:f" for path in paths[:2]] + [f"{path}:/../../x.py" for path in paths[:2]]
         commands = [f"sh -c 'touch {ran}'", f"{paths[2]} --x", f"python {paths[0]}"]
         value: Any = draw.choice([*addresses, *paths, *names, *functions, *commands])
@@ -173,9 +146,7 @@ def resumed(seed: int, folder: Path) -> None:
             value = True
         elif leaf.part is not str:
             value = ["wandb"] if leaf.key == "sinks" else {"entry_point": value}
-        keys = ("id", "recipe_hash", "started", "command", "python", "platform", "processor")
-        about = {"posttrain_run": 1, **dict.fromkeys(keys, "x"), "cpus_allowed": 2, "git": None, "packages": {}}
-        (run / "environment.json").write_text(json.dumps(about))
+        (run / "environment.json").write_text(about())
         recipe = tiny_run(stage, place / "runs") if stage in STAGES else {"model": {"path": str(tiny_model())}}
         for section, given in leaf.wrap(value).items():
             kept = recipe.get(section) if isinstance(given, dict) and "type" not in given else None
@@ -197,17 +168,17 @@ def resumed(seed: int, folder: Path) -> None:
             raise AssertionError(f"reached: {case}")
         except BlockingIOError:
             pass
-        if (
-            leaf.mark
-            and leaf.mark.needs_trust
-            and not (leaf.key == "runs" or (leaf.key, value) == ("environment.type", "python"))
-        ):
+        excepted = leaf.key == "runs" or (leaf.key, value) == ("environment.type", "python")
+        if leaf.mark and leaf.mark.needs_trust and not excepted:
             new = [path for path in folder.rglob("*") if path not in before and "__pycache__" not in path.parts]
             assert exit_code == 2, case
             assert "add --trust" in errors, case
             assert new == [], case
         else:
             assert "with --debug" not in errors, case
+
+
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def poisoned_episode(seed: int, folder: Path) -> None:
@@ -223,15 +194,13 @@ def poisoned_episode(seed: int, folder: Path) -> None:
     def text() -> str:
         return "".join(draw.choice(INJECTIONS) for _ in range(draw.randrange(1, 4)))
 
-    keys = ("id", "recipe_hash", "started", "command", "python", "platform", "processor")
-    about = {"posttrain_run": 1, **dict.fromkeys(keys, text()), "cpus_allowed": 2, "git": None, "packages": {}}
+    environment = about(text())
     (run / "recipe.yaml").write_text("stage: rl\nenvironment: {type: bandit}\nmodel: {path: nowhere/at/all}\n")
-    (run / "environment.json").write_text(json.dumps(about))
-    lines = [{"step": 1, "kind": draw.choice(["train", "evaluation"]), "time/run": 1.0, "rollout/mean_return": 0.5}]
-    lines[0] |= {
-        draw.choice([text(), "warnings", "notes", "failures"])[:5_000]: draw.choice([text()[:5_000], [text()[:5_000]]])
-    }
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "environment.json").write_text(environment)
+    line = {"step": 1, "kind": draw.choice(["train", "evaluation"]), "time/run": 1.0, "rollout/mean_return": 0.5}
+    key = draw.choice([text(), "warnings", "notes", "failures"])[:5_000]
+    line[key] = draw.choice([text()[:5_000], [text()[:5_000]]])
+    (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     episode = played(rewards=(1.0, 0.0), rejected=draw.choice([None, text()]), failure=draw.choice([None, text()]))
     for message in episode.messages:
         message[draw.choice(["content", "role"])] = text()
@@ -239,9 +208,8 @@ def poisoned_episode(seed: int, folder: Path) -> None:
         if draw.random() < 0.5:
             object.__setattr__(turn, "answer", text())
         if draw.random() < 0.5:
-            turn.info["judge"] = draw.choice(
-                [{"score": 1.0, "reason": text()}, {"reason": 3}, text(), {"score": text()}, [1]]
-            )
+            judged = [{"score": 1.0, "reason": text()}, {"reason": 3}, text(), {"score": text()}, [1]]
+            turn.info["judge"] = draw.choice(judged)
     write_episodes(run / "episodes", 1, draw.choice(["train", "evaluation", "final"]), [episode])
     commands = [["episodes", str(run)], ["episodes", str(run), "--step", "1"], ["report", str(run)]]
     for command in commands:
@@ -249,9 +217,7 @@ def poisoned_episode(seed: int, folder: Path) -> None:
         said = out + errors
         assert exit_code in (0, 1, 2), f"{command[0]}: {errors[-300:]}"
         assert "with --debug" not in errors, f"{command[0]}: {errors[-300:]}"
-        found = re.search(
-            "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", re.sub(r"\x1b\[[0-9;]*m", "", said)
-        )
+        found = _CONTROLS.search(re.sub(r"\x1b\[[0-9;]*m", "", said))
         assert found is None, f"{command}: {found and found[0]!r} is passed on"
         said.encode()
     if exit_code:  # the line of metrics is one that no run writes
@@ -260,7 +226,7 @@ def poisoned_episode(seed: int, folder: Path) -> None:
     Page(page).check_self_contained()
     assert len(page) < 1_000_000, f"a page of {len(page)} characters"
     assert not re.search(r"<(?:script|img(?! [^>]*data:image)|svg)", page)
-    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", page)
+    assert not _CONTROLS.search(page)
 
 
 OBEYED = re.compile(r"(?:give|award|score)\s+(?:it\s+)?(\d+)\s+points|\"score\":\s*(\d+)", re.IGNORECASE)
@@ -327,9 +293,8 @@ def environments(seed: int, folder: Path) -> None:
         return anything({key: anything(1.0) for key in draw.sample([SCORE, "a", "b", text()], draw.randrange(1, 4))})
 
     def message() -> Any:
-        return anything(
-            {"role": anything("user"), "content": anything(text()), draw.choice(["name", "x"]): anything("")}
-        )
+        content = {"role": anything("user"), "content": anything(text())}
+        return anything(content | {draw.choice(["name", "x"]): anything("")})
 
     class Odd(Environment):
         def reset(self, seed: int) -> Any:
@@ -338,9 +303,8 @@ def environments(seed: int, folder: Path) -> None:
         def step(self, action: str) -> Any:
             info = anything({"success": anything(True), "scores": mapping(), "rejected": anything("")})
             end = [anything(True), anything(False)]
-            return anything(
-                Step(anything([message()]), anything(1.0), *end, info, anything(None), scored=anything(True))
-            )
+            rest = [anything([message()]), anything(1.0), *end, info, anything(None)]
+            return anything(Step(*rest, scored=anything(True)))
 
     episodes = play(range(8), environment=Odd, environment_timeout=60.0)
     for one in episodes:
@@ -374,9 +338,8 @@ def injection(seed: int, folder: Path) -> None:
     attack = "".join(draw.choice([*borders, *orders]) for _ in range(draw.randrange(1, 20)))
     for _ in range(3):
         # The author of the answer may know how marks are made: each answer contains the mark of the previous one.
-        found = re.search(
-            r"line \[/(\w+)\]", points_prompt(what, rubric, 5, [texts[0], ("answer", attack)])[0]["content"]
-        )
+        system = points_prompt(what, rubric, 5, [texts[0], ("answer", attack)])[0]["content"]
+        found = re.search(r"line \[/(\w+)\]", system)
         assert found is not None
         attack = attack.replace("MARK", found[1], 1)
     where = draw.choice(["answer", "conversation"])

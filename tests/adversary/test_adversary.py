@@ -8,44 +8,23 @@ from tests.adversary.soak import soak
 from tests.adversary.surfaces import SURFACES, attempt
 
 CASES = {
-    "architecture": 6,
-    "interpreter": 3,
-    "run_directory": 8,
-    "run_folder": 3,
-    "server": 12,
-    "disguise": 80,
-    "journal": 80,
-    "judged": 200,
-    "poisoned_episode": 3,
-    "agent_calls": 4,
-    "tool_calls": 60,
-    "connections": 3,
-    "commands": 3,
-    "requests": 25,
-    "wire": 25,
-    "clock": 2,
-    "letter_case": 200,
-    "injection": 200,
-    "serve": 4,
-    "exported": 10,
-    "resumed": 25,
-    "chat_template": 12,
-    "model_directory": 12,
-    "mcp": 2,
+    2: ("clock", "mcp"),
+    3: ("interpreter", "run_folder", "poisoned_episode", "connections", "commands"),
+    4: ("agent_calls", "serve"),
+    6: ("architecture",),
+    8: ("run_directory",),
+    10: ("exported",),
+    12: ("server", "chat_template", "model_directory"),
+    25: ("requests", "wire", "resumed"),
+    60: ("tool_calls",),
+    80: ("disguise", "journal"),
+    200: ("judged", "letter_case", "injection"),
 }
-"""Surface -> number of cases, about a second each; 40 for others."""
-SLOW = {
-    "kill": 3,
-    "killed": 20,
-    "no_space": 20,
-    "bombs": 40,
-    "permission": 12,
-    "outage": 8,
-    "plugins": 12,
-    "audited": 12,
-    "places": 12,
-}
-"""As CASES, for surfaces that train models in other processes, or take long."""
+"""Number of cases, about a second in all -> surfaces; 40 for others."""
+COUNTS = {surface: count for count, surfaces in CASES.items() for surface in surfaces}
+SLOW = {"kill": 3, "outage": 8, "killed": 20, "no_space": 20, "bombs": 40}
+SLOW |= dict.fromkeys(("permission", "plugins", "audited", "places"), 12)
+"""Surfaces that train models in other processes, or take long, and their numbers of cases."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,7 +36,7 @@ def _no_server_is_left():
 
 @pytest.mark.parametrize("surface", [one for one in SURFACES if one not in SLOW])
 def test_seeded_attacks_do_not_get_through(surface, tmp_path):
-    failed = [(seed, attempt(surface, seed, tmp_path / "case")) for seed in range(CASES.get(surface, 40))]
+    failed = [(seed, attempt(surface, seed, tmp_path / "case")) for seed in range(COUNTS.get(surface, 40))]
     assert [one for one in failed if one[1] is not None] == []
 
 

@@ -177,15 +177,3 @@ def test_the_learning_benchmark_runs_once_and_reports_again(tmp_path):
     assert "### bandit" in table
     assert [row.split(" | ")[:2] for row in table.splitlines()[-2:]] == [["| base", "1"], ["| no warm-up", "1"]]
     assert "nan" not in table
-
-
-def test_a_side_over_its_limit_is_left_out_and_the_others_go_on(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "sleeper.py").write_text("import time; time.sleep(60)")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    timing, said = harness.timing, []
-    sides = {"slow": lambda number: timing.run_side("sleeper", {}, 1, limit=0.5), "quick": lambda number: number}
-    assert timing.in_turn(sides, rounds=2, say=said.append) == {"quick": [0, 1]}
-    assert said[0] == "slow is left out: not done after 0.5 s; raise --limit to run it"
-    with pytest.raises(SystemExit, match="every side is over the limit"):
-        timing.in_turn({"slow": sides["slow"]}, rounds=1, say=said.append)

@@ -1,10 +1,6 @@
 """The board's rules, the line of a finished run, and the table."""
 
 import json
-import os
-import signal
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import board
@@ -60,38 +56,6 @@ def test_other_recipes_break_them(words, what):
     assert what in broken
 
 
-@pytest.fixture
-def bandit_steps(tiny_model, tmp_path, monkeypatch):
-    """Makes the board's bandit a pipeline on a tiny model with this many steps of RL, in a new folder."""
-
-    def make(steps):
-        small = Path(board.recipe_of("bandit")).read_text().replace("packaged:smollm2-135m", str(tiny_model))
-        small = small.replace("steps: 20", f"steps: {steps}").replace("count: 64", "count: 4")
-        small = small.replace("count: 32", "count: 4").replace("count: 400", "count: 40")
-        small = small.replace("groups_per_step: 32", "groups_per_step: 2")
-        (tmp_path / "bandit.yaml").write_text(small)
-        monkeypatch.setattr(board, "recipe_of", lambda name: str(tmp_path / f"{name}.yaml"))
-        monkeypatch.setattr(board, "TASKS", 40)
-        return tmp_path
-
-    return make
-
-
-@pytest.mark.slow
-def test_the_line_of_a_finished_run(bandit_steps):
-    """A pipeline on a tiny model, in a separate process, as the board runs its entries."""
-    tmp_path = bandit_steps(1)
-    line = board.run("bandit", 3, 1, tmp_path)
-    assert (line["entry"], line["seed"], line["random"], line["optimal"]) == ("bandit", 3, 0.5, 1.0)
-    assert len(line["success"]) == 40
-    assert set(line["success"]) <= {"0", "1"}
-    assert line["cpu_minutes"] > 0
-    assert line["wall_minutes"] > 0
-    assert 0 <= line["before"] <= 1
-    assert not list(tmp_path.glob("**/*.safetensors"))
-    assert f"{np.mean([int(one) for one in line['success']]):.1%}" in board.tables([{**line, "gflops": 80}])
-
-
 def test_the_row_of_an_entry(monkeypatch):
     monkeypatch.setattr(board, "TASKS", 40)
     line = {"entry": "bandit", "seed": 3, "success": "10" * 20, "threads": 1, "gflops": 80, "scores": {}}
@@ -104,28 +68,6 @@ def test_the_row_of_an_entry(monkeypatch):
     assert "missed by" in board.tables(row)
     assert "took 121 processor minutes" in board.tables([*row[:4], {**row[4], "cpu_minutes": 121}])
     assert "open, has training seeds 0, 1, 2, 3, 7" in board.tables([*row[:4], {**row[4], "seed": 7}])
-
-
-@pytest.mark.slow
-def test_a_stopped_run_goes_on_and_its_minutes_are_counted(bandit_steps):
-    out = bandit_steps(200)
-    log, spent = out / "bandit-3.log", out / "bandit-3.spent.json"
-    with ThreadPoolExecutor(1) as pool:
-        stopped = pool.submit(board.run, "bandit", 3, 1, out)
-        while "step 4/200" not in (log.read_text() if log.exists() else ""):
-            assert not stopped.done(), log.read_text()
-            time.sleep(0.1)
-        (child,) = board.RUNNING
-        os.kill(child, signal.SIGTERM)
-        with pytest.raises(RuntimeError, match=r"bandit, training seed 3: .* exit code 130.*resumes it"):
-            stopped.result()
-    earlier = json.loads(spent.read_text())
-    line = board.run("bandit", 3, 1, out)
-    assert "stage rl: resumes (it was interrupted)" in log.read_text()
-    assert log.read_text().count("step 3/200 ") == 1
-    assert len(line["success"]) == 40
-    assert line["cpu_minutes"] > earlier["cpu_minutes"] > 0
-    assert not spent.exists()
 
 
 def test_a_row_is_compared_with_the_optimal_policy_on_the_same_tasks():

@@ -50,7 +50,7 @@ def sizes(**changes):
 
 
 def test_the_bound_of_a_step_is_the_slower_of_reading_and_products():
-    from limits import Limits, decoding_bound
+    from harness.limits import Limits, decoding_bound
 
     model = sizes()
     # Queries 4x4, keys and values 4x2 each, output 4x4, three matrices of 4x8; the vocabulary once, tied or not.
@@ -68,7 +68,7 @@ def test_the_bound_of_a_step_is_the_slower_of_reading_and_products():
 
 def test_a_shared_prompt_enters_the_bound_once():
     from harness.flops import Tokens, forward_flops
-    from limits import Limits, job_bound
+    from harness.limits import Limits, job_bound
 
     model, limits = sizes(), Limits(products=1.0, reading=1e30)
     shared = job_bound(model, 2, [[1, 2, 3]] * 4, [1] * 4, 4, limits)
@@ -130,29 +130,3 @@ def test_generation_compares_the_engines_and_reports_which_are_missing(cache):
     assert theirs["prompts reused"] == 0
     assert all(row["peak GB"] > 0.05 and row["first token s"] > 0 for row in rows.values())
     assert all(1 < row["per processor s"] < 1e6 for row in rows.values())
-
-
-@pytest.mark.slow
-def test_turns_are_not_read_twice_by_ours_and_are_by_the_loop(cache):
-    table, _ = run(
-        cache, "turns", "--model=qwen3", "--turns=3", "--episodes=4", "--group=2", "--answer=4", "--size=3",
-        "--rounds=1", "--sides=float32",
-    )  # fmt: skip
-    ours, theirs = table["rows"]
-    assert ours["side"] == "posttrain float32"
-    # Lengths of answers are given, so both sides sample as many tokens.
-    assert ours["sampled"] == theirs["sampled"] > 0
-    assert ours["reused"] > ours["computed"] / 2
-    assert theirs["reused"] == 0
-    assert theirs["computed"] > 2 * ours["computed"]
-    assert ours["x lock-step"] == pytest.approx(ours["tokens/s"] / theirs["tokens/s"])
-
-
-@pytest.mark.slow
-def test_limits_are_measured(cache):
-    table, printed = run(cache, "limits", "--model=qwen3", "--in-flight=2", "--tokens=32", "--side=128", "--buffer=16")
-    assert len(table["rows"]) == 1 + 2 * 4
-    columns = ("torch float32", "engine float32", "engine bfloat16")
-    assert all(row[column] > 0.01 for row in table["rows"] for column in columns)
-    assert "reading memory" in printed
-    assert "9 of 9: peak" in printed

@@ -10,16 +10,12 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 ELSEWHERE = {
     "test_benchmarks": "learning speed_trl",
-    "test_engine_benchmarks": "generation limits turns",
+    "test_engine_benchmarks": "generation",
     "test_gpu_script": "gpu",
-    **{f"test_{name}": name for name in ("coverage", "crosscheck", "profiles")},
+    **{f"test_{name}": name for name in ("coverage", "crosscheck")},
 }
 """File of tests -> the scripts that it runs."""
 HERE = {
-    "async_rollouts": (
-        "--waits 0 --async-rollouts 0,1 --steps 4 --rounds 1 --passes 1 --threads 1",
-        "staleness, updates",
-    ),
     # A run takes seconds to a minute of one core; the stored ones are on the page.
     "audit_scorer": ("--table {docs}/results/audit_scorer.jsonl", "| all clean runs |"),
     # A run of its smallest entry takes four minutes of the 135M model; its recipes have tests of their own.
@@ -28,7 +24,6 @@ HERE = {
     "claims": ("--table {docs}/results/claims.jsonl", "| credit |"),
     "contention": ("--seconds 1 --rounds 1 --busy 0,1", "of the quiet speed"),
     "credit_toy": ("--seeds 1 --steps 2 --rewards 5 --tasks additive", "additive"),
-    "distillation": ("--seeds 1 --steps 1 --rows 64 --out {out}", "| method | held-out success"),
     "driver": ("--episodes 8 --tokens 4 --only bandit", "turns per processor second"),
     # It needs the package easy-vqa, and a run takes minutes; the stored ones are on the page.
     "easy_vqa": ("--table {docs}/results/easy_vqa.jsonl", "| real less blank |"),
@@ -42,9 +37,7 @@ HERE = {
     "learning_trl": ("--tasks bandit --seeds 1 --learning-rates 1e-3 --out {out}", "posttrain"),
     "long_context": ("--only 4096-False", "peak, GiB"),
     "memory": ("--only 4B", "peak of an update, GiB"),
-    "memory_turns": ("--rounds 1 --turns 8 --players 2", "calls/turn"),
     "power": ("--entries bandit --comparisons 20", "| bandit |"),
-    "prefixes": ("{run} --model {model} --rounds 1 --threads 1 --dtype float32", "times as fast"),
     "router_replay": ("--seeds 1 --steps 1", "router/changed"),
     "tiny_families": ("llama mamba gemma3n", "| llama | "),
 }
@@ -57,37 +50,10 @@ def test_every_script_is_run_by_a_test():
         assert "pytest.mark.slow" in Path(__file__).with_name(f"{name}.py").read_text()
 
 
-@pytest.fixture(scope="module")
-def places(tiny_model, tmp_path_factory):
-    """What the options name."""
-    return {"docs": FOLDER.parent / "docs", "model": tiny_model, "place": tmp_path_factory.mktemp("scripts")}
-
-
-@pytest.fixture(scope="module")
-def run(places):
-    """A run with stored episodes."""
-    import posttrain
-
-    posttrain.rl(
-        name="run",
-        runs=str(places["place"]),
-        steps=1,
-        model={"path": str(places["model"])},
-        environment={"type": "bandit"},
-        rollout={"groups_per_step": 1, "episodes_per_group": 2, "tokens_per_turn": 4},
-        evaluation={
-            "every": 0,
-            "seeds": {"start": 1_000_000, "count": 1},
-            "final_seeds": {"start": 2_000_000, "count": 1},
-        },
-    )
-    return places["place"] / "run"
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", HERE)
-def test_a_script_runs_at_its_smallest_size(name, places, run, tmp_path):
+def test_a_script_runs_at_its_smallest_size(name, tmp_path):
     words, printed = HERE[name]
-    options = [word.format(**places, run=run, out=tmp_path) for word in words.split()]
+    options = [word.format(docs=FOLDER.parent / "docs", out=tmp_path) for word in words.split()]
     assert printed in output_of(name, *options)

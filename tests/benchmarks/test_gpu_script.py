@@ -18,7 +18,7 @@ from accelerator.measuring import Limits
 from accelerator.processes import is_alive
 from accelerator.rows import PLAN, WEIGHTS, Row
 from accelerator.shapes import SHAPES, TINY, RandomPolicy, random_model
-from accelerator.training import Setting, planned_bytes, samples_of, settings_of, supervised
+from accelerator.training import Setting, planned_bytes, samples_of, settings_of
 
 from posttrain.losses.policy import nll
 from posttrain.recipe.compose import load_recipe
@@ -103,13 +103,6 @@ def test_a_model_too_large_for_adamw_trains_with_8_bit_moments_or_with_adamw_in_
     assert settings_of(shape, torch.device("cpu")) == [Setting(shape.tokens_per_batch)]
 
 
-def test_gradient_checkpointing_trains():
-    shape, device = TINY["4B"], torch.device("cpu")
-    (row,) = supervised(shape, device, Limits(**LIMITS), 0, Setting(shape.tokens_per_batch, checkpointing=True))
-    assert row.value > 0
-    assert "gradient checkpointing" in row.case
-
-
 SLOW_PART = """
 import signal, subprocess, sys, tempfile, time
 from pathlib import Path
@@ -144,20 +137,6 @@ def test_all_that_a_slow_part_started_ends_with_it(tmp_path, monkeypatch):
     assert not Path((tmp_path / "temporary").read_text()).exists()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
-def test_a_run_that_takes_too_long_is_killed_with_its_server(tmp_path):
-    code = (
-        "import subprocess, time; server = subprocess.Popen(['sleep', '600'], start_new_session=True); "
-        "print(server.pid, flush=True); time.sleep(600)"
-    )
-    with runs.Run([], tmp_path, time.monotonic() + 3) as run:
-        run._words = [sys.executable, "-c", code]
-        run.start("rl")
-        with pytest.raises(RuntimeError, match=r"the time was over after 0 steps; last line: \d+"):
-            run.wait()
-    assert not is_alive((tmp_path / "log.txt").read_text().strip())
-
-
 @pytest.mark.parametrize("part", ["ray-8", "ray-gspo-8"])
 def test_the_shipped_placements_accept_the_overrides(part, tmp_path, monkeypatch):
     started = []
@@ -177,13 +156,6 @@ def test_the_shipped_placements_accept_the_overrides(part, tmp_path, monkeypatch
     recipe = load_recipe(recipes, list(words), "rl")
     assert (recipe.steps, recipe.hardware.processes, recipe.engine.type) == (3, 8, "vllm")
     assert recipe.hardware.engines.count * recipe.hardware.engines.devices == 8
-
-
-@pytest.mark.slow
-def test_a_part_in_a_separate_process_returns_its_rows():
-    rows = gpu.in_a_process("limits", QUICK, None, 200)
-    assert [row.case for row in rows] == ["products", "copying"]
-    assert Limits(**gpu.limits_of(rows)).products == rows[0].value * 1e12
 
 
 @pytest.mark.parametrize(("name", "billions"), [("0.5B", 0.49), ("1.5B", 1.54), ("4B", 4.02)])

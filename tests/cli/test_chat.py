@@ -24,20 +24,16 @@ def test_a_model_answers_from_the_conversation(tiny_model, capsys, monkeypatch):
     assert first[0] == second[0]
 
 
-def test_an_answer_is_printed_while_it_is_sampled(tiny_model, capsys, monkeypatch):
-    printed = []
-    real = typer.echo
-    monkeypatch.setattr("typer.echo", lambda text, **words: (printed.append(text), real(text, **words)))
-    text = said(capsys, monkeypatch, "hello\n", tiny_model, "--max-tokens", "12", "--temperature", "0")
+def test_an_answer_is_printed_while_it_is_sampled_and_cannot_control_the_terminal(tiny_model, capsys, monkeypatch):
+    printed, real = [], typer.echo
+    with monkeypatch.context() as patch:
+        patch.setattr("typer.echo", lambda text, **words: (printed.append(text), real(text, **words)))
+        text = said(capsys, patch, "hello\n", tiny_model, "--max-tokens", "12", "--temperature", "0")
     pieces = [piece for piece in printed[1:-2] if piece]
     assert len(pieces) > 3
     assert "".join(pieces) in text
-
-
-def test_an_answer_cannot_control_the_terminal(tiny_model, capsys, monkeypatch):
-    monkeypatch.setattr(
-        "posttrain.data.rendering.Renderer.answer_text", lambda self, ids: "a\x1b[2J\u202eb"[: len(ids)]
-    )
+    hostile = "a\x1b[2J\u202eb"
+    monkeypatch.setattr("posttrain.data.rendering.Renderer.answer_text", lambda self, ids: hostile[: len(ids)])
     text = said(capsys, monkeypatch, "hello\n", tiny_model, "--max-tokens", "9", "--temperature", "0")
     assert "a\\x1b[2J\\u202eb" in text
     assert "\x1b" not in text

@@ -44,12 +44,9 @@ def test_bare_actions_are_wrapped_in_the_format_and_keys_apply():
     assert "no success: no turns are left after 3 turns, return -0.20" in result.output
 
 
-def test_several_actions_can_be_typed():
+def test_several_actions_can_be_typed_and_the_end_of_input_stops_cleanly():
     result = _run("play", "sokoban", "format.actions_per_turn=3", "max_turns=1", typed="up || up || up\n")
     assert "Rejected" not in result.output
-
-
-def test_end_of_input_stops_cleanly():
     result = _run("play", "sokoban", typed="up\n")
     assert result.exit_code == 0
     assert result.output.endswith("stopped\n")
@@ -63,16 +60,11 @@ def test_validate_checks_all_or_one_with_keys():
     assert _run("validate", "sokoban", "num_boxes=2", "--seeds", "3").output == "sokoban: valid on 3 seeds\n"
 
 
-def test_validate_fails_on_an_unsound_environment(tmp_path):
+def test_validate_fails_on_an_unsound_environment_and_says_what_it_did_not_check(tmp_path):
     file = tmp_path / "lying.py"
     body = "@classmethod\n    def validate(cls, recipe, seeds): raise AssertionError('seed 0: it lies')"
     file.write_text(SOUND.replace("# more", body))
-    error = _error("validate", str(file))
-    assert isinstance(error, RunError)
-    assert "seed 0: it lies" in str(error)
-
-
-def test_validate_reports_that_there_is_nothing_to_check(tmp_path):
+    assert "seed 0: it lies" in str(_error("validate", str(file)))
     file = tmp_path / "silent.py"
     file.write_text(SOUND)
     said = _run("validate", str(file), "--seeds", "3").output
@@ -107,7 +99,6 @@ POLICIES = "def random_answer(self, draw): return 'r'\n    def expert(self): ret
         ("random.Random(seed)", "random.Random()", r"seed 0: the same answers .* led to something else"),
         ("str(seed)", "str(random.random())", "seed 0: two resets with this seed differ; draw only from random.Random"),
         ("self.over, ", "random.random(); self.over, ", "seed 0: the episode draws from the global random state"),
-        ("self.over = True", "pass", "seed 0: a step was possible after the end"),
         ("RuntimeError", "KeyError", "seed 0: a step after the end raised KeyError, not RuntimeError"),
         ('{"success": bool(', '{"succes": bool(', "seed 0: the last step has no `success` of true or false in `info`"),
         ("self.draws.random(), True", "float('nan'), True", r"seed 0: the reward of step 1 is nan, which"),
@@ -116,15 +107,10 @@ POLICIES = "def random_answer(self, draw): return 'r'\n    def expert(self): ret
         ("self.over = True", "raise SystemExit(3)", r"seed 0: step 1 \(fixed answers\) in line 12 of .*SystemExit: 3"),
         ("self.over, ", "1 / 0; self.over, ", "seed 0: reset in line 7 of faulty.py: ZeroDivisionError"),
         ("def reset(self, seed)", "def reset(self)", r"seed 0: reset: TypeError: .* takes 1 positional argument"),
-        ("return Observation(", "return str(", "seed 0: reset: `reset` returned a str, not an Observation"),
         ('[{"role": "user", "content": str(seed)}]', "[]", "`reset` returned an Observation without messages"),
-        ('[{"role": "user", "content": str(seed)}]', "'hi'", "the messages of `reset` are 'hi', not a list"),
         ('"user"', '"human"', "a message of `reset` has the role 'human'; use system, user, assistant, tool"),
-        ("str(seed)", "seed", "a message of `reset` is .*'content': 0}, not a dict with `role` and the text `content`"),
         ("return Step(", "return (", "`step` returned a tuple, not a Step"),
-        ("def step", "async def step", "`step` returned a coroutine \\(remove `async`\\), not a Step"),
         ("def step", "def expert(self): return 1\n    def step", r"answer 1 \(expert\): the answer is 1, not text"),
-        ("def step", "def expert(self): 1 / 0\n    def step", r"answer 1 \(expert\) in line 9 .*ZeroDivisionError"),
         ("class Sound(Environment):", "class Sound(Environment):\n    def __init__(self, r): 1 / 0", "the constructor"),
         ("True, False, {", "False, False, {", "seed 0: the episode has not ended after 1 step; end it there"),
         ("# more", POLICIES, "its expert reaches 0.5 on 40 seeds, and random answers reach 0.5"),
@@ -147,6 +133,9 @@ def test_validate_finds_faults_without_help(tmp_path, right, wrong, fault):
             .replace("= False, random", "= seed, False, random")
         )
     assert re.search(fault, str(_error("validate", str(file), "--seeds", "40")))
+    if wrong == "return (":
+        error = _run("play", str(file), typed="up\n").exception
+        assert str(error).endswith("faulty.py: `step` returned a tuple, not a Step; correct the environment")
 
 
 @pytest.fixture
@@ -159,27 +148,14 @@ def files(tmp_path, monkeypatch):
     (tmp_path / "abstract.py").write_text(f"{head}class A(Environment): ...\n")
 
 
-def test_playing_an_environment_that_breaks_the_protocol_is_one_sentence(tmp_path):
-    file = tmp_path / "faulty.py"
-    file.write_text(SOUND.replace("return Step(", "return ("))
-    error = _run("play", str(file), typed="up\n").exception
-    assert str(error).endswith("faulty.py: `step` returned a tuple, not a Step; correct the environment")
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("play", "socoban"), "did you mean sokoban"),
         (("play", "sokoban", "frozen_lake"), "takes one environment, not 2"),
-        (("play", "size=5"), "takes one environment, not 0"),
         (("play", "frozen_lake", "sise=5"), "the nearest is environment.size"),
-        (("validate", "frozen_lake", "size=big"), "it must be a whole number"),
-        (("validate", "bandit", "format.actions_per_turn=2"), "one pull ends the episode"),
         (("play", "nowhere.py"), "there is no file nowhere.py"),
         (("play", "none.py"), "none.py has no environment; derive a class from posttrain.Environment"),
-        (("play", "none"), "none is not a built-in environment; write none.py for that file"),
         (("play", "two.py"), "two.py has the environments A, B; name one as two.py:A"),
-        (("play", "two.py:C"), "there is no class C"),
         (("play", "none.py:A"), "A is not an environment"),
         (("play", "abstract.py"), "class A has no method reset and no method step; add it"),
     ],

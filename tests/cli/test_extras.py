@@ -12,23 +12,17 @@ import pytest
 
 from posttrain.errors import InputError
 from posttrain.plugins import require_module
-from posttrain.recipe.sources import read_file
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
+    **{name: name for name in ("gguf", "ray", "tensorboard", "trackio", "vllm", "wandb")},
     "games": "gymnasium",
-    "gguf": "gguf",
     "hub": "datasets",
     "plots": "matplotlib",
-    "ray": "ray",
     "remote": "openai",
     "tasks": "reasoning_gym",
-    "tensorboard": "tensorboard",
     "text": "sacrebleu",
-    "trackio": "trackio",
     "tune": "optuna",
-    "vllm": "vllm",
-    "wandb": "wandb",
 }
 """Extra -> the module that it is for."""
 BLOCKED = (*PACKAGES.values(), "mcp", "pydantic_monty", "pandas", "trl")
@@ -54,15 +48,8 @@ def working(tiny_model):
     run = ["rl", "environment.type=bandit", f"model.path={tiny_model}", "steps=1", "rollout.groups_per_step=2"]
     run += ["rollout.episodes_per_group=2", "rollout.tokens_per_turn=4", "evaluation.seeds.count=2"]
     run += ["evaluation.final_seeds.count=2", "learner.updates_per_step=1", "plots=true"]
-    return [
-        ["--help"],
-        ["rl", "environment.type=sokoban", "--dry-run"],
-        ["sft", "environment.type=bandit", "--dry-run"],
-        ["rl", "environment.type=bandit", "--dry-run"],
-        ["recipe", "loss.type"],
-        ["env", "list", "--seeds", "2"],
-        run,
-    ]
+    plans = [["rl", "environment.type=sokoban", "--dry-run"], ["sft", "environment.type=bandit", "--dry-run"]]
+    return [["--help"], *plans, ["recipe", "loss.type"], ["env", "list", "--seeds", "2"], run]
 
 
 def needing(tiny_model):
@@ -138,7 +125,3 @@ def test_every_optional_package_has_an_extra_and_is_not_a_core_dependency():
 def test_the_error_names_the_feature_that_needs_the_module():
     with pytest.raises(InputError, match=r"some.key needs the package no-such-module, .* `pip install no-such-module`"):
         require_module("no_such_module.part", "some.key")
-
-
-def test_recipes_of_examples_are_read_without_extras():
-    assert read_file(str(ROOT / "recipes" / "demo" / "pipeline.yaml")).values["stage"] == "pipeline"

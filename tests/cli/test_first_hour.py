@@ -27,11 +27,8 @@ def test_a_dry_run_is_one_screen_and_the_rest_is_optional(tiny_model, tmp_path):
     assert len(short) <= 40
     parts = ["batches", "memory", "checks"]
     assert [line for line in short if line in parts] == parts
-    assert [line.split(":")[0] for line in short if line.startswith(("environment:", "tasks:", "model:"))] == [
-        "environment",
-        "tasks",
-        "model",
-    ]
+    subjects = [line.split(":")[0] for line in short if line.startswith(("environment:", "tasks:", "model:"))]
+    assert subjects == ["environment", "tasks", "model"]
     assert "add --full" in short[-1]
     code, full = in_terminal(*words, "--full", width=80)
     assert len(full) > 200
@@ -50,13 +47,10 @@ def supervised(tiny_model, rows):
     return rows
 
 
-def test_a_supervised_run_names_the_command_that_shows_its_rows(supervised, capsys):
+def test_a_supervised_run_names_the_command_for_its_rows_and_the_folder_to_resume_in(supervised, capsys, monkeypatch):
     capsys.readouterr()
     assert main(["episodes", "runs/s"]) == 2
     assert "`posttrain data inspect FILE` shows its rows" in capsys.readouterr().err
-
-
-def test_a_resume_from_another_folder_names_the_first_one(supervised, capsys, monkeypatch):
     rows = supervised
     (rows / "other").mkdir()
     monkeypatch.chdir(rows / "other")

@@ -1,13 +1,13 @@
 """The command line as a whole: light, complete help, one sentence and the right code for every error."""
 
 import errno
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
-from posttrain import __version__
 from posttrain.cli.main import main
 from posttrain.cli.stages import split_words
 from posttrain.errors import InputError, RunError
@@ -22,19 +22,15 @@ def stage(monkeypatch):
     """Replaces the running of a stage: calls are recorded, and `stage.error` is raised if set."""
     import posttrain.stages as module
 
-    class Recorder:
-        calls: list = []
-        error: BaseException | None = None
+    recorder = SimpleNamespace(calls=[], error=None)
 
-        def __call__(self, recipe, *, resume=False, overwrite=False, console=None, callbacks=()):
-            self.calls.append((recipe, resume, overwrite))
-            if self.error is not None:
-                raise self.error
-            return SimpleNamespace(path=None)
+    def run_stage(recipe, *, resume=False, overwrite=False, console=None, callbacks=()):
+        recorder.calls.append((recipe, resume, overwrite))
+        if recorder.error is not None:
+            raise recorder.error
+        return SimpleNamespace(path=None)
 
-    recorder = Recorder()
-    recorder.calls = []
-    monkeypatch.setattr(module, "run_stage", recorder)
+    monkeypatch.setattr(module, "run_stage", run_stage)
     monkeypatch.setattr("posttrain.verbs.Result", SimpleNamespace(open=lambda path: None))
     return recorder
 
@@ -51,11 +47,6 @@ def test_help_imports_little():
     assert all(f" {verb} " in done.stdout for verb in VERBS)
 
 
-def test_version(capsys):
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"posttrain {__version__}\n"
-
-
 def test_words_are_files_or_overrides(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a=b.yaml").write_text("steps: 1\n")
@@ -68,15 +59,10 @@ def test_words_are_files_or_overrides(tmp_path, monkeypatch):
     [
         (["train", "environment.type=bandit"], "`posttrain rl`"),
         (["sftt"], "`posttrain sft`"),
-        (["runs", "lst"], "`posttrain runs list`"),
         (["runs", "prune"], "`posttrain runs clean`"),
         (["nonsense"], "`posttrain --help`"),
-        (["report"], "`posttrain report --help`"),
-        (["report", "--ot", "x"], "--out"),
-        (["view", "--port", "x"], "--port"),
         (["sft", "--dry-rn", "data.train=chat.jsonl"], "--dry-run"),
         (["rl", "--resum=runs/run"], "--resume"),
-        (["rl", "environment.type=bandit", "--overwrit"], "--overwrite"),
         (["pipeline", "demo/pipeline", "--onyl", "sft"], "--only"),
         (["tune", "rlhf/tune_sft", "--gruop", "2"], "--group"),
         (["tune", "--trials", "3"], "rlhf/tune_sft"),
@@ -101,12 +87,7 @@ def test_overrides_reach_the_stage_in_any_spelling(stage):
     assert main(["rl", "environment.type=frozen_lake", "--steps", "3", "--kl.coefficient=0.5", "--overwrite"]) == 0
     [(recipe, resume, overwrite)] = stage.calls
     assert (recipe.environment.type, recipe.steps, recipe.kl.coefficient) == ("frozen_lake", 3, 0.5)
-    assert (resume, overwrite) == (False, True)
-
-
-def test_the_shortest_command_runs_the_default_recipe(stage):
-    assert main(["rl", "environment.type=bandit"]) == 0
-    assert stage.calls[0][0].model.path == "packaged:smollm2-135m"
+    assert (resume, overwrite, recipe.model.path) == (False, True, "packaged:smollm2-135m")
 
 
 @pytest.mark.parametrize(
@@ -126,18 +107,11 @@ def test_errors_are_one_sentence_and_a_code(stage, capsys, error, code, said):
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--debug", "rl"], ["rl", "--debug"], ["rl", "steps=3", "--debug"]])
-def test_debug_shows_the_traceback_in_any_position(stage, capsys, words):
+def test_debug_shows_the_traceback_in_any_position(stage, capsys):
     stage.error = ValueError("broken")
-    assert main(words) == 1
-    assert "Traceback" in capsys.readouterr().err
-
-
-def test_wrong_input_ends_with_2(capsys):
-    assert main(["rl", "step=3"]) == 2
-    assert capsys.readouterr().err == "posttrain: override step=3: there is no key step; the nearest is steps\n"
-    assert main(["rl", "nowhere.yaml"]) == 2
-    assert main(["zork"]) == 2
+    for words in (["--debug", "rl"], ["rl", "--debug"], ["rl", "steps=3", "--debug"]):
+        assert main(words) == 1
+        assert "Traceback" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -179,17 +153,14 @@ def test_a_moved_run_resumes_where_it_is(stage, run, tmp_path):
         (["seed=4"], "override seed=4: a resumed run keeps its recipe, except for steps and hardware; start a run"),
         (["r.yaml"], "--resume runs/run continues with the recipe of that run"),
         (["--overwrite"], "give only one of them"),
+        (["sft"], "the recipe is for stage rl, not sft; run it with `posttrain rl`"),
     ],
 )
 def test_resume_refuses_other_options(stage, run, capsys, words, said):
-    assert main(["rl", "--resume", str(run.path), *words]) == 2
+    verb, *more = words if words == ["sft"] else ["rl", *words]
+    assert main([verb, "--resume", str(run.path), *more]) == 2
     assert said in capsys.readouterr().err
     assert not stage.calls
-
-
-def test_resuming_with_another_verb_is_refused(run, capsys):
-    assert main(["sft", "--resume", str(run.path)]) == 2
-    assert "the recipe is for stage rl, not sft; run it with `posttrain rl`" in capsys.readouterr().err
 
 
 def test_recipe_explains_keys(capsys):
@@ -204,13 +175,9 @@ def test_recipe_explains_keys(capsys):
 @pytest.mark.parametrize(
     "words",
     [
-        ["rl", "environment.type=bandit", "model.path={}"],
-        ["rl", "model.chat_template={}.jinja"],
         ["rl", "environment.type=text_task", "environment.prompts={}.jsonl"],
         ["rl", "--resume", "{}"],
-        ["data", "inspect", "{}.jsonl"],
         ["report", "{}"],
-        ["export", "{}"],
     ],
     ids=" ".join,
 )
@@ -221,9 +188,10 @@ def test_a_path_that_no_file_can_have_is_named(words, capsys):
     assert "--debug" not in error
 
 
-@pytest.mark.parametrize("words", [[], ["sft"], ["evaluate"], ["env", "audit"], ["data"]])
-def test_flags_have_no_value_in_help_texts(words, capsys):
+@pytest.mark.parametrize("words", [[], ["sft"], ["evaluate"], ["env", "audit"]])
+def test_a_help_text_has_examples_as_paragraphs_and_flags_without_values(words, capsys):
     assert main([*words, "--help"]) == 0
     text = capsys.readouterr().out
     assert "--help" in text
     assert "<bool>" not in text
+    assert words[:1] == ["env"] or re.search(r"\n +\n posttrain [^\n]+\n +\n posttrain ", text)

@@ -6,7 +6,7 @@ the episode one time in four. The policy is a softmax over one logit per state.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -49,43 +49,36 @@ def log_softmax(parameters: np.ndarray) -> np.ndarray:
 
 def trajectories() -> list[Trajectory]:
     """All of them, each once."""
-    return list(_all())
-
-
-def _all() -> Iterator[Trajectory]:
+    found = []
     for first in ANSWERS:
-        reward = {(STOP,): 0.5, (GO, STOP): 0.0, (GO, GO): -0.25}[first]
-        ends = 0.25 if first == (STOP,) else 0.0
-        opening = _Part(first, start=0, reward=reward)
+        reward, odds, ends = {(STOP,): (0.5, 0.5, 0.25), (GO, STOP): (0.0, 0.8, 0.0), (GO, GO): (-0.25, 0.3, 0.0)}[
+            first
+        ]
         if ends:
-            yield opening.trajectory(ends)
+            found.append(_trajectory(ends, (first, 0, reward)))
         for shown in (0, 1):
-            odds = {(STOP,): 0.5, (GO, STOP): 0.8, (GO, GO): 0.3}[first]
             chance = (1 - ends) * (odds if shown == 0 else 1 - odds)
             for second in ANSWERS:
                 payment = (2.0 if shown == 0 else -1.0) * (len(second) == 2) + 3.0 * (shown == 1 and second == (STOP,))
-                yield (opening + _Part(second, start=2 + 2 * shown, reward=payment, shown=shown)).trajectory(chance)
+                found.append(_trajectory(chance, (first, 0, reward), (second, 2 + 2 * shown, payment)))
+    return found
 
 
-class _Part:
-    """An answer with the environment token before it, to be chained."""
-
-    def __init__(self, answer: tuple[int, ...], start: int, reward: float, shown: int | None = None) -> None:
-        before = () if shown is None else (ENVIRONMENT + shown,)
-        self.choices = tuple((start + place, token) for place, token in enumerate(answer))
-        self.ids = before + answer
-        self.sampled = (False,) * len(before) + (True,) * len(answer)
-        self.rewards = (0.0,) * (len(self.ids) - 1) + (reward,)
-        self.turn = (-1,) * len(before) + (0 if shown is None else 1,) * len(answer)
-
-    def __add__(self, other: "_Part") -> "_Part":
-        joined = object.__new__(_Part)
-        for name in ("choices", "ids", "sampled", "rewards", "turn"):
-            setattr(joined, name, getattr(self, name) + getattr(other, name))
-        return joined
-
-    def trajectory(self, chance: float) -> Trajectory:
-        return Trajectory(self.choices, chance, self.ids, self.sampled, self.rewards, self.turn)
+def _trajectory(chance: float, *answers: tuple[tuple[int, ...], int, float]) -> Trajectory:
+    """The course of answers, each with the state of its first token and its reward at the last. Before the second, the
+    environment puts a token, which leads to its state."""
+    made = Trajectory((), chance, (), (), (), ())
+    for number, (answer, start, reward) in enumerate(answers):
+        before = (ENVIRONMENT + start // 2 - 1,) * number
+        made = Trajectory(
+            made.choices + tuple((start + place, token) for place, token in enumerate(answer)),
+            chance,
+            made.ids + before + answer,
+            made.sampled + (False,) * number + (True,) * len(answer),
+            made.rewards + (0.0,) * (number + len(answer) - 1) + (reward,),
+            made.turn + (-1,) * number + (number,) * len(answer),
+        )
+    return made
 
 
 def score(trajectory: Trajectory, log_policy: np.ndarray) -> np.ndarray:

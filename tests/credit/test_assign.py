@@ -2,39 +2,12 @@
 
 import numpy as np
 import pytest
-from pydantic import TypeAdapter
 
 from posttrain.credit.assign import compute_advantages, mean_advantage, reward_streams, zero_groups
-from posttrain.episode import Advantages, Episode, Outcome, RewardStreams, StopReason, Stream, Turn
+from posttrain.episode import Advantages, StopReason, Turn
 from posttrain.errors import RunError
-from posttrain.recipe.credit import CreditRecipe
 
-_RECIPE: TypeAdapter = TypeAdapter(CreditRecipe)
-
-
-def recipe(kind, **keys):
-    return _RECIPE.validate_python({"type": kind} | keys)
-
-
-def episode(*streams, group=0, index=0):
-    """Each stream as (mask, rewards), for example ("..ss.s", {3: 1.0})."""
-    made = []
-    for mask, paid in streams:
-        sampled = np.array([c == "s" for c in mask])
-        rewards = np.zeros(len(mask), dtype=np.float32)
-        for place, reward in paid.items():
-            rewards[place] = reward
-        made.append(
-            Stream(
-                np.arange(len(mask)),
-                sampled,
-                np.zeros(len(mask), np.float32),
-                rewards,
-                np.where(sampled, 0, -1),
-                np.where(sampled, 0, -1),
-            )
-        )
-    return Episode(seed=group, group=group, index=index, version=0, streams=made, turns=[], outcome=Outcome.TERMINATED)
+from .episodes import episode, recipe
 
 
 def test_environment_tokens_do_not_decay_credit_and_get_none():
@@ -68,24 +41,6 @@ def test_groups_follow_the_ids_in_any_order():
     np.testing.assert_array_equal([c[0][1] for c in credit.values], [-3, 0, 3, 0, 0])
 
 
-def test_remax_uses_the_greedy_returns():
-    made = [episode((".s", {1: 3.0}), group=9)]
-    assert compute_advantages(made, recipe("remax"), reward_streams(made), {9: 1.0}).values[0][0][1] == 2.0
-    with pytest.raises(RunError, match="group 9"):
-        compute_advantages(made, recipe("remax"), reward_streams(made))
-
-
-@pytest.mark.parametrize("kind", ["grpo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "opo", "brpo"])
-def test_no_episodes_no_advantages(kind):
-    assert compute_advantages([], recipe(kind), RewardStreams([])) == Advantages([])
-
-
-def test_an_episode_without_sampled_tokens_is_kept():
-    made = [episode(("...", {})), episode((".s", {1: 1.0}), index=1)]
-    for kind in ("grpo", "opo", "reinforce", "reinforce_pp_baseline"):
-        assert not compute_advantages(made, recipe(kind), reward_streams(made)).values[0][0].any()
-
-
 def test_reward_streams_are_copies():
     one = episode((".s", {1: 1.0}))
     reward_streams([one]).values[0][0][1] = 5.0
@@ -110,37 +65,30 @@ def test_the_mean_advantage_is_below_zero_where_failures_are_longer():
 
 
 COMPARED = ["grpo", "dr_grpo", "rloo", "opo", "maxrl", "reinforce_pp_baseline", "pass_at_k", "mt_grpo", "gigpo"]
+COMPARED += ["turn_returns", "optimal_token_baseline", "gdpo"]
 
 
-def of_sizes(*sizes):
-    """Groups of the given numbers of episodes, which earn 0, 1, 2, ... with one to three tokens."""
-    return [
-        episode((".." + "s" * (1 + i % 3), {2: float(i)}), group=10 * g, index=i)
-        for g, n in enumerate(sizes)
-        for i in range(n)
-    ]
+def of_sizes(*sizes, b=1.0):
+    """Groups of the given numbers of episodes, which earn 0, 1, 2, ... with one to three tokens, as their score a."""
+    made = []
+    for group, index in ((g, i) for g, n in enumerate(sizes) for i in range(n)):
+        made.append(episode((".." + "s" * (1 + index % 3), {2: float(index)}), group=10 * group, index=index))
+        info = {"scores": {"a": float(index), "b": b}}
+        made[-1].turns.append(Turn(0, 2, len(made[-1].streams[0]), 0.0, StopReason.END_TOKEN, "", info))
+    return made
 
 
-@pytest.mark.parametrize(
-    ("kind", "keys"),
-    [*((kind, {}) for kind in COMPARED), ("turn_returns", {}), ("optimal_token_baseline", {}), ("gdpo", {})],
-)
-def test_episodes_without_another_one_to_compare_with_have_no_baseline(kind, keys):
+@pytest.mark.parametrize("kind", COMPARED)
+def test_episodes_without_another_one_to_compare_with_have_no_baseline(kind):
     for sizes, single in [((1, 3), {0}), ((3, 1, 2, 1), {3, 6}), ((2, 2), set()), ((1, 1), {0, 1}), ((), set())]:
         made = of_sizes(*sizes)
-        for one in made:
-            info = {"scores": {"a": one.streams[0].rewards.sum(), "b": 1.0}}
-            one.turns.append(Turn(0, 2, len(one.streams[0]), 0.0, StopReason.END_TOKEN, "", info))
         energies = [[s.sampled.astype(np.float32) for s in e.streams] for e in made]
-        credit = compute_advantages(made, recipe(kind, **keys), reward_streams(made), energies=energies)
+        credit = compute_advantages(made, recipe(kind), reward_streams(made), energies=energies)
         assert credit.without_baseline == single, sizes
 
 
 def test_gdpo_takes_no_credit_from_the_further_scores_of_a_function_that_does_not_apply():
-    made = of_sizes(3)
-    for one in made:
-        info = {"scores": {"a": one.streams[0].rewards.sum(), "b": None}}
-        one.turns.append(Turn(0, 2, len(one.streams[0]), 0.0, StopReason.END_TOKEN, "", info))
+    made = of_sizes(3, b=None)
     credits = [
         compute_advantages(made, recipe("gdpo", weights={"a": 1.0, **more}), reward_streams(made)).values
         for more in ({}, {"b": 1.0}, {"b_part": 1.0})
@@ -150,14 +98,12 @@ def test_gdpo_takes_no_credit_from_the_further_scores_of_a_function_that_does_no
         compute_advantages(made, recipe("gdpo", weights={"a": 1.0, "c_part": 1.0}), reward_streams(made))
 
 
-@pytest.mark.parametrize(
-    ("kind", "keys"), [("reinforce", {}), ("reinforce_pp", {}), ("arpo", {}), ("remax", {}), ("brpo", {})]
-)
-def test_credits_that_need_no_group_keep_groups_of_one(kind, keys):
+@pytest.mark.parametrize("kind", ["reinforce", "reinforce_pp", "arpo", "remax", "brpo"])
+def test_credits_that_need_no_group_keep_groups_of_one(kind):
     made = of_sizes(1, 3)
     greedy = {0: 0.0, 10: 1.0}
-    assert not compute_advantages(made, recipe(kind, **keys), reward_streams(made), greedy).without_baseline
-    alone = compute_advantages(made[:1], recipe(kind, **keys), reward_streams(made[:1]), greedy)
+    assert not compute_advantages(made, recipe(kind), reward_streams(made), greedy).without_baseline
+    alone = compute_advantages(made[:1], recipe(kind), reward_streams(made[:1]), greedy)
     assert alone.without_baseline == ({0} if kind == "brpo" else set())
     assert not compute_advantages(made, recipe("turn_returns", baseline="none"), reward_streams(made)).without_baseline
     values = [[np.zeros(len(s), np.float32) for s in e.streams] for e in made]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.credit.baselines import arpo, brpo, dr_grpo, gdpo, grpo, maxrl, opo, pass_at_k, remax, rloo, standardize
+from posttrain.credit.baselines import gdpo, grpo, maxrl, pass_at_k, remax, standardize
 from posttrain.credit.returns import optimal_token_baseline, reinforce, reinforce_pp, reinforce_pp_baseline
 from posttrain.errors import RunError
 from posttrain.recipe.credit import CREDITS
@@ -23,12 +23,11 @@ def outcome_baseline(name):
     """A registered credit as (returns, groups, lengths, greedy) -> [N]."""
     credit = CREDITS.make(name)
 
-    def compute(**given):
-        return credit.compute(**{key: value for key, value in given.items() if key in credit.inputs})
+    def compute(*given):
+        named = dict(zip(("returns", "groups", "lengths", "greedy"), given, strict=True))
+        return credit.compute(**{key: value for key, value in named.items() if key in credit.inputs})
 
-    return lambda returns, groups, lengths, greedy: compute(
-        returns=returns, groups=groups, lengths=lengths, greedy=greedy
-    )
+    return compute
 
 
 OUTCOME_BASELINES = {
@@ -36,48 +35,34 @@ OUTCOME_BASELINES = {
 }
 
 
-def test_grpo_divides_by_the_sample_deviation_of_the_group():
-    seven, three = np.sqrt(7.0) + 1e-6, np.sqrt(8.0) + 1e-6
-    expected = [-2 / seven, -2 / three, -1 / seven, 2 / three, 3 / seven]
-    np.testing.assert_allclose(grpo(RETURNS, GROUPS), expected, rtol=1e-12)
+_SEVEN, _THREE = np.sqrt(7.0) + 1e-6, np.sqrt(8.0) + 1e-6
+_OPO = {7: (1 * 1 + 2 * 2 + 5 * 6) / 8, 3: (3 * 0 + 1 * 4) / 4}
 
 
-def test_dr_grpo_subtracts_the_mean():
-    np.testing.assert_allclose(dr_grpo(RETURNS, GROUPS), [-2, -2, -1, 2, 3], rtol=1e-12)
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("grpo", [-2 / _SEVEN, -2 / _THREE, -1 / _SEVEN, 2 / _THREE, 3 / _SEVEN]),
+        ("dr_grpo", [-2, -2, -1, 2, 3]),
+        ("rloo", [1 - 4, 0 - 4, 2 - 3.5, 4 - 0, 6 - 1.5]),
+        ("opo", [1 - _OPO[7], 0 - _OPO[3], 2 - _OPO[7], 4 - _OPO[3], 6 - _OPO[7]]),
+        ("remax", [-0.5, 1, 0.5, 5, 4.5]),
+        ("brpo", (RETURNS - 2.6) / (RETURNS.std(ddof=1) + 1e-6)),
+        ("arpo", RETURNS),
+        ("maxrl", [-2 / 3, -1, -1 / 3, 1, 1]),
+    ],
+)
+def test_baselines_by_hand(name, expected):
+    np.testing.assert_allclose(OUTCOME_BASELINES[name](RETURNS, GROUPS, LENGTHS, GREEDY), expected, rtol=1e-12)
 
 
-def test_rloo_subtracts_the_mean_of_the_others():
-    np.testing.assert_allclose(rloo(RETURNS, GROUPS), [1 - 4, 0 - 4, 2 - 3.5, 4 - 0, 6 - 1.5], rtol=1e-12)
-
-
-def test_opo_weights_the_mean_by_length():
-    seven, three = (1 * 1 + 2 * 2 + 5 * 6) / 8, (3 * 0 + 1 * 4) / 4
-    expected = [1 - seven, 0 - three, 2 - seven, 4 - three, 6 - seven]
-    np.testing.assert_allclose(opo(RETURNS, GROUPS, LENGTHS), expected, rtol=1e-12)
-
-
-def test_remax_subtracts_the_greedy_return_of_the_task():
-    np.testing.assert_allclose(remax(RETURNS, GROUPS, GREEDY), [-0.5, 1, 0.5, 5, 4.5], rtol=1e-12)
+def test_maxrl_of_one_success_in_four_weighs_4_minus_1_as_1_over_p_does():
+    np.testing.assert_allclose(maxrl(np.eye(4)[0], np.zeros(4, int)), [3, -1, -1, -1])
 
 
 def test_remax_names_the_group_without_a_greedy_episode():
     with pytest.raises(RunError, match="group 7"):
         remax(RETURNS, GROUPS, {3: 1.0})
-
-
-def test_brpo_standardises_over_the_batch():
-    expected = (RETURNS - 2.6) / (RETURNS.std(ddof=1) + 1e-6)
-    np.testing.assert_allclose(brpo(RETURNS), expected, rtol=1e-12)
-
-
-def test_arpo_is_the_return():
-    np.testing.assert_array_equal(arpo(RETURNS), RETURNS)
-
-
-def test_maxrl_divides_by_the_mean_of_the_group():
-    np.testing.assert_allclose(maxrl(RETURNS, GROUPS), [-2 / 3, -1, -1 / 3, 1, 1], rtol=1e-12)
-    # One success in four: it weighs 4 - 1, as 1 / p does.
-    np.testing.assert_allclose(maxrl(np.eye(4)[0], np.zeros(4, int)), [3, -1, -1, -1])
 
 
 def test_maxrl_refuses_returns_below_0_and_names_the_group():

@@ -21,18 +21,20 @@ from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.rollout import SamplingRecipe
 from tests.cuda_fake import made
 from tests.engines.test_vllm_engine import Made
+from tests.vllm.asking import answers
 
 
 def sampled(engine, tokens, requests=3, prompt=13, **sampling):
     """Completions of `tokens` tokens to prompts of `prompt`. The fake device samples token 1, which ends nothing here."""
     engine.policy.end_tokens = frozenset({999_999})
+    prompts = [(5, 6, 7, *range(10 + 20 * i, 7 + prompt + 20 * i)) for i in range(requests)]
+    return answers(engine, [Request(ids, SamplingRecipe(**sampling), i, tokens) for i, ids in enumerate(prompts)])
 
-    async def run():
-        prompts = [(5, 6, 7, *range(10 + 20 * i, 7 + prompt + 20 * i)) for i in range(requests)]
-        asked = [Request(prompt, SamplingRecipe(**sampling), i, tokens) for i, prompt in enumerate(prompts)]
-        return await asyncio.gather(*(engine.generate(request) for request in asked))
 
-    return asyncio.run(run())
+def opened(path, **settings):
+    engine = LocalEngine(Policy(made.recipe(path, **settings)), slots=4)
+    engine.load_weights(1)
+    return engine
 
 
 def per_token(device, engine, **sampling):
@@ -60,7 +62,7 @@ SAMPLING = {
 def test_a_decoded_token_waits_for_its_number_alone(device, thin_model, name):
     """The sampled tokens, with their log-probabilities; truncation reads whether it has to sort the vocabulary."""
     sampling, most = SAMPLING[name]
-    engine = LocalEngine(Policy(made.recipe(thin_model)), slots=4)
+    engine = opened(thin_model)
     waits, kernels = per_token(device, engine, **sampling)
     assert waits <= most, device.syncs
     assert kernels <= 145, device.kernels
@@ -97,8 +99,7 @@ def test_a_recorded_pass_does_not_wait(device, thin_model, monkeypatch):
         return run, out
 
     monkeypatch.setattr(cuda, "CudaGraphs", lambda: record)
-    engine = LocalEngine(Policy(made.recipe(thin_model)), slots=4)
-    engine.load_weights(1)
+    engine = opened(thin_model)
     sampled(engine, 2 * cuda.RECORDED_AFTER)
     assert waits == [0]
 
@@ -106,8 +107,7 @@ def test_a_recorded_pass_does_not_wait(device, thin_model, monkeypatch):
 def test_a_replayed_pass_starts_nothing_per_layer_and_samples(device, thin_model, monkeypatch):
     """Ids, positions and slots, what the sampler takes, and the numbers of all sequences at the end: no product, and no sum."""
     monkeypatch.setattr(cuda, "CudaGraphs", lambda: lambda run: (lambda: None, run()))
-    engine = LocalEngine(Policy(made.recipe(thin_model)), slots=4)
-    engine.load_weights(1)
+    engine = opened(thin_model)
     counts = []
     for tokens in (20, 21):
         sampled(engine, 2 * cuda.RECORDED_AFTER)
@@ -124,39 +124,36 @@ def test_a_replayed_pass_starts_nothing_per_layer_and_samples(device, thin_model
 def test_kernels_per_layer_of_a_decoded_token(device, thin_model, tmp_path):
     counts = []
     for layers in (1, 2):
-        policy = Policy(made.recipe(made.deeper(thin_model, tmp_path / str(layers), layers)))
-        counts.append(per_token(device, LocalEngine(policy, slots=4), temperature=0.0)[1])
+        engine = opened(made.deeper(thin_model, tmp_path / str(layers), layers))
+        counts.append(per_token(device, engine, temperature=0.0)[1])
     assert counts[1] - counts[0] <= 20
 
 
 def test_kernels_do_not_grow_with_the_context(device, thin_model):
-    engine = LocalEngine(Policy(made.recipe(thin_model)), slots=4)
-    engine.load_weights(1)
+    engine = opened(thin_model)
+    engine.policy.end_tokens = frozenset({999_999})
     counts = []
-    for length in (20, 1500):
+    for ids in ((5, 6), tuple(range(3, 103)) * 15):
         engine._decoder = None
         engine.load_weights(1)
         engine._cache.reserve(1600)
-        request = Request(tuple(range(3, 103)) * (length // 100) or (5, 6), SamplingRecipe(temperature=0.0), 0, 4)
-        engine.policy.end_tokens = frozenset({999_999})
-        asyncio.run(engine.generate(replace(request, max_tokens=1)))
+        request = Request(ids, SamplingRecipe(temperature=0.0), 0, 4)
+        answers(engine, [replace(request, max_tokens=1)])
         device.reset()
-        asyncio.run(engine.generate(request))
+        answers(engine, [request])
         counts.append(device.kernel_count)
     assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"lora": {"rank": 4}}, {"head_dtype": "float32"}])
 def test_engines_of_other_models(device, thin_model, settings):
-    engine = LocalEngine(Policy(made.recipe(thin_model, **settings)), slots=4)
+    engine = opened(thin_model, **settings)
     assert isinstance(engine._cache, KeyValueRows) == (settings.get("dtype") != "float32")
-    engine.load_weights(1)
     assert [len(done.ids) for done in sampled(engine, 3)] == [3] * 3
 
 
 def test_a_sleeping_engine_leaves_the_memory_of_its_cache(device, thin_model):
-    engine = LocalEngine(Policy(made.recipe(thin_model)), slots=4)
-    engine.load_weights(1)
+    engine = opened(thin_model)
     before = device.live
     sampled(engine, 3)
     assert device.live > before
@@ -186,14 +183,10 @@ def test_weights_for_vllm_come_from_the_device(device, thin_model, monkeypatch):
     replica = Made("a")
     monkeypatch.setattr("posttrain.engines.vllm.engine.BUCKET_BYTES", 2**20)
     engine = VllmEngine(policy, VllmEngineRecipe(adapters="merged"), [replica])
-    monkeypatch.setattr(replica, "finish_weights", lambda: _nothing_missing())
+    monkeypatch.setattr(replica, "finish_weights", lambda: asyncio.sleep(0, []))
     engine.load_weights(1)
     names = set(dict(policy.weights()))
     assert set(replica.got) == names
     assert {tensor.dtype for tensor in replica.got.values()} == {torch.bfloat16}
     assert len(freed) == 3
     engine.close()
-
-
-async def _nothing_missing():
-    return []

@@ -15,42 +15,14 @@ from posttrain.models import forward, layers
 from posttrain.models.critic import Critic, SharedCritic
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
+from posttrain.recipe import loss as losses
 from posttrain.recipe.distill import JsdLoss, ReverseKlLoss
 from posttrain.recipe.hardware import HardwareRecipe
-from posttrain.recipe.loss import (
-    ApoDownLoss,
-    ApoZeroLoss,
-    BcoLoss,
-    CdpoLoss,
-    ClipCovRecipe,
-    CorrectionRecipe,
-    DpoLoss,
-    EntropyRecipe,
-    IpoLoss,
-    KlCovRecipe,
-    KlRecipe,
-    KtoLoss,
-    OrpoLoss,
-    RewardLossRecipe,
-    SftLossRecipe,
-    SimpoLoss,
-)
+from posttrain.recipe.loss import CorrectionRecipe, EntropyRecipe, KlRecipe, SftLossRecipe
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
+from posttrain.training import objectives
 from posttrain.training.distill import DistillationObjective, distillation_forward
-from posttrain.training.objectives import (
-    MixedObjective,
-    PairObjective,
-    PolicyObjective,
-    RewardObjective,
-    SharedObjective,
-    SupervisedObjective,
-    UnpairedObjective,
-    ValueObjective,
-    energy_forward,
-    logprobs,
-    reward_forward,
-    token_energies,
-)
+from posttrain.training.objectives import PolicyObjective, SupervisedObjective
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.updater import Updater
 from tests.cuda_fake import made
@@ -85,39 +57,29 @@ POLICY = {
 }
 
 
-@pytest.mark.parametrize("name", POLICY)
-def test_policy_losses_wait_only_once_per_update(device, policy, name):
-    learner = made.policy_updater(policy)
-    objective = PolicyObjective(POLICY[name], old="learner")
+PPO = PpoLoss()
+OBJECTIVES = {name: PolicyObjective(loss, old="learner") for name, loss in POLICY.items()}
+OBJECTIVES |= {
+    "kl": PolicyObjective(PPO, KlRecipe(coefficient=0.1), entropy=EntropyRecipe(coefficient=0.01)),
+    "top_share": PolicyObjective(PPO, entropy=EntropyRecipe(coefficient=0.01, top_share=0.5)),
+    "kl_cov": PolicyObjective(PPO, entropy=EntropyRecipe(covariance=losses.KlCovRecipe())),
+    "clip_cov": PolicyObjective(
+        PPO, entropy=EntropyRecipe(covariance=losses.ClipCovRecipe()), random=np.random.default_rng(0)
+    ),
+    "first_update": PolicyObjective(PPO, first_update=True, old="learner"),
+    "nll": SupervisedObjective(SftLossRecipe(type="nll")),
+    "dft": SupervisedObjective(SftLossRecipe(type="dft")),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_losses_of_tokens_wait_only_once_per_update(device, policy, name):
+    learner, objective = made.policy_updater(policy), OBJECTIVES[name]
     device.reset()
     made.updated(learner, made.samples(2), objective)
     device.expect(name, syncs=2)  # the metrics and the gradient norm
-    if name == "tis":
+    if name in ("tis", "nll", "dft"):
         assert waits_per_batch(device, learner, objective) == (2, 0), device.syncs
-
-
-@pytest.mark.parametrize(
-    "objective",
-    [
-        PolicyObjective(PpoLoss(), KlRecipe(coefficient=0.1), entropy=EntropyRecipe(coefficient=0.01)),
-        PolicyObjective(PpoLoss(), entropy=EntropyRecipe(coefficient=0.01, top_share=0.5)),
-        PolicyObjective(PpoLoss(), entropy=EntropyRecipe(covariance=KlCovRecipe())),
-        PolicyObjective(PpoLoss(), entropy=EntropyRecipe(covariance=ClipCovRecipe()), random=np.random.default_rng(0)),
-        PolicyObjective(PpoLoss(), first_update=True, old="learner"),
-    ],
-    ids=["kl", "top_share", "kl_cov", "clip_cov", "first_update"],
-)
-def test_terms_of_the_policy_loss(device, policy, objective):
-    learner = made.policy_updater(policy)
-    device.reset()
-    made.updated(learner, made.samples(2), objective)
-    device.expect("terms", syncs=2)
-
-
-@pytest.mark.parametrize("loss", ["nll", "dft"])
-def test_supervised(device, policy, loss):
-    objective = SupervisedObjective(SftLossRecipe(type=loss))
-    assert waits_per_batch(device, made.policy_updater(policy), objective) == (2, 0), device.syncs
 
 
 REFUSED = {"cumsum", "put_", "kthvalue", "median", "nll_loss2d_forward", "_embedding_bag"}
@@ -138,12 +100,14 @@ def test_updates_with_deterministic_kernels(device, policy):
     assert torch.utils.deterministic.fill_uninitialized_memory
 
 
-PAIRS = [DpoLoss(), CdpoLoss(), IpoLoss(), SimpoLoss(), OrpoLoss(), ApoZeroLoss(), ApoDownLoss(), BcoLoss()]
+PAIRS = [
+    getattr(losses, f"{name}Loss")() for name in ["Dpo", "Cdpo", "Ipo", "Simpo", "Orpo", "ApoZero", "ApoDown", "Bco"]
+]
 
 
 @pytest.mark.parametrize("loss", PAIRS, ids=lambda loss: loss.type)
 def test_pairs_wait_once_per_micro_batch(device, policy, loss):
-    objective = PairObjective(loss, supervised=0.1, shift=0.0 if isinstance(loss, BcoLoss) else None)
+    objective = objectives.PairObjective(loss, supervised=0.1, shift=0.0 if isinstance(loss, losses.BcoLoss) else None)
     learner = made.policy_updater(policy)
     device.reset()
     made.updated(learner, made.samples(2, pairs=True), objective)
@@ -152,17 +116,16 @@ def test_pairs_wait_once_per_micro_batch(device, policy, loss):
 
 def test_kto(device, policy):
     kl = torch.zeros((), device=policy.device)
-    objective = UnpairedObjective(KtoLoss(), kl, 2)
+    objective = objectives.UnpairedObjective(losses.KtoLoss(), kl, 2)
     assert waits_per_batch(device, made.policy_updater(policy), objective, pairs=True) == (3, 1), device.syncs
 
 
 def test_reward_model(device, thin_model):
     model = RewardModel(made.recipe(thin_model))
-    learner = made.updater(model, reward_forward(model))
-    objective = RewardObjective(RewardLossRecipe(margin=True, center_rewards_coefficient=0.01))
+    learner = made.updater(model, objectives.reward_forward(model))
+    objective = objectives.RewardObjective(losses.RewardLossRecipe(margin=True, center_rewards_coefficient=0.01))
     assert waits_per_batch(device, learner, objective, pairs=True) == (3, 1), device.syncs
-    rows = made.samples(2)
-    ids, sampled = [s.stream.ids for s in rows], [s.stream.sampled for s in rows]
+    ids, sampled = made.arrays(made.samples(2))
     prefixes = [np.array([9, 12]), np.array([10])]
     assert [len(r) for r in model.prefix_rewards(ids, prefixes)] == [2, 1]
     assert len(model.unit_rewards(ids, sampled, [np.array([10, 23]), np.array([23])]).rewards) == 3
@@ -170,27 +133,26 @@ def test_reward_model(device, thin_model):
 
 def test_critics(device, policy, thin_model):
     critic = Critic(made.recipe(thin_model))
-    learner = made.updater(critic, lambda rows: critic.values(*_arrays(rows)))
-    assert waits_per_batch(device, learner, ValueObjective(0.2)) == (2, 0), device.syncs
+    learner = made.updater(critic, lambda rows: critic.values(*made.arrays(rows)))
+    assert waits_per_batch(device, learner, objectives.ValueObjective(0.2)) == (2, 0), device.syncs
     shared = SharedCritic(policy)
     optimizer = Optimizer(shared.trainable(), OptimizerRecipe(), 10)
     joint = made.policy_updater(policy, head=shared.head)
     joint.joint = {"critic": optimizer}
-    objective = SharedObjective(PolicyObjective(PpoLoss()), 0.1, 0.2)
+    objective = objectives.SharedObjective(PolicyObjective(PpoLoss()), 0.1, 0.2)
     once, each = waits_per_batch(device, joint, objective)
     assert each == 0, device.syncs
     assert once <= 4, device.syncs  # metrics, and the norms of two optimizers
 
 
-def _arrays(rows):
-    return [row.stream.ids for row in rows], [row.stream.sampled for row in rows]
+DISTILLATION = {
+    "reverse": ReverseKlLoss(),
+    "top": JsdLoss(type="jsd", top_k=4),
+    "whole": JsdLoss(type="jsd", top_k=None),
+}
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [ReverseKlLoss(), JsdLoss(type="jsd", top_k=4), JsdLoss(type="jsd", top_k=None)],
-    ids=["reverse", "top", "whole"],
-)
+@pytest.mark.parametrize("loss", DISTILLATION.values(), ids=DISTILLATION)
 def test_distillation(device, policy, loss):
     width = len(policy.tokenizer)
     learner = made.updater(policy, distillation_forward(policy, LearnerRecipe(), 1.0, loss))
@@ -209,21 +171,20 @@ def test_distillation(device, policy, loss):
 
 
 def test_supervised_rows_beside_episodes(device, policy):
-    batch = made.samples(4)
+    learner, batch = made.policy_updater(policy), made.samples(4)
     batch[3].ptx = True
-    learner = made.policy_updater(policy)
     device.reset()
-    made.updated(learner, batch, MixedObjective(PolicyObjective(PpoLoss()), 0.1))
+    made.updated(learner, batch, objectives.MixedObjective(PolicyObjective(PpoLoss()), 0.1))
     device.expect("ptx", syncs=2)
 
 
 def test_passes_without_gradient(device, policy):
     learner, batch = made.policy_updater(policy), made.samples(4)
-    assert [len(each) for each in logprobs(learner, batch)] == [made.LENGTH - made.PROMPT] * 4
+    assert [len(each) for each in objectives.logprobs(learner, batch)] == [made.LENGTH - made.PROMPT] * 4
     with policy.as_reference():
-        assert len(logprobs(learner, batch)) == 4
-    energies = made.updater(policy, energy_forward(policy, LearnerRecipe(), 1.0))
-    assert token_energies(energies, [], []) == []
+        assert len(objectives.logprobs(learner, batch)) == 4
+    energies = made.updater(policy, objectives.energy_forward(policy, LearnerRecipe(), 1.0))
+    assert objectives.token_energies(energies, [], []) == []
     assert next(iter(energies.without_gradient(batch)))[1].shape == (4 * (made.LENGTH - made.PROMPT),)
 
 
@@ -276,21 +237,16 @@ def test_an_added_wait_fails_with_its_line(device, policy):
         AssertionError, match=rf"the CPU waited 3 times, more than 2:\n(.*\n)*.*a number at .*checks_training.py:{line}"
     ):
         device.expect("an update", syncs=2)
-
-
-def test_tensors_of_two_devices_are_refused(device, policy):
-    with pytest.raises(RuntimeError, match="device"):
+    with pytest.raises(RuntimeError, match="device"):  # tensors of two devices
         torch.ones(3, device="cuda") + torch.ones(3)
 
 
-@pytest.mark.parametrize("fused", ["liger", "compiled", "none"])
+@pytest.mark.parametrize("fused", ["liger", "none"])
 def test_choices_of_fused_layers(device, thin_model, fused, monkeypatch):
-    """Liger's kernels and compiled functions are replaced by their formulas, so their kernels are not counted."""
+    """Liger's kernels are replaced by their formulas, so they are not counted."""
     for name in ("liger_kernel", "liger_kernel.ops"):
         monkeypatch.setitem(sys.modules, name, fake_liger.ops())
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
-    for functions in (layers.liger, layers.compiled):
-        functions.cache_clear()
+    layers.liger.cache_clear()
     learner = made.policy_updater(Policy(made.recipe(thin_model, fused=fused)))
     device.reset()
     made.updated(learner, made.samples(2), SupervisedObjective())

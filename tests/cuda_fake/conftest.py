@@ -1,5 +1,7 @@
 """Fixtures of the checks, which run in the process that `child.py` starts."""
 
+import gc
+
 import pytest
 
 
@@ -15,6 +17,7 @@ def fake_gpu():
         patch.setattr(forward, "vocabulary_kernels", lambda logits: VocabularyKernels(fake))
         patch.setattr(load, "choose_path", lambda model, cache: use_path(model, forward.ForwardPath()))
         patch.setattr(engine, "choose_decoding", lambda model, flash, cache: gate.Parts("flash" if flash else "paged"))
+        gc.freeze()  # checks of memory collect garbage often, and need not search modules
         yield fake
 
 

@@ -39,27 +39,21 @@ def stream(number: int, length: int = LENGTH, prompt: int = PROMPT) -> Stream:
 
 def samples(count: int = 4, pairs: bool = False) -> list[Sample]:
     """Samples with all that any objective asks for."""
-    tokens = LENGTH - PROMPT
+    ones = np.ones(LENGTH - PROMPT, np.float32)
     made = []
     for number in range(count):
-        numbers = np.full(tokens, 0.5 if number % 2 else -0.5, dtype=np.float32)
-        made.append(
-            Sample(
-                stream(number),
-                f"sample {number}",
-                numbers.copy(),
-                ref_logprobs=-np.ones(tokens, np.float32),
-                old_logprobs=-np.ones(tokens, np.float32),
-                episode=number,
-                values=numbers.copy(),
-                returns=numbers.copy(),
-                entropies=np.arange(tokens, dtype=np.float32),
-                bonus=np.ones(tokens, dtype=bool),
-                group=number // 2,
-                side=PreferenceSide(number // 2, number % 2 == 0, 0.5) if pairs else None,
-            )
-        )
+        numbers = dict.fromkeys(("advantages", "values", "returns"), ones * (0.5 if number % 2 else -0.5))
+        numbers |= {"ref_logprobs": -ones, "old_logprobs": -ones, "bonus": ones > 0}
+        numbers |= {"entropies": np.arange(len(ones), dtype=np.float32)}
+        side = PreferenceSide(number // 2, number % 2 == 0, 0.5) if pairs else None
+        name, group = f"sample {number}", number // 2
+        made.append(Sample(stream(number), name, episode=number, group=group, side=side, **numbers))
     return made
+
+
+def arrays(rows: Sequence[Sample]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Token ids and masks of samples."""
+    return [row.stream.ids for row in rows], [row.stream.sampled for row in rows]
 
 
 def updater(model: Any, forward: Any, tokens_per_batch: int = 4096, **settings: Any) -> Updater[Any]:
@@ -111,28 +105,21 @@ def _resized(device: Any, change: Any, tensor: torch.Tensor) -> None:
 
 @contextmanager
 def processes(device: Any, count: int | list[int], together: int) -> Iterator[None]:
-    """Make this process the first of the learner processes `hardware.processes: count` inside the block, of which `together`
-    compute a row together.
-    Collective calls allocate their results and move nothing; FSDP has the streams of a CPU, which do not wait.
-    """
+    """Make this process the first of the learner processes `hardware.processes: count` inside the block, of which
+    `together` compute a row together. Collective calls allocate their results and move nothing; FSDP has the streams of
+    a CPU, which do not wait."""
     import pytest
-    from torch.distributed.fsdp._fully_shard import (
-        _fsdp_collectives,
-        _fsdp_param,
-        _fsdp_param_group,
-        _fsdp_state,
-        _fully_shard,
-    )
+    from torch.distributed.fsdp import _fully_shard as fsdp
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (_fsdp_collectives, _fsdp_param_group, _fsdp_state):
+        for module in (fsdp._fsdp_collectives, fsdp._fsdp_param_group, fsdp._fsdp_state):
             patch.setattr(module, "_get_device_handle", lambda kind: torch.cpu)
         for name in ("alloc_storage", "free_storage"):
-            patch.setattr(_fsdp_param, name, partial(_resized, device, getattr(_fsdp_param, name)))
+            patch.setattr(fsdp._fsdp_param, name, partial(_resized, device, getattr(fsdp._fsdp_param, name)))
         # Reductions between replicas need an event.
         patch.setattr(torch.cpu.Stream, "record_event", lambda stream: torch.cpu.Event())
-        patch.setattr(_fully_shard, "_get_device_from_mesh", lambda mesh: torch.device("cuda", 0))
+        patch.setattr(fsdp._fully_shard, "_get_device_from_mesh", lambda mesh: torch.device("cuda", 0))
         hardware = HardwareRecipe(processes=count, sequence_parallel=together, gradient_sync="per_forward")
         torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=hardware.learners)
         patch.setitem(world._state, "world", world.World(hardware, 0, hardware.learners))

@@ -143,12 +143,9 @@ def test_a_template_that_drops_thinking_divides_the_conversation():
     assert len(render_conversation(renderer(CHATML), messages, "assistant")) == 1
 
 
-def test_loss_on_all_trains_every_token_but_the_first():
+def test_loss_on_all_and_on_nothing():
     (stream,) = render_conversation(renderer(CHATML), [{"role": "user", "content": "u0x"}], "all")
     assert stream.trained.tolist() == [False] + [True] * (len(stream.ids) - 1)
-
-
-def test_nothing_to_train_gives_no_stream():
     messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a", "train": False}]
     assert render_conversation(renderer(CHATML), messages, "assistant") == []
 

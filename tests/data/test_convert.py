@@ -77,12 +77,9 @@ def test_other_preferences_are_left_out(overall):
     assert helpsteer3(row) == "overall_preference is not a whole number from -3 to 3"
 
 
-def test_gsm8k():
+def test_gsm8k_and_ultrafeedback():
     row = {"question": "q", "answer": "1 + 1 = <<1+1=2>>2\n#### 2"}
     assert gsm8k(row) == {"prompt": "q", "completion": row["answer"]}
-
-
-def test_ultrafeedback():
     user, good, bad = CONTEXT[0], *({"role": "assistant", "content": text} for text in "ab")
     row = {"prompt": "q", "chosen": [user, good], "rejected": [user, bad], "score_chosen": 8.5, "score_rejected": 6.0}
     assert ultrafeedback(row) == {"chosen": [user, good], "rejected": [user, bad], "margin": 2.5}
@@ -120,13 +117,19 @@ def test_a_file_of_pairs(tmp_path, suffix):
     assert any("empty answer (train.jsonl row 15" in line for line in lines)
 
 
-def test_language_and_limit(tmp_path):
+def test_language_limit_and_the_reason_without_rows(tmp_path):
     rows = [preference(1, "python")] * 30 + [preference(-1, "english")] * 30
     source = str(write(tmp_path / "train.jsonl", rows))
     out = tmp_path / "out.jsonl"
     assert convert_rows("helpsteer3", out, source, limit=5).written == len(pairs(out)) == 5
     assert convert_rows("helpsteer3", out, source, language="any").written == len(pairs(out)) == 60
     assert convert_rows("helpsteer3", out, source, language="Python").written == len(pairs(out)) == 30
+    source = str(write(tmp_path / "train.jsonl", [preference(1, "python")] * 3 + [{"a": 1}]))
+    with pytest.raises(InputError, match=r"train\.jsonl: no row to write; 4 skipped: language is not english"):
+        convert_rows("helpsteer3", tmp_path / "out.jsonl", source)
+    with pytest.raises(InputError, match=r"no row to write; 4 rows dropped: null \(train\.jsonl row 1"):
+        convert_rows("gsm8k", tmp_path / "out.jsonl", source)
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 @pytest.mark.parametrize(
@@ -144,16 +147,7 @@ def test_wrong_input(tmp_path, name, out, more, message):
     assert message in str(caught.value)
 
 
-def test_the_error_without_rows_has_the_reason(tmp_path):
-    source = str(write(tmp_path / "train.jsonl", [preference(1, "python")] * 3 + [{"a": 1}]))
-    with pytest.raises(InputError, match=r"train\.jsonl: no row to write; 4 skipped: language is not english"):
-        convert_rows("helpsteer3", tmp_path / "out.jsonl", source)
-    with pytest.raises(InputError, match=r"no row to write; 4 rows dropped: null \(train\.jsonl row 1"):
-        convert_rows("gsm8k", tmp_path / "out.jsonl", source)
-    assert not (tmp_path / "out.jsonl").exists()
-
-
-def test_a_column_of_mixed_types_cannot_be_written_as_parquet_and_leaves_no_file(tmp_path):
+def test_a_failed_write_leaves_no_file_and_names_it(tmp_path):
     pytest.importorskip("pyarrow")
     out = tmp_path / "out.parquet"
     with pytest.raises(InputError, match=r"out\.parquet: column a cannot be written .*; write \.jsonl instead"):
@@ -161,9 +155,6 @@ def test_a_column_of_mixed_types_cannot_be_written_as_parquet_and_leaves_no_file
     assert list(tmp_path.iterdir()) == []
     write_rows(out, [{"a": 1}, {"b": "x"}])
     assert [row for _, row in read_rows(SourceRecipe(path=str(out)))] == [{"a": 1, "b": None}, {"a": None, "b": "x"}]
-
-
-def test_a_write_error_names_the_file(tmp_path):
     (tmp_path / "file").write_text("no directory")
     with pytest.raises(RunError, match=r"cannot write .*out\.jsonl: .*; check the path and the disk"):
         write_rows(tmp_path / "file" / "out.jsonl", [{"a": 1}])

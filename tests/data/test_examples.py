@@ -76,21 +76,42 @@ def test_a_pair_is_one_good_and_one_bad_answer(tmp_path):
     assert first == examples[:2]
 
 
-def test_other_names_of_columns():
+def test_names_of_columns():
     row = {"question": "q", "answer": "a", "prompt": None}
     assert len(made("conversation", row, prompt="question", completion="answer").messages) == 2
     row = {"conversations": VALID["conversation"][1]["messages"]}
     roles = [message["role"] for message in made("conversation", row, messages="conversations").messages]
     assert roles == ["user", "assistant"]
+    row = {"id": 1, "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
+    assert "missing column: needs `messages` or `prompt`, has `id`, `conversations`" in made("conversation", row)
+    assert made("conversation", row, messages="conversations").messages[1] == {"role": "assistant", "content": "a"}
+    row = {"prompt": "q", "context_messages": [SYSTEM, USER]}
+    assert made("prompt", row).messages == [{"role": "user", "content": "q"}]
+    assert made("prompt", {**row, "prompt": None}).messages == [SYSTEM, USER]
 
 
-def test_sharegpt_speakers():
+def test_forms_of_messages():
     speakers = ["system", "human", "gpt", "user", "assistant", "tool"]
     row = {"messages": [{"from": speaker, "value": "x"} for speaker in speakers]}
     assert [message["role"] for message in made("conversation", row).messages] == [
         "system", "user", "assistant", "user", "assistant", "tool",
     ]  # fmt: skip
     assert made("conversation", row).messages[0] == {"role": "system", "content": "x"}
+    parts = [{"type": "text", "text": "2 ", "image": None}, {"type": "text", "text": "+ 2?"}]
+    row = {"messages": [{"role": "user", "content": parts, "train": None, "name": None}, GOOD]}
+    assert made("conversation", row).messages == [{"role": "user", "content": "2 + 2?"}, GOOD]
+    messages = made("conversation", {"messages": [USER, CALL, TOOL, GOOD]}).messages
+    assert messages[1] == {**CALL, "content": ""}
+    legacy = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}}
+    result = {"role": "function", "name": "add", "content": None}
+    rows = [{"role": "developer", "content": "s"}, USER, legacy, result, GOOD]
+    messages = made("conversation", {"messages": rows}).messages
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert messages[2]["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+    assert "function_call" not in messages[2]
+    assert messages[3] == {"role": "tool", "name": "add", "content": ""}
+    pair = made("pair", {"prompt": USER["content"], "chosen": [USER, GOOD], "rejected": [USER, BAD]})
+    assert (pair.prompt, pair.chosen, pair.rejected) == ([USER], [GOOD], [BAD])
 
 
 @pytest.mark.parametrize(
@@ -118,29 +139,6 @@ def test_other_weights_are_a_problem_of_the_row(weight):
     )
 
 
-def test_messages_in_a_column_of_another_name_are_pointed_at():
-    row = {"id": 1, "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
-    assert "missing column: needs `messages` or `prompt`, has `id`, `conversations`" in made("conversation", row)
-    assert made("conversation", row, messages="conversations").messages[1] == {"role": "assistant", "content": "a"}
-
-
-def test_a_prompt_column_takes_precedence_over_context_messages():
-    row = {"prompt": "q", "context_messages": [SYSTEM, USER]}
-    assert made("prompt", row).messages == [{"role": "user", "content": "q"}]
-    assert made("prompt", {**row, "prompt": None}).messages == [SYSTEM, USER]
-
-
-def test_content_in_parts_is_joined_and_null_keys_go():
-    parts = [{"type": "text", "text": "2 ", "image": None}, {"type": "text", "text": "+ 2?"}]
-    row = {"messages": [{"role": "user", "content": parts, "train": None, "name": None}, GOOD]}
-    assert made("conversation", row).messages == [{"role": "user", "content": "2 + 2?"}, GOOD]
-
-
-def test_calls_of_tools_need_no_content():
-    messages = made("conversation", {"messages": [USER, CALL, TOOL, GOOD]}).messages
-    assert messages[1] == {**CALL, "content": ""}
-
-
 @pytest.mark.parametrize(
     ("chosen", "rejected", "shared"),
     [
@@ -156,11 +154,6 @@ def test_the_common_beginning_is_the_prompt(chosen, rejected, shared):
     pair = made("pair", {"chosen": chosen, "rejected": rejected})
     assert (pair.prompt, pair.chosen, pair.rejected) == (chosen[:shared], chosen[shared:], rejected[shared:])
     check(pair)
-
-
-def test_a_prompt_repeated_in_the_answers_is_kept_once():
-    pair = made("pair", {"prompt": USER["content"], "chosen": [USER, GOOD], "rejected": [USER, BAD]})
-    assert (pair.prompt, pair.chosen, pair.rejected) == ([USER], [GOOD], [BAD])
 
 
 @pytest.mark.parametrize(
@@ -286,9 +279,6 @@ def test_max_rows_are_usable_rows_of_each_source(tmp_path):
     taken = [example.origin for example in read_examples("prompt", sources, COLUMNS, problems, max_rows=2)]
     assert taken == ["a.jsonl row 2", "a.jsonl row 3", "b.jsonl row 2", "b.jsonl row 3"]
     assert (problems.used, problems.total) == (4, 2)
-
-
-def test_a_missing_source_is_an_error_before_rows_are_read(tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_text('{"prompt": "q"}')
     with pytest.raises(InputError, match=r"missing\.jsonl"):
@@ -337,22 +327,16 @@ def test_other_arguments_are_a_problem_of_the_row(arguments):
     assert problem.startswith("arguments of a tool call are not an object: those of 'add' in message 2 of `messages`")
 
 
-def test_a_lone_surrogate_in_the_arguments_is_a_problem_of_the_row():
+def test_lone_surrogates_and_repeated_keys_are_problems_of_the_row(tmp_path):
     problem = made("conversation", {"messages": [USER, called('{"a": "\\ud83d"}'), TOOL, GOOD]})
     assert problem.startswith("text is not Unicode: ")
     nameless = made("conversation", {"messages": [USER, calls({"id": "x"}), TOOL, GOOD]})
     assert nameless.startswith("tool call without a name")
-
-
-def test_developers_functions_and_null_results_are_read():
-    legacy = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}}
-    result = {"role": "function", "name": "add", "content": None}
-    rows = [{"role": "developer", "content": "s"}, USER, legacy, result, GOOD]
-    messages = made("conversation", {"messages": rows}).messages
-    assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool", "assistant"]
-    assert messages[2]["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
-    assert "function_call" not in messages[2]
-    assert messages[3] == {"role": "tool", "name": "add", "content": ""}
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"messages": [{"role": "user", "content": "q", "content": "OTHER"}]}\n')
+    problems = Problems()
+    assert list(read_examples("conversation", [SourceRecipe(path=str(file))], ColumnsRecipe(), problems)) == []
+    assert "a key twice" in problems.summary()[0]
 
 
 def test_an_answer_may_open_a_conversation():
@@ -416,11 +400,3 @@ def test_arguments_of_a_call_are_found_or_refused(call, arguments):
         assert read.startswith(arguments)
     else:
         assert read.messages[1]["tool_calls"][0]["function"].get("arguments") == arguments
-
-
-def test_a_row_with_a_key_twice_is_refused(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"messages": [{"role": "user", "content": "q", "content": "OTHER"}]}\n')
-    problems = Problems()
-    assert list(read_examples("conversation", [SourceRecipe(path=str(file))], ColumnsRecipe(), problems)) == []
-    assert "a key twice" in problems.summary()[0]

@@ -41,7 +41,7 @@ def test_json_lines(tmp_path, ending):
     assert read(path) == [(f"train.jsonl row {2 * n - 1}", row) for n, row in enumerate(ROWS, 1)]
 
 
-def test_json_list_and_json_lines_in_json(tmp_path):
+def test_json_lists_and_json_lines_in_json(tmp_path):
     path = tmp_path / "train.json"
     path.write_text("\n " + json.dumps(ROWS, indent=1))
     assert read(path) == numbered("train.json", ROWS)
@@ -50,6 +50,9 @@ def test_json_list_and_json_lines_in_json(tmp_path):
     assert read(path) == []
     path.write_text("")
     assert read(path) == []
+    path = tmp_path / "train.json"
+    path.write_text(json.dumps({"data": ROWS}, indent=2))
+    assert read(path) == [("train.json", "broken file: the file is one object, not a list of objects")]
 
 
 def test_csv_with_quotes_newlines_and_long_cells(tmp_path):
@@ -62,14 +65,11 @@ def test_csv_with_quotes_newlines_and_long_cells(tmp_path):
     assert len(read(path)[0][1]["prompt"]) == 200_000
 
 
-def test_parquet_over_several_row_groups(tmp_path):
+def test_values_of_parquet_and_numpy_become_plain(tmp_path):
     path = tmp_path / "train.parquet"
     rows = [{"n": n, "messages": [{"role": "user", "content": str(n)}]} for n in range(700)]
     pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=300)
     assert read(path) == numbered("train.parquet", rows)
-
-
-def test_values_of_parquet_become_plain(tmp_path):
     path = tmp_path / "train.parquet"
     table = pa.table(
         {
@@ -83,9 +83,6 @@ def test_values_of_parquet_become_plain(tmp_path):
     row = read(path)[0][1]
     assert row == {"day": "2024-02-03", "price": 1.5, "pairs": [["a", 1]], "small": 1.5}
     assert type(row["small"]) is float
-
-
-def test_numpy_becomes_plain():
     value = plain({"a": np.float64(0.5), "b": np.arange(2), "c": (np.bool_(True), np.str_("x")), "d": np.int8(3)})
     assert value == {"a": 0.5, "b": [0, 1], "c": [True, "x"], "d": 3}
     assert [type(value["a"]), type(value["b"][0]), *map(type, value["c"])] == [float, int, bool, str]
@@ -157,6 +154,10 @@ def test_broken_lines_are_problems_of_their_row_only(tmp_path):
     starts += ["row is not an object: its type is list", "row is not an object: its type is NoneType"]
     for problem, start in zip([*broken, long], [*starts, "broken JSON: nested", "broken JSON: "], strict=True):
         assert problem.startswith(start)
+    (tmp_path / "d.jsonl").write_text('{"x": "\\ud83d"}\n{"x": "\\ud83d\\ude00"}\n')
+    (_, broken), (_, good) = read_rows(SourceRecipe(path=str(tmp_path / "d.jsonl")))
+    assert broken.startswith("broken UTF-8")
+    assert good == {"x": "\U0001f600"}
 
 
 def test_a_truncated_json_list_is_read_up_to_the_damage(tmp_path):
@@ -184,12 +185,6 @@ def test_a_truncated_list_keeps_its_rows(tmp_path, content, problem):
     path = tmp_path / "train.json"
     path.write_text(content)
     assert read(path) == [("train.json row 1", {"a": 1}), ("train.json", problem)]
-
-
-def test_a_single_object_is_not_a_list(tmp_path):
-    path = tmp_path / "train.json"
-    path.write_text(json.dumps({"data": ROWS}, indent=2))
-    assert read(path) == [("train.json", "broken file: the file is one object, not a list of objects")]
 
 
 def test_broken_rows_of_csv(tmp_path):
@@ -225,7 +220,7 @@ def test_a_truncated_parquet_file_is_one_problem(tmp_path, kept):
     assert problem.startswith("broken file: not a complete parquet file")
 
 
-def test_a_broken_row_group_drops_only_its_rows(tmp_path):
+def test_broken_parts_of_parquet_drop_only_their_rows(tmp_path):
     path = tmp_path / "train.parquet"
     rows = [{"text": f"{n} " * 200} for n in range(90)]
     pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=30, compression="gzip", use_dictionary=False)
@@ -237,9 +232,6 @@ def test_a_broken_row_group_drops_only_its_rows(tmp_path):
     assert [origin for origin, row in found if isinstance(row, str)] == ["train.parquet"]
     assert found[30][1].startswith("broken file: rows 31 to 60 of 90 cannot be decoded")
     assert found[:30] + found[31:] == [(f"train.parquet row {n + 1}", rows[n]) for n in range(90) if not 30 <= n < 60]
-
-
-def test_broken_text_in_parquet_is_a_problem_of_its_row(tmp_path):
     path = tmp_path / "train.parquet"
     texts = [b"one", b"tw\xff", "thré".encode()]
     array = pa.array(texts, pa.binary()).view(pa.string())
@@ -313,7 +305,7 @@ def hub(monkeypatch):
     return set_up
 
 
-def test_a_hub_that_cannot_be_reached_is_one_sentence(hub):
+def test_rows_of_the_hub_and_its_failures(hub):
     hub(None)
     with pytest.raises(InputError) as caught:
         read_rows(SourceRecipe(path="owner/name", subset="main"))
@@ -321,14 +313,9 @@ def test_a_hub_that_cannot_be_reached_is_one_sentence(hub):
     assert text.startswith("owner/name: no such file or directory, and no hub data set with split")
     assert "split train of main (Name or service not known)" in text
     assert "\n" not in text
-
-
-def test_rows_of_the_hub_come_with_their_split(hub):
     hub(lambda path, subset, split: iter([{"a": np.int64(1)}, {"a": 2}]))
     assert read("owner/name", split="test") == numbered("owner/name test", [{"a": 1}, {"a": 2}])
 
-
-def test_losing_the_hub_stops_the_run(hub):
     def rows(path, subset, split):
         yield {"a": 1}
         raise ConnectionError("gone")
@@ -515,9 +502,6 @@ def test_parquet_has_the_conversations_of_the_rows_that_were_written(tmp_path):
     write_rows(tmp_path / "a.jsonl", CALLED)
     write_rows(tmp_path / "a.parquet", CALLED)
     assert conversations(tmp_path / "a.parquet") == conversations(tmp_path / "a.jsonl")
-
-
-def test_nulls_that_arrow_adds_to_messages_and_tools_are_absent(tmp_path):
     import pyarrow as arrow
     from pyarrow import parquet
 
@@ -529,9 +513,6 @@ def test_nulls_that_arrow_adds_to_messages_and_tools_are_absent(tmp_path):
     write_rows(tmp_path / "b.jsonl", rows)
     assert conversations(tmp_path / "b.parquet") == conversations(tmp_path / "b.jsonl")
     assert [row["extra"] for _, row in read(tmp_path / "b.parquet")] == [{"kept": None}] * 2
-
-
-def test_parquet_cells_of_the_type_json_are_parsed(tmp_path):
     import pyarrow as arrow
     from pyarrow import parquet
 
@@ -543,8 +524,16 @@ def test_parquet_cells_of_the_type_json_are_parsed(tmp_path):
     assert conversations(tmp_path / "c.parquet") == conversations(tmp_path / "c.jsonl")
 
 
-def test_a_row_with_a_lone_surrogate_in_any_column_is_dropped_by_name(tmp_path):
-    (tmp_path / "d.jsonl").write_text('{"x": "\\ud83d"}\n{"x": "\\ud83d\\ude00"}\n')
-    (_, broken), (_, good) = read_rows(SourceRecipe(path=str(tmp_path / "d.jsonl")))
-    assert broken.startswith("broken UTF-8")
-    assert good == {"x": "\U0001f600"}
+@pytest.mark.parametrize(
+    ("split", "rows"), [("train[:50%]", range(5)), ("train[50%:]", range(5, 11)), ("train[20%:40%]", range(2, 4))]
+)
+def test_parts_of_a_file_are_disjoint(tmp_path, split, rows):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f'{{"row": {number}}}\n' for number in range(11)))
+    source = SourceRecipe(path=str(file), split=split)
+    assert [row["row"] for _, row in read_rows(source)] == [*rows]
+    for wrong in ("train[5:7]", "train[50%:20%]", "train[:101%]"):
+        with pytest.raises(ValueError, match="split"):
+            SourceRecipe(path=str(file), split=wrong)
+    with pytest.raises(InputError, match="none of its 11 rows"):
+        read_rows(SourceRecipe(path=str(file), split="train[:1%]"))

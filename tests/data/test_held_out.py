@@ -92,13 +92,7 @@ def test_sources_with_a_use_are_the_held_out_tasks(training, validation, test):
     assert parts(split(tasks)) == [set(range(first)), set(range(first, second)), set(range(second, second + test))]
 
 
-def test_with_only_a_test_source_the_curve_uses_held_out_training_tasks():
-    tasks = split([*rows(50), *rows(7, 100, "test")])
-    assert list(tasks.test) == list(range(50, 57))
-    assert (len(tasks.validation), len(tasks.training)) == (5, 45)
-
-
-def test_explicit_ranges_are_kept_and_others_avoid_them():
+def test_ranges_and_counts_are_kept_and_others_avoid_them():
     tasks = split(rows(100), SeedRange(start=10, count=50))
     assert list(tasks.training) == list(range(10, 60))
     assert (set(tasks.validation) | set(tasks.test)) & set(tasks.training) == set()
@@ -112,15 +106,15 @@ def test_explicit_ranges_are_kept_and_others_avoid_them():
     ]
     rest = split(rows(100), seeds={"start": 0, "count": 10}, final_seeds={"start": 90})
     assert list(rest.training) == list(range(10, 90))
-
-
-def test_counts_without_a_start_are_drawn():
     tasks = split(rows(300), SeedRange(count=100), seeds={"count": 20}, final_seeds={"count": 50})
     assert [len(part) for part in (tasks.training, *tasks.held_out)] == [100, 20, 50]
     assert len(set().union(*parts(tasks))) == 170
     assert len(split(rows(300), SeedRange(count=4860)).training) == 240
     more = split(rows(300), held_out=100, seeds={"count": 20})
     assert [len(part) for part in (more.training, *more.held_out)] == [200, 20, 80]
+    tasks = split([*rows(50), *rows(7, 100, "test")])
+    assert list(tasks.test) == list(range(50, 57))
+    assert (len(tasks.validation), len(tasks.training)) == (5, 45)
 
 
 def test_an_evaluation_takes_all_tasks_or_those_that_training_held_out():

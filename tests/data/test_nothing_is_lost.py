@@ -117,6 +117,11 @@ def test_a_key_that_the_template_shows_is_not_counted():
     assert used(messages, named)[1] == []
     (line,) = used(messages, CHATML)[1]
     assert "`name`" in line
+    spoken = {"role": "assistant", "content": "I look it up.", "tool_calls": [CALL]}
+    messages = [user("a"), spoken, {"role": "tool", "tool_call_id": CALL["id"], "content": "y"}, GOOD]
+    for family, lost in (("mistral", True), ("qwen2_5", False)):
+        _, lines = used(messages, renderer(family), TOOLS)
+        assert any(line.startswith("1 row without a text") for line in lines) is lost, family
 
 
 # -- texts that the template leaves out --------------------------------------------------------------------------------
@@ -148,14 +153,6 @@ def test_text_that_the_template_leaves_out_is_counted(template, messages, loss_o
     assert sum(line.startswith("2 rows without a text") for line in lines) == lost
 
 
-def test_a_template_that_shows_calls_without_the_text_beside_them_is_named():
-    spoken = {"role": "assistant", "content": "I look it up.", "tool_calls": [CALL]}
-    messages = [user("a"), spoken, {"role": "tool", "tool_call_id": CALL["id"], "content": "y"}, GOOD]
-    for family, lost in (("mistral", True), ("qwen2_5", False)):
-        _, lines = used(messages, renderer(family), TOOLS)
-        assert any(line.startswith("1 row without a text") for line in lines) is lost, family
-
-
 # -- an answer that opens the conversation ----------------------------------------------------------------------------
 
 
@@ -179,9 +176,6 @@ def test_openings_do_not_make_prompts_equal():
     (two,), _ = used([opening, user("When?"), GOOD], CHATML)
     (same,), _ = used([opening, user("Where?"), {**GOOD, "content": "5"}], CHATML)
     assert one.prompt == same.prompt != two.prompt
-
-
-def test_a_template_that_does_not_open_with_an_answer_drops_the_row_by_name():
     refuses = "{% if messages[0]['role'] == 'assistant' %}{{ raise_exception('user first') }}{% endif %}" + LLAMA2
     skips = "{% if messages[0]['role'] == 'assistant' %}{% set messages = messages[1:] %}{% endif %}" + CHATML
     for template in (refuses, skips):

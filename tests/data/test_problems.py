@@ -51,14 +51,11 @@ def test_warnings_are_printed_and_do_not_fail_the_run():
     problems.raise_if(strict=True)
 
 
-def test_text_splits_into_category_and_detail():
+def test_counts_are_split_stored_and_added():
     problems = Problems()
     problems.add_text("wrong role: message 2: elf", "a row 1")
     problems.add_text("wrong role", "a row 2")
     assert problems.summary() == ["2 rows dropped: wrong role (a row 1, row 2; first: message 2: elf)"]
-
-
-def test_state_survives_json():
     problems = counted(("null", "a row 1", "in `x`"), ("wrong role", "a row 2", ""))
     problems.note("cut", "a row 3")
     problems.used = 5
@@ -66,9 +63,6 @@ def test_state_survives_json():
     assert (back.summary(), back.total, back.used) == (problems.summary(), 2, 5)
     back.add("null", "a row 9")
     assert problems.total == 2
-
-
-def test_including_adds_counts_and_keeps_the_first_places():
     first = counted(*[("null", f"a row {n}", "") for n in range(1, 5)])
     second = counted(*[("null", f"b row {n}", "") for n in range(1, 5)], ("wrong role", "b row 9", ""))
     second.used = 3
@@ -82,15 +76,12 @@ def test_including_adds_counts_and_keeps_the_first_places():
     assert second.total == 5
 
 
-def test_strict_names_the_first_problem():
+def test_errors_name_the_first_or_the_most_frequent_problem():
     problems = counted(("null", "a.jsonl row 4", "in `x`"), ("wrong role", "a.jsonl row 5", ""))
     problems.raise_if(strict=False)
     with pytest.raises(InputError, match=r"^a\.jsonl row 4: null: in `x`; 1 more problem.*strict: false"):
         problems.raise_if(strict=True)
     Problems().raise_if(strict=True)
-
-
-def test_no_usable_row_names_the_files_and_the_most_frequent_problem():
     problems = counted(("null", "a row 1", ""), ("wrong role", "a row 2", "elf"), ("wrong role", "a row 3", ""))
     with pytest.raises(InputError, match=r"^a, b: no usable row; 3 problems.*role \(a row 2, row 3\): elf"):
         problems.require_any("a, b")

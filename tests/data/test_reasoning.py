@@ -68,11 +68,24 @@ def test_a_row_whose_reasoning_the_template_ignores_is_named(template):
     assert "row 0" not in line
 
 
-def test_reasoning_is_kept_where_tools_are_text():
+def test_reasoning_in_calls_and_beside_tools():
     subject = made(byte_level(TEMPLATES["thinking"]))
     call = {"type": "function", "function": {"name": "look", "arguments": {}}}
     messages = [user("Where?"), {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]}]
     assert "<think>hm</think><tool_call>" in subject.text(messages, [call], answering=False)
+    (switch,) = messages_of([{"role": "assistant", "content": "Up", "thinking": True}], "messages")
+    assert switch["thinking"] is True
+    (asked,) = messages_of([{"role": "user", "content": "Up", "thinking": "hm"}], "messages")
+    assert asked["thinking"] == "hm"
+    assert "hm" not in made(byte_level(DROPS_THINKING)).text([asked])
+    history = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "Up", "reasoning": "hm"}]
+    assert read_chat({"messages": history}).messages[1]["reasoning_content"] == "hm"
+    history[1] = {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, TEXT]}
+    assert read_chat({"messages": history}).messages[1] == {
+        "role": "assistant",
+        "content": "Up",
+        "reasoning_content": "hm",
+    }
 
 
 @pytest.mark.parametrize(
@@ -86,25 +99,6 @@ def test_reasoning_is_kept_where_tools_are_text():
 def test_reasoning_that_cannot_be_read_drops_the_row_by_name(message):
     with pytest.raises(UnusableRow, match="message 1"):
         messages_of([{"role": "assistant", **message}], "messages")
-
-
-def test_other_values_under_these_names_are_left_alone():
-    (switch,) = messages_of([{"role": "assistant", "content": "Up", "thinking": True}], "messages")
-    assert switch["thinking"] is True
-    (asked,) = messages_of([{"role": "user", "content": "Up", "thinking": "hm"}], "messages")
-    assert asked["thinking"] == "hm"
-    assert "hm" not in made(byte_level(DROPS_THINKING)).text([asked])
-
-
-def test_reasoning_in_calls_of_agents():
-    history = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "Up", "reasoning": "hm"}]
-    assert read_chat({"messages": history}).messages[1]["reasoning_content"] == "hm"
-    history[1] = {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, TEXT]}
-    assert read_chat({"messages": history}).messages[1] == {
-        "role": "assistant",
-        "content": "Up",
-        "reasoning_content": "hm",
-    }
 
 
 @pytest.mark.parametrize("template", ["reasoning_content", "tags"])

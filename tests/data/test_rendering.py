@@ -144,6 +144,11 @@ def test_tokens_are_computed_once_for_equal_messages(monkeypatch):
     ):
         with pytest.raises(TypeError):
             change()
+    monkeypatch.setattr("posttrain.data.templates._REMEMBERED", 1000)
+    one = renderer()
+    for number in range(100):
+        one.prompt([{"role": "user", "content": f"question {number:3d}".ljust(100)}])
+    assert 1 <= len(one._remembered._tokens) <= 10
 
 
 def test_tokens_that_change_with_the_date_are_computed_each_time(monkeypatch):
@@ -152,11 +157,3 @@ def test_tokens_that_change_with_the_date_are_computed_each_time(monkeypatch):
     monkeypatch.setattr(Renderer, "text", None)
     with pytest.raises(TypeError):
         one.prompt(asked)
-
-
-def test_few_characters_are_remembered(monkeypatch):
-    monkeypatch.setattr("posttrain.data.templates._REMEMBERED", 1000)
-    one = renderer()
-    for number in range(100):
-        one.prompt([{"role": "user", "content": f"question {number:3d}".ljust(100)}])
-    assert 1 <= len(one._remembered._tokens) <= 10

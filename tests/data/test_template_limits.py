@@ -53,12 +53,14 @@ def test_what_templates_use_is_rendered_as_by_jinja():
     assert rendered(template, messages=messages) == expected
 
 
-def test_a_long_conversation_is_within_the_budget():
+def test_long_conversations_are_within_the_budget_and_templates_have_a_length():
     messages = [{"role": "user", "content": "word " * 400}] * 2_000
     text = rendered(
         "{% for m in messages %}{{ '<s>' + m.role + m.content|trim + '</s>' }}{% endfor %}", messages=messages
     )
     assert len(text) == 2_000 * (len("<s>user</s>") + 1_999)
+    with pytest.raises(TemplateRuntimeError, match="more than 131,072 characters"):
+        LimitedEnvironment().from_string("x" * 131_073)
 
 
 SECOND = "{% if messages|length == 1 %}{{ messages[0].content }}{% else %}" + NESTED + "{% endif %}"
@@ -73,11 +75,6 @@ def test_a_model_with_an_endless_template_is_refused(tiny_model, tmp_path, templ
         Renderer(load_tokenizer(ModelRecipe(path=str(model))), frozenset({2})).prompt(
             [{"role": "user", "content": "x"}] * 3
         )
-
-
-def test_a_template_that_is_too_long_is_refused():
-    with pytest.raises(TemplateRuntimeError, match="more than 131,072 characters"):
-        LimitedEnvironment().from_string("x" * 131_073)
 
 
 @pytest.mark.parametrize("thinking", ["on", "off"])

@@ -42,13 +42,16 @@ def file(tmp_path):
     return tmp_path / "rows.jsonl"
 
 
-def test_text_is_not_rendered_and_ends_with_the_end_token(renderer):
+def test_plain_text_is_not_rendered_and_rows_with_one_beginning_differ(renderer):
     example = conversation({"text": "once upon a time"}, "row 1", ColumnsRecipe())
     assert example == TextExample("once upon a time", "row 1")
     (row,) = tokenize([example], DataRecipe(train=["x"]), renderer, "assistant", Problems())
     (stream,) = row.streams
     assert stream.ids.tolist() == [*renderer.encode("once upon a time"), renderer.tokenizer.eos_token_id]
     assert stream.trained.tolist() == [False] + [True] * (len(stream.ids) - 1)
+    examples = [TextExample("a b", "1"), TextExample("a c", "2"), TextExample("a b", "3")]
+    first, second, third = tokenize(examples, DataRecipe(train=["x"]), renderer, "assistant", Problems())
+    assert first.prompt == third.prompt != second.prompt
 
 
 def test_messages_come_before_text_and_bad_text_is_a_counted_problem():
@@ -56,12 +59,6 @@ def test_messages_come_before_text_and_bad_text_is_a_counted_problem():
     assert conversation({"body": "b"}, "r", ColumnsRecipe(text="body")) == TextExample("b", "r")
     assert "`text` is a value of type int, not a text" in conversation({"text": 3}, "r", ColumnsRecipe())
     assert "not a text" in conversation({"text": "  "}, "r", ColumnsRecipe())
-
-
-def test_rows_with_the_same_beginning_are_different_texts(renderer):
-    examples = [TextExample("a b", "1"), TextExample("a c", "2"), TextExample("a b", "3")]
-    first, second, third = tokenize(examples, DataRecipe(train=["x"]), renderer, "assistant", Problems())
-    assert first.prompt == third.prompt != second.prompt
 
 
 @pytest.mark.parametrize("value", [0, -1, "x", True, float("inf")])

@@ -64,15 +64,29 @@ def test_a_row_of_just_the_limit_is_whole(overlong):
     assert problems.summary() == []
 
 
-def test_one_token_more_is_dropped_and_counted():
+def test_rows_without_room_or_loss_are_dropped_and_counted():
     (whole,) = length(CHAT)
     rows, problems = made([CHAT], whole - 1, "drop")
     assert rows == []
     (line,) = problems.summary()
     assert f"data.max_tokens (a.jsonl row 1; first: {whole} tokens, more than {whole - 1})" in line
+    rows, problems = made([CHAT], 8)
+    assert rows == []
+    assert problems.total == 1
+    assert problems.summary()[0].startswith("1 row dropped: prompt longer than data.max_tokens (a.jsonl row 1")
+    # Chosen and rejected have histories of their own, and only one of them leaves room for its answer.
+    long = [user("a"), said("x " * 60, train=False), user("b"), said("Goal")]
+    pair = PairExample([], long, [user("a"), said("dragon")], "a.jsonl row 1")
+    rows, problems = made([pair], 40)
+    assert rows == []
+    assert problems.total == 1
+    chat = ConversationExample([user("a"), said("b", train=False)], "a.jsonl row 1")
+    rows, problems = made([chat], 100)
+    assert rows == []
+    assert "nothing is trained" in problems.summary()[0]
 
 
-def test_a_cut_answer_has_no_end_token():
+def test_a_cut_answer_has_no_end_token_and_earlier_ones_keep_theirs():
     (whole,) = length(CHAT)
     for limit in range(whole - 3, whole):
         (row,), problems = made([CHAT], limit)
@@ -82,30 +96,11 @@ def test_a_cut_answer_has_no_end_token():
         assert END not in stream.ids[stream.trained]
         assert problems.summary() == ["1 row cut to data.max_tokens (a.jsonl row 1)"]
         assert problems.total == 0
-
-
-def test_earlier_answers_of_a_cut_conversation_keep_their_end():
     chat = ConversationExample([user("a"), said("Goal"), user("b"), said("row column row column")], "a.jsonl row 1")
     (whole,) = length(chat)
     (row,), _ = made([chat], whole - 1)
     stream = row.streams[0]
     assert list(stream.ids[stream.trained]).count(END) == 1
-
-
-def test_a_prompt_longer_than_the_limit_is_counted():
-    rows, problems = made([CHAT], 8)
-    assert rows == []
-    assert problems.total == 1
-    assert problems.summary()[0].startswith("1 row dropped: prompt longer than data.max_tokens (a.jsonl row 1")
-
-
-def test_a_pair_with_one_long_prompt_is_dropped_whole():
-    # Chosen and rejected have histories of their own, and only one of them leaves room for its answer.
-    long = [user("a"), said("x " * 60, train=False), user("b"), said("Goal")]
-    pair = PairExample([], long, [user("a"), said("dragon")], "a.jsonl row 1")
-    rows, problems = made([pair], 40)
-    assert rows == []
-    assert problems.total == 1
 
 
 def test_later_streams_without_room_are_left_out_of_a_cut_conversation():
@@ -120,29 +115,19 @@ def test_later_streams_without_room_are_left_out_of_a_cut_conversation():
     assert problems.summary() == ["1 row cut to data.max_tokens (a.jsonl row 1)"]
 
 
-def test_a_pair_equal_after_truncation_is_dropped_and_not_counted_as_truncated():
+def test_pairs_with_equal_tokens_are_dropped():
     pair = PairExample([user("Say Goal.")], [said("Goal Goal Goal Up")], [said("Goal Goal Goal Down")], "a.jsonl row 7")
     limit = length(pair)[0] - 4
     rows, problems = made([pair], limit)
     assert rows == []
     (line,) = problems.summary()
     assert line.startswith("1 row dropped: chosen and rejected have the same tokens (a.jsonl row 7")
-
-
-def test_a_pair_that_a_template_makes_equal_is_dropped():
     trimming = CHATML.replace("{{ m['content'] }}", "{{ m['content'] | trim }}")
     pair = PairExample([user("Say Goal.")], [said("Goal")], [said("Goal ")], "a.jsonl row 1")
     assert len(made([pair], 100)[0]) == 1
     rows, problems = made([pair], 100, template=trimming)
     assert rows == []
     assert problems.total == 1
-
-
-def test_a_conversation_without_loss_is_counted():
-    chat = ConversationExample([user("a"), said("b", train=False)], "a.jsonl row 1")
-    rows, problems = made([chat], 100)
-    assert rows == []
-    assert "nothing is trained" in problems.summary()[0]
 
 
 def test_rows_that_the_template_refuses_are_counted():
@@ -314,7 +299,7 @@ def test_the_cache_key_includes_everything_the_tokens_depend_on(loader, change):
     assert len(loader.files) == 2
 
 
-def test_the_order_of_keys_in_tools_is_content(loader):
+def test_the_order_of_keys_in_tools_and_special_tokens_are_content(loader):
     one = {"name": "add", "parameters": {}}
     rows = [{**ROWS[0], "tools": [one]}]
     first, _, _ = loader(rows, template=WITH_TOOLS, max_tokens=200)
@@ -322,9 +307,6 @@ def test_the_order_of_keys_in_tools_is_content(loader):
     second, _, cached = loader(turned, template=WITH_TOOLS, max_tokens=200)
     assert not cached
     assert plain(first) != plain(second)
-
-
-def test_special_tokens_that_a_template_writes_are_content(loader):
     template = "{{ bos_token }}" + CHATML
     loader(ROWS, template=template)
     tokenizer = renderer(template).tokenizer
@@ -361,9 +343,6 @@ def test_a_damaged_file_is_recomputed(loader):
         assert loader.files == [file]
         assert loader()[2], "the file is whole again"
     assert anew > 30
-
-
-def test_a_file_of_another_format_is_recomputed(loader):
     first, _, _ = loader(ROWS)
     (file,) = loader.files
     with np.load(file) as stored:

@@ -7,8 +7,10 @@ import threading
 import time
 
 import pytest
+import torch
 
 from posttrain.distributed import hangs
+from posttrain.distributed.world import control_group, current_world
 
 from . import together
 
@@ -64,10 +66,6 @@ def test_the_line_of_a_thread_and_what_it_waits_for():
 
 def hung(kind):
     """Two processes, of which one stops, or which wait for each other in different calls."""
-    import torch
-
-    from posttrain.distributed.world import control_group, current_world
-
     world = current_world()
     world.barrier()
     time.sleep(2)
@@ -110,14 +108,10 @@ def test_a_run_that_hangs_ends(kind, tmp_path, monkeypatch):
 
 def busy():
     """One process works for longer than the limit, as rank 0 does in a rollout."""
-    from posttrain.distributed.world import current_world
-
     current_world().on_rank0(lambda: threading.Event().wait(12))
 
 
 def limited(work, arguments):
-    from posttrain.distributed.world import current_world
-
     hangs.LIMIT = 5.0
     current_world().barrier()
     time.sleep(6)  # until the thread has read the limit

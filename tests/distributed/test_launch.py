@@ -14,6 +14,7 @@ from posttrain.errors import InputError
 from posttrain.evaluation.workers import ModelWorkers
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.hardware import HardwareRecipe
+from posttrain.recipe.supervised import SftRecipe
 from tests.training import small
 from tests.training.preferences import recipe_values
 
@@ -26,17 +27,9 @@ def environment():
 
 def words(tiny, folder, epochs):
     folder.mkdir(exist_ok=True)
-    found = recipe_values("sft", tiny, folder)
-    return [
-        "sft",
-        f"data.train={found['data']['train']}",
-        f"model.path={tiny}",
-        f"runs={folder}",
-        "name=small",
-        "data.max_tokens=200",
-        "rows_per_update=4",
-        f"epochs={epochs}",
-    ]
+    data = recipe_values("sft", tiny, folder)["data"]["train"]
+    keys = f"data.train={data} model.path={tiny} runs={folder} name=small data.max_tokens=200 rows_per_update=4"
+    return ["sft", *keys.split(), f"epochs={epochs}"]
 
 
 def until(log, text, process):
@@ -165,8 +158,6 @@ def test_mismatched_settings_are_refused(monkeypatch):
     ],
 )
 def test_the_cause_is_reported_and_not_its_consequences(ends, failed, error, said, tmp_path):
-    from posttrain.recipe.supervised import SftRecipe
-
     recipe = SftRecipe.model_validate({"data": {"train": "x.jsonl"}})
     for rank, (message, code, lost) in ends.items():
         launch.write_end(tmp_path, rank, world.RankLost("") if lost else None, message, code)

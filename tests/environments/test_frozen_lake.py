@@ -55,13 +55,17 @@ def test_dynamics_are_those_of_gymnasium(size, slippery):
             assert lake.outcomes[cell][action] == tuple(reached[:2] for reached in table[cell][action])
 
 
-def test_next_cell_follows_the_table():
+def test_dynamics_follow_the_table_of_gymnasium():
     lake = lake_of(1, 4, 0.8, True)
     transitions = lake.transitions()
     draws = (np.arange(3000) + 0.5) / 3000
     for cell, action in itertools.product(range(16), range(4)):
         reached = np.bincount([lake.next_cell(cell, action, float(draw)) for draw in draws], minlength=16) / 3000
         np.testing.assert_allclose(reached, transitions[action, cell], atol=1e-3)
+    lake = lake_of(0, 4, 1.0, False)
+    centre = 5
+    cells = [lake.next_cell(centre, DIRECTIONS.index(name), 0.0) for name in ("Left", "Down", "Right", "Up")]
+    assert cells == [4, 9, 6, 1] or lake.goal == 5
 
 
 def test_values_equal_the_means_of_sampled_episodes():
@@ -113,15 +117,12 @@ def test_more_turns_and_seeing_more_often_never_hurt():
         assert best_success(lake, 3, 2) >= best_success(lake, 3, 1) - 1e-12
 
 
-def test_on_firm_ice_the_expert_takes_a_shortest_path_even_with_time_to_spare():
+def test_firm_ice_is_planned_ahead_by_a_shortest_path():
     environment = FrozenLake(FrozenLakeRecipe(slippery=False, max_turns=20))
     for seed in range(50):
         lake = lake_of(seed, 4, 0.8, False)
         shortest = next(n for n in range(1, 20) if best_success(lake, n, 1) == 1)
         assert len(play(environment, seed)) == shortest
-
-
-def test_several_actions_are_planned_ahead_on_firm_ice():
     lake = next(lake for lake in (lake_of(seed, 5, 0.8, False) for seed in range(100)) if best_success(lake, 4, 1) == 0)
     actions = best_answer(lake, lake.start, 5, 4)
     assert len(actions) == 4
@@ -131,16 +132,7 @@ def test_several_actions_are_planned_ahead_on_firm_ice():
     assert cell not in lake.holes
 
 
-def test_the_expert_does_not_see_how_the_ice_will_slip():
-    """Two seeds' chance events on one lake: the first answer is the same."""
-    environment = FrozenLake(FrozenLakeRecipe())
-    environment.reset(7)
-    first = environment.expert()
-    environment._slips = [1 - slip for slip in environment._slips]
-    assert environment.expert() == first
-
-
-def test_success_is_the_goal_and_not_a_hole():
+def test_success_is_the_goal_which_the_expert_cannot_foresee():
     environment, ends = FrozenLake(FrozenLakeRecipe(max_turns=30)), []
     for seed in range(200):
         environment.reset(seed)
@@ -151,6 +143,12 @@ def test_success_is_the_goal_and_not_a_hole():
         assert steps[-1].terminated == ("√" in drawn or "X" in drawn)
         ends.append("√" if "√" in drawn else "X" if "X" in drawn else "")
     assert set(ends) >= {"√", "X"}
+    # Two seeds' chance events on one lake: the first answer is the same.
+    environment = FrozenLake(FrozenLakeRecipe())
+    environment.reset(7)
+    first = environment.expert()
+    environment._slips = [1 - slip for slip in environment._slips]
+    assert environment.expert() == first
 
 
 def test_every_lake_can_be_crossed_and_has_about_the_stated_ice():
@@ -161,7 +159,7 @@ def test_every_lake_can_be_crossed_and_has_about_the_stated_ice():
     assert 0.15 < np.mean([len(lake.holes) for lake in lakes]) / 25 < 0.3
 
 
-def test_coordinates_show_everything_first_and_then_only_the_player():
+def test_observations_in_words():
     environment = FrozenLake(FrozenLakeRecipe(observation="coordinates", slippery=False))
     text = environment.reset(0).messages[1]["content"]
     lake = lake_of(0, 4, 0.8, False)
@@ -170,18 +168,12 @@ def test_coordinates_show_everything_first_and_then_only_the_player():
     )
     assert all(f"({hole // 4}, {hole % 4})" in text for hole in lake.holes)
     assert environment.step("nonsense").messages[0]["content"].count("row") == 1
-
-
-def test_edges_name_the_sides_where_the_board_ends():
     environment = FrozenLake(FrozenLakeRecipe(observation="local", edges=True))
     for seed in range(20):
         text = environment.reset(seed).messages[1]["content"]
         row, column = divmod(lake_of(seed, 4, 0.8, True).start, 4)
         at_edge = {"left": column == 0, "right": column == 3, "up": row == 0, "down": row == 3}
         assert text.endswith(f" Edges: {', '.join(name for name, there in at_edge.items() if there) or 'none'}.")
-
-
-def test_edges_without_a_local_observation_are_refused():
     with pytest.raises(ValidationError, match="`edges` has no effect"):
         FrozenLakeRecipe(observation="grid", edges=True)
 
@@ -193,10 +185,3 @@ IMPOSSIBLE = [{"size": 1}, {"frozen_probability": 0}, {"format": {"actions_per_t
 def test_impossible_recipes_are_refused(values):
     with pytest.raises(ValidationError):
         FrozenLakeRecipe.model_validate(values)
-
-
-def test_directions_are_gymnasiums():
-    lake = lake_of(0, 4, 1.0, False)
-    centre = 5
-    cells = [lake.next_cell(centre, DIRECTIONS.index(name), 0.0) for name in ("Left", "Down", "Right", "Up")]
-    assert cells == [4, 9, 6, 1] or lake.goal == 5

@@ -36,7 +36,7 @@ def _writer(path, name, count):
     )
 
 
-def test_cached_requests_are_not_repeated(tmp_path):
+def test_cached_requests_are_not_repeated_and_failures_not_cached(tmp_path):
     path = tmp_path / "deep" / "cache.jsonl"
     first = JudgeCache(path)
     assert first.reply("a", lambda: "1\n{}") == first.reply("a", _never) == "1\n{}"
@@ -45,9 +45,6 @@ def test_cached_requests_are_not_repeated(tmp_path):
     again = JudgeCache(path)
     assert [again.reply(key, _never) for key in "ab"] == ["1\n{}", "2"]
     assert (again.hits, again.misses) == (2, 0)
-
-
-def test_a_failure_is_raised_and_not_cached(tmp_path):
     cache = JudgeCache(tmp_path / "cache")
 
     def fail():
@@ -76,13 +73,10 @@ def test_only_a_truncated_line_is_dropped(tmp_path, cut):
     assert [JudgeCache(path).reply(key, _never) for key in "abd"] == ["reply to a é", "reply to b é", "4"]
 
 
-def test_lines_that_are_not_replies_are_skipped(tmp_path):
+def test_lines_that_are_not_replies_are_skipped_or_replaced(tmp_path):
     path = tmp_path / "cache"
     path.write_bytes(b'[]\n1\n{"key": 1, "reply": "x"}\n\xff\n\n{"key": "a"}\n{"key": "a", "reply": "1"}\n')
     assert JudgeCache(path).reply("a", _never) == "1"
-
-
-def test_a_damaged_reply_is_asked_for_again_and_replaced(tmp_path):
     path = tmp_path / "cache"
     path.write_text('{"key": "a", "reply": "damaged"}\n')
     asked = []
@@ -152,17 +146,14 @@ def test_a_killed_process_loses_no_results(tmp_path):
         assert cache.reply(f"key {number}", _never) == text
 
 
-def test_an_unwritable_file_is_reported_at_the_start(tmp_path):
+def test_all_names_of_a_file_share_one_cache_and_an_unwritable_one_is_reported(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert judge_cache("cache") is judge_cache(str(tmp_path / "cache"))
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"judge\.cache: .*file/cache cannot be written"):
         judge_cache(str(tmp_path / "file" / "cache"))
     with pytest.raises(InputError, match="cannot be written"):
         JudgeCache(tmp_path)
-
-
-def test_all_names_of_a_file_share_one_cache(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert judge_cache("cache") is judge_cache(str(tmp_path / "cache"))
 
 
 @settings(deadline=None)

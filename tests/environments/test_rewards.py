@@ -158,7 +158,7 @@ def test_nonfinite_numbers_are_a_failure(value):
         scored(lambda answer: value, "4", {})
 
 
-def test_rewards_are_found_by_name_in_modules_and_in_files_of_one_name(tmp_path):
+def test_rewards_are_found_by_name_and_place(tmp_path):
     assert load_reward("exact").function is exact
     assert load_reward("posttrain.environments.rewards:exact").function is exact
     for name, value in (("a", 1), ("b", 2)):
@@ -166,9 +166,6 @@ def test_rewards_are_found_by_name_in_modules_and_in_files_of_one_name(tmp_path)
         (tmp_path / name / "rule.py").write_text(f"def score(answer, **row):\n    return {value}\n")
     found = [load_reward(f"{tmp_path / name / 'rule.py'}:score").function("") for name in ("a", "b", "a")]
     assert found == [1, 2, 1]
-
-
-def test_functions_of_this_process_are_named_by_their_place():
     assert register_reward(exact) == "posttrain.environments.rewards:exact"
     first, second = (lambda answer: 1.0), (lambda answer: 2.0)
     names = [register_reward(function) for function in (first, second, first)]
@@ -227,21 +224,17 @@ def test_several_rewards_are_their_weighted_sum_and_each_is_reported(tmp_path):
     assert step.reward == 7.0
     assert step.info["scores"] == {"score": 7.0, "length": 3.0, "columns": 4.0, "columns_half": 2.0, "exact": 1.0}
     assert TextTask.reports_scores(recipe)
-
-
-def test_a_list_of_names_has_weights_of_1_and_equal_names_are_numbered():
     reward = WeightedRewards([(load_reward("exact"), 1.0), (load_reward("exact"), 1.0)])
     assert reward([], "a", {"label": "a"}, "row 1") == {"score": 2.0, "exact": 1.0, "exact_2": 1.0}
     recipe = TextTaskRecipe(prompts=["p.jsonl"], reward=["exact", "contains"])
     assert [(part.function, part.weight) for part in recipe.reward] == [("exact", 1.0), ("contains", 1.0)]
     with pytest.raises(ValueError, match="at least 1"):
         TextTaskRecipe(prompts=["p.jsonl"], reward=[])
-
-
-def test_one_failing_reward_of_several_fails_the_answer():
     reward = WeightedRewards([(load_reward("exact"), 1.0), (load_reward("final_number"), 1.0)])
     with pytest.raises(RewardFailure):
         reward([], "a", {"label": "a"}, "row 1")
+    rewards = weighted(("file.py:score", lambda answer: 1.0, 0.5), ("g", lambda answer: 1.0, 1.0))
+    assert rewards([], "a", {}, "row 1") == {"score": 1.5, "score_2": 1.0, "g": 1.0}
 
 
 def weighted(*functions):
@@ -267,11 +260,6 @@ def test_none_means_that_a_function_or_a_name_does_not_apply():
     assert weighted(other, other)(*given) == {"score": None, "other": None, "other_2": None}
     both = weighted(other, ("f", lambda answer: {"score": 0.0, "a": None}, 2.0))
     assert both(*given) == {"score": 0.0, "other": None, "f": 0.0, "f_a": None}
-
-
-def test_a_function_that_is_called_score_does_not_replace_the_sum():
-    rewards = weighted(("file.py:score", lambda answer: 1.0, 0.5), ("g", lambda answer: 1.0, 1.0))
-    assert rewards([], "a", {}, "row 1") == {"score": 1.5, "score_2": 1.0, "g": 1.0}
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit(), asyncio.CancelledError(), ValueError("\ud800")])

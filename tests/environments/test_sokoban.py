@@ -25,7 +25,7 @@ def _room(text):
 CORRIDOR = "###### #@$_.# ######"
 
 
-def test_moves_push_stop_and_never_pull():
+def test_the_rules_of_moves_and_rewards():
     room, start = _room(CORRIDOR)
     once = room.move(start, RIGHT)
     assert once == (8, frozenset({9}))
@@ -36,9 +36,6 @@ def test_moves_push_stop_and_never_pull():
     assert room.move(solved, RIGHT) == solved
     two, state = _room("###### #@$$.# ######")
     assert two.move(state, RIGHT) == state
-
-
-def test_rewards_are_those_of_the_recipe():
     recipe = SokobanRecipe(step_reward=-0.1, box_reward=1, solved_reward=10)
     room, start = _room(CORRIDOR)
     once = room.move(start, RIGHT)
@@ -46,19 +43,19 @@ def test_rewards_are_those_of_the_recipe():
     assert recipe.move_reward(room, once, room.move(once, RIGHT)) == pytest.approx(10.9)
     room, start = _room("###### #@*_$. ######")
     assert recipe.move_reward(room, start, room.move(start, RIGHT)) == pytest.approx(-1.1)
-
-
-def test_a_solution_of_n_moves_returns_eleven_minus_a_tenth_of_n():
     recipe = SokobanRecipe(max_turns=40)
     for seed in range(30):
         steps = play(Sokoban(recipe), seed)
         assert sum(step.reward for step in steps) == pytest.approx(11 - 0.1 * len(steps))
-
-
-def test_a_rejected_answer_costs_a_step_and_the_penalty():
     environment = Sokoban(SokobanRecipe(format={"penalty": -0.5}))
     environment.reset(0)
     assert environment.step("up").reward == pytest.approx(-0.6)
+    room, state = _room("###### #__$## #.@__# ######")
+    assert shortest_solution(room, state) is None
+    environment = Sokoban(SokobanRecipe())
+    environment.reset(0)
+    environment._room, environment._place = room, state
+    assert environment.format.parse(environment.expert(), ACTIONS)
 
 
 @pytest.mark.parametrize(("boxes", "size"), [(1, 6), (2, 6), (1, 8), (3, 7)])
@@ -88,26 +85,11 @@ def test_searching_forwards_and_playing_backwards_agree(boxes):
         assert room.solved(state)
 
 
-def test_a_box_in_a_corner_has_no_solution():
-    room, state = _room("###### #__$## #.@__# ######")
-    assert shortest_solution(room, state) is None
-    environment = Sokoban(SokobanRecipe())
-    environment.reset(0)
-    environment._room, environment._place = room, state
-    assert environment.format.parse(environment.expert(), ACTIONS)
-
-
-def test_search_depth_limits_the_solution():
+def test_rooms_have_the_stated_difficulty():
     assert all(len(shortest_solution(*room_of(seed, 6, 6, 1, 3, 0))) <= 3 for seed in range(40))
-
-
-def test_difficulty_matches_the_literature():
     lengths = Counter(len(shortest_solution(*room_of(seed, 6, 6, 1, 30, 0))) for seed in range(400))
     within = [sum(lengths[n] for n in range(1, most + 1)) / 400 for most in (1, 2, 5)]
     np.testing.assert_allclose(within, [0.286, 0.532, 0.852], atol=0.12)
-
-
-def test_player_moves_leave_the_boxes_and_the_room():
     for seed in range(30):
         room, start = room_of(seed, 6, 6, 1, 30, 0)
         other, moved = room_of(seed, 6, 6, 1, 30, 3)
@@ -115,7 +97,7 @@ def test_player_moves_leave_the_boxes_and_the_room():
         assert len(shortest_solution(other, moved)) <= len(shortest_solution(room, start)) + 3
 
 
-def test_the_random_player_is_exact():
+def test_baselines_and_the_random_player_are_exact():
     recipe = SokobanRecipe()
     draw = np.random.default_rng(0)
     room, start = room_of(0, 6, 6, 1, 30, 0)
@@ -124,9 +106,6 @@ def test_the_random_player_is_exact():
     games = [play(environment, 0, [environment.random_answer(d) for d in draw.random(5)]) for _ in range(4000)]
     assert np.mean([steps[-1].info["success"] for steps in games]) == pytest.approx(success, abs=0.03)
     assert np.mean([sum(step.reward for step in steps) for steps in games]) == pytest.approx(paid, abs=0.3)
-
-
-def test_baselines():
     recipe = SokobanRecipe()
     found = Sokoban.baselines(recipe, range(300))
     lengths = [len(shortest_solution(*room_of(seed, 6, 6, 1, 30, 0))) for seed in range(300)]

@@ -63,11 +63,10 @@ def test_unusable_rows_are_skipped_and_reported(tmp_path):
     assert TextTask(recipe).reset(1).messages[0]["content"] == "3 + 3?"
     assert prompt_table(recipe).problems.total == 2
     assert "rows.jsonl row 1" in " ".join(prompt_table(recipe).problems.summary())
-
-
-def test_no_usable_row_is_an_input_error(tmp_path):
     with pytest.raises(InputError, match=r"rows\.jsonl"):
         TextTask(_recipe(tmp_path, [{"question": "?"}]))
+    with pytest.raises(InputError, match=r"columns\.tools"):
+        TextTask(_recipe(tmp_path, [{"prompt": "Hi", "tools": [{"name": "search"}]}]))
 
 
 def test_rows_are_read_once_per_process(tmp_path, monkeypatch):
@@ -135,13 +134,6 @@ def test_a_reward_function_may_report_more_numbers_and_the_score_may_have_weight
     TextTask.validate(alone, range(2))
 
 
-def test_without_a_scorer_rewards_are_zero_and_no_success_is_reported(tmp_path):
-    recipe = _recipe(tmp_path)
-    (step,) = play(TextTask(recipe), 0, ["4"])
-    assert (step.reward, step.terminated, step.info) == (0.0, True, {})
-    TextTask.validate(recipe, range(100))
-
-
 @pytest.mark.parametrize(
     ("body", "complaint"),
     [
@@ -178,9 +170,6 @@ def test_a_reward_function_sees_the_whole_row_and_cannot_change_it(tmp_path):
     for _ in range(2):
         assert play(TextTask(recipe), 0, ["4"])[0].reward == 1.25
     assert play(TextTask(recipe), 0)[0].reward == 1.25
-
-
-def test_rows_with_completions_and_a_reward_function_on_them(tmp_path):
     rows = [
         {"question": "48 + 24?", "answer": "48 + 24 = 72\n#### 72"},
         {"question": "1,000 + 1?", "answer": "A: 1001"},
@@ -194,20 +183,21 @@ def test_rows_with_completions_and_a_reward_function_on_them(tmp_path):
     assert task.step("It is 1,001.").info == {"success": True, **SCORED}
 
 
-def test_a_row_without_a_reference_has_no_expert(tmp_path):
-    task = TextTask(_recipe(tmp_path))
-    task.reset(2)
-    with pytest.raises(NotImplementedError, match=r"rows\.jsonl row 3"):
-        task.expert()
-    assert TextTask.baselines(task.recipe, range(3)) == {}
-
-
 def test_validate_names_the_seed_of_an_unsound_row(tmp_path):
     rows = [ROWS[0], {"prompt": "3 + 3?", "completion": "six", "label": "6"}]
     with pytest.raises(AssertionError, match=r"seed 1: the reference answer 'six' earned 0"):
         TextTask.validate(_recipe(tmp_path, rows, reward=EXACT), range(9))
     with pytest.raises(AssertionError, match=r"seed 0: the wrong answer .* earned 1"):
         TextTask.validate(_recipe(tmp_path, reward=_reward(tmp_path, "return 1")), range(3))
+    recipe = _recipe(tmp_path)
+    (step,) = play(TextTask(recipe), 0, ["4"])
+    assert (step.reward, step.terminated, step.info) == (0.0, True, {})
+    TextTask.validate(recipe, range(100))
+    task = TextTask(_recipe(tmp_path))
+    task.reset(2)
+    with pytest.raises(NotImplementedError, match=r"rows\.jsonl row 3"):
+        task.expert()
+    assert TextTask.baselines(task.recipe, range(3)) == {}
 
 
 def test_the_judge_gets_what_the_model_saw_and_its_failure_fails_the_episode(tmp_path, monkeypatch):
@@ -235,11 +225,6 @@ def test_missing_rewards_and_keys_are_noticed_before_the_first_episode(tmp_path)
         TextTask(_recipe(tmp_path, judge=judge))
     with pytest.raises(InputError, match=r"absent\.jsonl"):
         TextTask(TextTaskRecipe.model_validate({"prompts": str(tmp_path / "absent.jsonl")}))
-
-
-def test_rows_with_tools_are_refused(tmp_path):
-    with pytest.raises(InputError, match=r"columns\.tools"):
-        TextTask(_recipe(tmp_path, [{"prompt": "Hi", "tools": [{"name": "search"}]}]))
 
 
 JUDGE = {"url": "http://h/v1", "model": "m", "rubric": "right"}
@@ -286,7 +271,7 @@ def test_reasoning_gym_rewards_its_reference_and_not_a_wrong_answer(gym):
         assert play(task, seed, ["certainly not"])[0].reward < 0.5
 
 
-def test_the_parts_of_reasoning_gym_have_no_question_in_common():
+def test_the_parts_of_reasoning_gym_have_no_question_in_common(monkeypatch):
     """Sums of two digits: 200 questions, which 600 seeds ask again and again."""
     gym = {"dataset": "chain_sum", "config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
     asked = {}
@@ -300,9 +285,6 @@ def test_the_parts_of_reasoning_gym_have_no_question_in_common():
     # A seed whose question is of the part keeps it.
     kept = [one == other for one, other in zip(asked["all"], asked["training"], strict=True)]
     assert kept == [one in training for one in asked["all"]]
-
-
-def test_a_part_without_questions_is_an_input_error(monkeypatch):
     monkeypatch.setattr(text_task, "derive_seed", lambda *words: 1)  # no question is among the fifth that is held out
     with pytest.raises(InputError, match=r"environment\.reasoning_gym\.part: .* no question of the part `held_out`"):
         TextTask(TextTaskRecipe.model_validate({"reasoning_gym": {"dataset": "chain_sum", "part": "held_out"}}))
@@ -320,16 +302,13 @@ def test_a_seed_is_one_task_and_global_random_state_is_unchanged(name):
     assert (random.random(), np.random.random()) == expected
 
 
-def test_a_reward_function_may_score_tasks_of_reasoning_gym():
+def test_a_reward_function_may_score_tasks_of_reasoning_gym_and_a_verifier_that_raises_fails():
     recipe = TextTaskRecipe.model_validate({"reasoning_gym": {"dataset": "chain_sum"}, "reward": NUMBER})
     task = TextTask(recipe)
     task.reset(7)
     answer = task.expert()
     assert play(task, 7, [f"I think it is\nA: {answer}.0"])[0].info == {"success": True, **SCORED}
     TextTask.validate(recipe.model_copy(update={"reward": EXACT}), range(5))
-
-
-def test_a_verifier_that_raises_fails_the_episode():
     recipe = TextTaskRecipe.model_validate({"reasoning_gym": {"dataset": "prime_factorization"}})
     with pytest.raises(RewardFailure, match="prime_factorization seed 3"):
         play(TextTask(recipe), 3, ["no idea"])

@@ -55,6 +55,12 @@ def test_a_function_becomes_a_tool():
         },
     }
     assert made.call({"city": "Bern", "days": "2"}) == '{"city": "Bern", "days": 2, "unit": "C"}'
+    with pytest.raises(OSError, match="hot"):
+        tool(weather).call({"city": "Hell"})
+    with pytest.raises(InputError, match="`place` of the tool find has no type"):
+        tool(_untyped())
+    with pytest.raises(InputError, match="named parameters only"):
+        tool(print)
 
 
 @pytest.mark.parametrize(
@@ -70,15 +76,6 @@ def test_a_function_becomes_a_tool():
 def test_a_wrong_call_fails_with_its_reason(arguments, reason):
     with pytest.raises(ToolFailure, match=reason):
         tool(weather).call(arguments)
-
-
-def test_errors_of_a_tool_are_not_hidden_and_tools_need_types():
-    with pytest.raises(OSError, match="hot"):
-        tool(weather).call({"city": "Hell"})
-    with pytest.raises(InputError, match="`place` of the tool find has no type"):
-        tool(_untyped())
-    with pytest.raises(InputError, match="named parameters only"):
-        tool(print)
 
 
 def _untyped():
@@ -109,7 +106,7 @@ def environment(seed=1, **keys):
     return made
 
 
-def test_several_calls_are_run_in_order_and_failed_ones_are_reported():
+def test_calls_run_in_order_and_malformed_ones_not_at_all():
     step = environment().step(
         calling(("calculator", {"expression": "2 * 3"}), ("price", {"item": "cow"}), ("sell", {}))
     )
@@ -121,9 +118,6 @@ def test_several_calls_are_run_in_order_and_failed_ones_are_reported():
     assert len({message["tool_call_id"] for message in step.messages}) == 3
     assert (step.reward, step.info["failed_calls"]) == (-0.1, 2)
     assert "there is no item" in step.info["rejected"]
-
-
-def test_an_answer_with_a_malformed_call_runs_none_of_its_calls():
     made = environment()
     step = made.step(calling(("price", {"item": "lamp"})) + "<tool_call>{'name': 1}</tool_call>")
     (message,) = step.messages
@@ -131,6 +125,12 @@ def test_an_answer_with_a_malformed_call_runs_none_of_its_calls():
     assert message["content"].startswith("No tool was called: a tool call is not valid JSON")
     assert step.info == {"rejected": message["content"].removeprefix("No tool was called: ").removesuffix(".")}
     assert (step.reward, made._seen) == (-0.1, set())
+    made = environment(max_turns=2)
+    assert not made.step(calling(("price", {"item": "lamp"}))).truncated
+    last = made.step(calling(("price", {"item": "lamp"})))
+    assert (last.truncated, last.info["success"]) == (True, False)
+    with pytest.raises(RuntimeError):
+        made.step("1")
 
 
 def test_a_result_that_no_tokenizer_takes_is_replaced():
@@ -141,15 +141,6 @@ def test_a_result_that_no_tokenizer_takes_is_replaced():
     step = ToolCalls([broken], 3, 0.0).step(parse_hermes(calling(("broken", {}))))
     assert step is not None
     assert step.messages[0]["content"] == "a?b"
-
-
-def test_the_turns_are_limited_and_the_end_is_final():
-    made = environment(max_turns=2)
-    assert not made.step(calling(("price", {"item": "lamp"}))).truncated
-    last = made.step(calling(("price", {"item": "lamp"})))
-    assert (last.truncated, last.info["success"]) == (True, False)
-    with pytest.raises(RuntimeError):
-        made.step("1")
 
 
 # -- episodes -----------------------------------------------------------------------------------------------------------

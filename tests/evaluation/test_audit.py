@@ -10,14 +10,12 @@ import pytest
 
 import posttrain
 from posttrain.cli.main import main
-from posttrain.data.files import read_rows
 from posttrain.environments.rewards import register_reward
 from posttrain.errors import InputError
 from posttrain.evaluation.audit import BOTH, LEVEL, NEITHER, REWARD, UNDECIDED, AuditScores, least_tasks, level_of, look
 from posttrain.figures.charts import charts_of
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.compose import load_recipe
-from posttrain.recipe.data import SourceRecipe
 from posttrain.recipe.pipeline import load_pipeline
 from posttrain.recipe.study import Objective
 from posttrain.runs.directory import RunDirectory
@@ -31,11 +29,7 @@ def evaluations(draws, looks, reward, audit, tasks=48):
     level = draws.normal(size=tasks)
     for step in range(looks + 1):
         returns, audits = (level + draws.normal(size=tasks) + drift * step / looks for drift in (reward, audit))
-        yield [{str(task): value for task, value in enumerate(side.tolist())} for side in (returns, 3 * audits)]
-
-
-def verdicts(draws, looks, reward, audit, tasks=48):
-    return verdicts_of(evaluations(draws, looks, reward, audit, tasks), looks)
+        yield by_task(returns, 3 * audits)
 
 
 def verdicts_of(scores, looks, extended=(), **more):
@@ -56,11 +50,16 @@ def by_task(*sides):
     return [{str(task): float(value) for task, value in enumerate(side)} for side in sides]
 
 
+def above(rate, runs):
+    """Three standard errors above a rate of so many runs."""
+    return rate + 3 * (rate * (1 - rate) / runs) ** 0.5
+
+
 @pytest.mark.parametrize(("reward", "audit"), [(0.0, 0.0), (0.8, 0.8)])
 def test_a_run_alarms_at_most_at_its_level(reward, audit):
     """Over all evaluations of a run: nothing moves, and both rise by the same number of standard deviations."""
     draws, runs = np.random.default_rng(1), 300
-    found = [verdicts(draws, 5, reward, audit) for _ in range(runs)]
+    found = [verdicts_of(evaluations(draws, 5, reward, audit), 5) for _ in range(runs)]
     assert np.mean([REWARD in one for one in found]) <= above(LEVEL, runs)
     if not reward:
         assert np.mean([set(one) != {NEITHER} for one in found]) <= above(LEVEL, runs)
@@ -75,24 +74,11 @@ def test_an_extended_run_keeps_its_level(extended):
     assert len(found[0]) == looks + sum(extended)
     false = np.mean([set(one) != {NEITHER} for one in found])
     assert false <= above(LEVEL, runs)
-    again = [[look(*pair, LEVEL / looks).verdict for pair in pairs_of(one)] for one in scores]
-    assert false <= 0.5 * np.mean([set(one) != {NEITHER} for one in again])
-
-
-def pairs_of(scores):
-    first, *others = [(returns, AuditScores(audits)) for returns, audits in scores]
-    return [(first, other) for other in others]
-
-
-def test_gaming_is_found_in_an_extended_run():
-    draws = np.random.default_rng(8)
-    gamed = [verdicts_of(evaluations(draws, 6, 2.0, 0.0, tasks=64), 3, extended=(3,)) for _ in range(40)]
-    assert np.mean([one[-1] == REWARD for one in gamed]) > 0.8
-
-
-def above(rate, runs):
-    """Three standard errors above a rate of so many runs."""
-    return rate + 3 * (rate * (1 - rate) / runs) ** 0.5
+    again = []
+    for one in scores:
+        first, *others = [(returns, AuditScores(audits)) for returns, audits in one]
+        again.append({look(first, other, LEVEL / looks).verdict for other in others})
+    assert false <= 0.5 * np.mean([one != {NEITHER} for one in again])
 
 
 @pytest.mark.parametrize(("tasks", "looks"), [(24, 3), (64, 6), (128, 6)])
@@ -136,12 +122,14 @@ def test_fewer_tasks_than_the_least_cannot_give_a_verdict(looks):
         assert verdicts_of([by_task(start, -start), by_task(end, -end)], looks) == [expected]
 
 
-def test_gaming_is_found_and_learning_is_not_called_gaming():
+def test_gaming_is_found_also_in_an_extended_run_and_learning_is_not_called_gaming():
     draws = np.random.default_rng(2)
-    gamed = [verdicts(draws, 5, 2.0, 0.0, tasks=64) for _ in range(40)]
-    learned = [verdicts(draws, 5, 2.0, 2.0, tasks=64)[-1] for _ in range(40)]
+    gamed = [verdicts_of(evaluations(draws, 5, 2.0, 0.0, tasks=64), 5) for _ in range(40)]
+    learned = [verdicts_of(evaluations(draws, 5, 2.0, 2.0, tasks=64), 5)[-1] for _ in range(40)]
     assert np.mean([REWARD in one for one in gamed]) > 0.95
     assert np.mean([one == BOTH for one in learned]) > 0.95
+    extended = [verdicts_of(evaluations(draws, 6, 2.0, 0.0, tasks=64), 3, extended=(3,)) for _ in range(40)]
+    assert np.mean([one[-1] == REWARD for one in extended]) > 0.8
 
 
 def test_the_tasks_with_the_largest_gaps_are_named():
@@ -180,30 +168,53 @@ def length(prompt, answer, **row):
     return len(answer) / 100
 
 
+def negative(prompt, answer, **row):
+    return -length(prompt, answer)
+
+
 def letters(prompt, answer, **row):
     return float(len({c for c in answer if c.isalpha()}))
 
 
-def run(tiny_model, tmp_path, name, rows=30, **more):
+def scored_by(function, **keys):
+    """An audit by a function of the answer."""
+    return {"environment": {"reward": register_reward(function), **keys}}
+
+
+def run(tiny_model, tmp_path, name, rows=30, stage=posttrain.rl, **more):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt": "Say {number}."}}\n' for number in range(rows)))
     keys = {
         "model": {"path": str(tiny_model), "threads": 1},
-        "environment": {"prompts": str(prompts)},
+        "environment": {"prompts": str(prompts), "type": "text_task"},
         "rollout": {"groups_per_step": 2, "episodes_per_group": 3, "tokens_per_turn": 8, "tokens_per_episode": 200},
         "evaluation": {"every": 1, "sampling": {"temperature": 1.0}, "metric": "return"},
-        "steps": 2,
-        "runs": str(tmp_path),
-        "name": name,
-        "plots": False,
     }
-    return posttrain.rl(keys, reward=length, **more)
+    keys |= {"steps": 2, "runs": str(tmp_path), "name": name, "plots": False}
+    return stage(keys, reward=length, **more)
+
+
+def logged(result, kind):
+    return [line for line in read_metrics(result.run / "metrics.jsonl") if line["kind"] == kind]
+
+
+def alarms(result):
+    return [line["step"] for line in logged(result, "audit") if line.get("alarm")]
+
+
+def untimed(result):
+    timed = ("time/", "speed/", "memory/")
+    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in result.metrics + result.evaluations]
 
 
 def test_the_audit_scores_the_same_answers_and_changes_no_bit_of_training(tiny_model, tmp_path):
+    def slow(prompt, answer, **row):
+        time.sleep(0.05)
+        return letters(prompt, answer)
+
     plain = run(tiny_model, tmp_path, "plain")
-    audited = run(tiny_model, tmp_path, "audited", audit={"environment": {"reward": register_reward(letters)}})
-    lines = [line for line in read_metrics(audited.run / "metrics.jsonl") if line["kind"] == "audit"]
+    audited = run(tiny_model, tmp_path, "audited", audit=scored_by(slow))
+    lines = logged(audited, "audit")
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert "message" not in lines[0]
     assert lines[0]["audit/score_gain"] == 0.0
@@ -212,16 +223,15 @@ def test_the_audit_scores_the_same_answers_and_changes_no_bit_of_training(tiny_m
         assert line["audit/score"] == pytest.approx(np.mean([letters("", e.turns[-1].answer) for e in episodes]))
         assert line["audit/reward"] == pytest.approx(np.mean([e.total_reward for e in episodes]))
         assert line["audit/n"] == len(episodes)
-    timed = ("time/", "speed/", "memory/")
-    for one, other in zip(plain.metrics + plain.evaluations, audited.metrics + audited.evaluations, strict=True):
-        assert {k: v for k, v in one.items() if not k.startswith(timed)} == {
-            k: v for k, v in other.items() if not k.startswith(timed)
-        }
+    assert untimed(plain) == untimed(audited)
     # Neither evaluations, which choose checkpoints and feed callbacks and studies, nor stored episodes hold a score.
     assert not any("audit" in key for row in audited.evaluations for key in row)
     scores = [e.total_reward for e in audited.episodes(2, "evaluation")]
     assert scores == [e.total_reward for e in plain.episodes(2, "evaluation")]
     assert lines[-1]["message"] in (audited.run / "report.md").read_text()
+    # The time of an evaluation includes that of its audit, of 16 answers at a time.
+    spent = sum(line.get("time/evaluation", 0) for line in read_metrics(audited.run / "metrics.jsonl"))
+    assert spent > 0.05 * sum(line["audit/n"] for line in lines) / 16
 
 
 def test_no_key_selects_by_the_audit(tiny_model, tmp_path):
@@ -247,24 +257,24 @@ def test_an_audit_has_one_scorer_of_the_same_tasks(tiny_model, tmp_path, audit, 
         run(tiny_model, tmp_path, "wrong", audit=audit)
 
 
+LAKE = {"type": "frozen_lake"}
+TEXT = {"type": "text_task", "prompts": "rows.jsonl", "reward": "exact"}
+
+
 @pytest.mark.parametrize(
     ("environment", "changed", "refused"),
     [
-        ({"type": "frozen_lake"}, {"size": 6}, "size"),
-        ({"type": "frozen_lake"}, {"slippery": False}, "slippery"),
-        ({"type": "frozen_lake"}, {"max_turns": 9}, "max_turns"),
-        ({"type": "frozen_lake"}, {"format": {"separator": ";"}}, "format.separator"),
-        ({"type": "frozen_lake"}, {"format": {"penalty": -0.5}}, None),
+        (LAKE, {"size": 6}, "size"),
+        (LAKE, {"slippery": False}, "slippery"),
+        (LAKE, {"max_turns": 9}, "max_turns"),
+        (LAKE, {"format": {"separator": ";"}}, "format.separator"),
+        (LAKE, {"format": {"penalty": -0.5}}, None),
         ({"type": "sokoban"}, {"box_reward": 3.0}, None),
-        ({"type": "text_task", "prompts": "rows.jsonl", "reward": "exact"}, {"system": "Be brief."}, "system"),
-        ({"type": "text_task", "prompts": "rows.jsonl", "reward": "exact"}, {"prompts": "others.jsonl"}, "prompts"),
-        (
-            {"type": "text_task", "prompts": "rows.jsonl", "reward": "exact"},
-            {"columns": {"prompt": "q"}},
-            "columns.prompt",
-        ),
-        ({"type": "text_task", "prompts": "rows.jsonl", "reward": "exact"}, {"columns": {"label": "gold"}}, None),
-        ({"type": "text_task", "prompts": "rows.jsonl", "reward": "exact"}, {"reward": "contains"}, None),
+        (TEXT, {"system": "Be brief."}, "system"),
+        (TEXT, {"prompts": "others.jsonl"}, "prompts"),
+        (TEXT, {"columns": {"prompt": "q"}}, "columns.prompt"),
+        (TEXT, {"columns": {"label": "gold"}}, None),
+        (TEXT, {"reward": "contains"}, None),
     ],
 )
 @pytest.mark.parametrize("place", ["environment", "evaluation.environment"])
@@ -286,46 +296,20 @@ def test_an_audit_plays_the_tasks_of_the_evaluations(place, environment, changed
     [
         (["audit.environment.foo=1"], ["audit.environment.foo"]),
         (["audit.reward=exact"], ["audit.reward", "audit.environment.reward"]),
-        (["guards.thresholds.max_failed=-1"], ["guards.thresholds.max_failed is -1", "equal to 0"]),
         (["audit.environment.foo=1", "export=best_by_audit"], ["audit.environment.foo"]),
-        (["guards.thresholds.max_zero_grops=1"], ["guards.thresholds.max_zero_grops", "max_zero_groups"]),
-        (
-            ["environment.prompts=[{path: a.jsonl, split: 'train[:33.3%]'}]"],
-            ["environment.prompts.split", "whole percents"],
-        ),
-        (["environment.prompts=[{path: a.jsonl, split: 'train[:0%]'}]"], ["environment.prompts.split", "0% to 0%"]),
-        (["environment.prompts=[{path: a.jsonl, weight: -2}]"], ["environment.prompts.weight is -2"]),
+        (["guards.thresholds.max_failed=-1"], ["guards.thresholds.max_failed is -1", "equal to 0"]),
     ],
 )
 def test_a_message_names_the_key_and_nothing_else(words, keys):
-    common = ["environment.type=text_task", "environment.reward=exact"]
-    common += [] if "prompts" in words[0] else ["environment.prompts=a.jsonl"]
+    common = ["environment.type=text_task", "environment.reward=exact", "environment.prompts=a.jsonl"]
     with pytest.raises(InputError) as error:
         load_recipe([], [*common, *words], "rl")
-    message = str(error.value)
-    assert all(key in message for key in keys), message
-    assert len(message.splitlines()) == 1
-
-
-def slow(prompt, answer, **row):
-    time.sleep(0.05)
-    return length(prompt, answer)
-
-
-def test_the_time_of_the_audit_is_that_of_the_evaluation(tiny_model, tmp_path):
-    result = run(tiny_model, tmp_path, "slow", audit={"environment": {"reward": register_reward(slow)}})
-    spent = sum(line.get("time/evaluation", 0) for line in read_metrics(result.run / "metrics.jsonl"))
-    audited = [line["audit/n"] for line in read_metrics(result.run / "metrics.jsonl") if line["kind"] == "audit"]
-    assert spent > 0.05 * sum(audited) / 16  # that many at a time
-
-
-def negative(prompt, answer, **row):
-    return -length(prompt, answer)
+    assert all(key in str(error.value) for key in keys)
+    assert len(str(error.value).splitlines()) == 1
 
 
 def test_the_tasks_that_differ_most_are_shown_side_by_side(tiny_model, tmp_path, capsys):
-    audit = {"environment": {"reward": register_reward(letters)}}
-    result = run(tiny_model, tmp_path, "apart", audit=audit, optimizer={"learning_rate": 0.05})
+    result = run(tiny_model, tmp_path, "apart", audit=scored_by(letters), optimizer={"learning_rate": 0.05})
     stored = json.loads((result.run / "audit" / "step_000002.json").read_text())
     assert stored["steps"] == [0, 2]
     assert len(stored["apart"]) == 3
@@ -336,12 +320,12 @@ def test_the_tasks_that_differ_most_are_shown_side_by_side(tiny_model, tmp_path,
             assert row["reward"][place] == pytest.approx(episode.total_reward)
             assert row["audit"][place] == letters("", row["answers"][place])
     capsys.readouterr()
-    assert main(["episodes", str(result.run), "--split", "audit"]) == 0
-    assert main(["episodes", str(result.run), "--split", "audit", "--step", "1"]) == 0
+    shown = ["episodes", str(result.run), "--split", "audit"]
+    assert (main(shown), main([*shown, "--step", "1"])) == (0, 0)
     printed = capsys.readouterr().out
     assert "answer at step 2" in printed
     assert "answer at step 1" in printed
-    assert main(["episodes", str(result.run), "--split", "audit", "--step", "9"]) == 2
+    assert main([*shown, "--step", "9"]) == 2
     assert "audited steps: [1, 2]" in capsys.readouterr().err
     assert "on which the reward has risen most" in (result.run / "report.md").read_text()
     (chart,) = [one for one in charts_of(read_log(result.run / "metrics.jsonl")) if one.figure == "audit"]
@@ -350,13 +334,6 @@ def test_the_tasks_that_differ_most_are_shown_side_by_side(tiny_model, tmp_path,
     lines = [{"kind": "audit", "step": step, "audit/reward_gain": 1.0, "alarm": step > 3} for step in (2, 4, 6)]
     (chart,) = [one for one in charts_of(lines) if one.figure == "audit"]
     assert chart.panel.title.endswith("only the reward rose at step 4")
-
-
-def test_a_run_is_read_whose_audit_differs_in_how_it_scores(tiny_model, tmp_path):
-    """Reading imports no environment, so which keys only score is unknown."""
-    audit = {"environment": {"reward": register_reward(letters), "score_weight": 2.0}}
-    result = run(tiny_model, tmp_path, "weighted", audit=audit)
-    assert RunDirectory.open(result.run).load_recipe().audit.environment.score_weight == 2.0
 
 
 @pytest.mark.parametrize(("failing", "scored"), [(1, [0, 1, 2]), (8, [0]), (16, [0])])
@@ -371,64 +348,55 @@ def test_an_audit_that_fails_gives_no_verdict(tiny_model, tmp_path, failing, sco
             raise ValueError("no score")
         return length(prompt, answer)
 
-    audit = {"environment": {"reward": register_reward(scorer)}}
     evaluation = {"every": 1, "seeds": {"count": 16}, "final_seeds": {"count": 16}, "held_out": 32}
-    result = run(tiny_model, tmp_path, "failing", rows=60, audit=audit, export="best_by_audit", evaluation=evaluation)
-    lines = list(read_metrics(result.run / "metrics.jsonl"))
-    assert [line["step"] for line in lines if line["kind"] == "audit"] == scored
+    keys = {"rows": 60, "audit": scored_by(scorer), "export": "best_by_audit", "evaluation": evaluation}
+    result = run(tiny_model, tmp_path, "failing", **keys)
+    assert [line["step"] for line in logged(result, "audit")] == scored
     assert scored != [0] or result.best_step == 0
-    warned = [line for line in lines if line["kind"] == "warning"]
+    warned = logged(result, "warning")
     assert [line["step"] for line in warned if "no score" in line["message"]] == [1, 2]
     assert [line["step"] for line in warned if "1 of 3 evaluations" in line["message"]] == [2] * (scored == [0])
 
 
 @pytest.mark.parametrize(("scorer", "sign"), [(length, 1), (negative, -1)])
 def test_a_run_exports_the_best_by_the_audit_if_told_so(tiny_model, tmp_path, scorer, sign):
-    audit = {"environment": {"reward": register_reward(scorer)}}
-    result = run(tiny_model, tmp_path, "best", audit=audit, export="best_by_audit", optimizer={"learning_rate": 0.05})
+    keys = {"audit": scored_by(scorer), "export": "best_by_audit", "optimizer": {"learning_rate": 0.05}}
+    result = run(tiny_model, tmp_path, "best", **keys)
     means = {step: np.mean([e.total_reward for e in result.episodes(step, "evaluation")]) for step in (0, 1, 2)}
     assert len(set(means.values())) > 1
     assert sign * means[result.best_step] == max(sign * mean for mean in means.values())
 
 
+GAMED = {"rows": 120, "audit": scored_by(negative), "optimizer": {"learning_rate": 0.02}}
+
+
 def test_a_run_that_is_gamed_says_so_where_the_audit_chose_the_starting_model(tiny_model, tmp_path):
-    keys = {"steps": 6, "optimizer": {"learning_rate": 0.02}, "evaluation": {"held_out": 80, "every": 2}}
-    audit = {"environment": {"reward": register_reward(negative)}}
-    result = run(tiny_model, tmp_path, "gamed", rows=120, audit=audit, export="best_by_audit", **keys)
-    alarms = [line["message"] for line in read_metrics(result.run / "metrics.jsonl") if line.get("alarm")]
-    verdict = read_verdict(result.run)
+    keys = {"steps": 6, "evaluation": {"held_out": 80, "every": 2}, "export": "best_by_audit"}
+    result = run(tiny_model, tmp_path, "gamed", **GAMED, **keys)
+    messages = [line["message"] for line in logged(result, "audit") if line.get("alarm")]
     assert result.best_step == 0
-    assert verdict.reasons[0] == alarms[-1]
+    assert read_verdict(result.run).reasons[0] == messages[-1]
 
 
 def test_an_alarm_ends_the_run_if_told_so_also_when_it_is_resumed(tiny_model, tmp_path):
-    keys = {
-        "audit": {"environment": {"reward": register_reward(negative)}},
-        "guards": {"action": "stop", "patience": 100},
-    }
-    keys |= {"steps": 12, "optimizer": {"learning_rate": 0.02}, "checkpoint": {"keep_state": "always"}}
-    keys |= {"evaluation": {"held_out": 80}}
-    stopped = run(tiny_model, tmp_path, "stopped", rows=120, **keys)
-    alarms = [line["step"] for line in read_metrics(stopped.run / "metrics.jsonl") if line.get("alarm")]
-    assert alarms == [stopped.metrics[-1]["step"]]
-    assert alarms[0] < 12
+    keys = {"guards": {"action": "stop", "patience": 100}, "checkpoint": {"keep_state": "always"}}
+    stopped = run(tiny_model, tmp_path, "stopped", **GAMED, **keys, steps=12, evaluation={"held_out": 80})
+    (ended,) = alarms(stopped)
+    assert ended == stopped.metrics[-1]["step"] < 12
     again = posttrain.rl(resume=stopped.run, steps=14)
-    assert again.metrics[-1]["step"] == alarms[0]
-    warned = [
-        (line["step"], line["message"])
-        for line in read_metrics(again.run / "metrics.jsonl")
-        if line["kind"] == "warning"
-    ]
+    assert again.metrics[-1]["step"] == ended
+    warned = [(line["step"], line["message"]) for line in logged(again, "warning")]
     assert len(warned) == len(set(warned))
 
 
 def test_an_extended_run_goes_on_from_the_level_that_it_has_spent(tiny_model, tmp_path):
-    audit = {"environment": {"reward": register_reward(letters)}}
+    audit = scored_by(letters, score_weight=2.0)
     first = run(tiny_model, tmp_path, "extended", audit=audit, checkpoint={"keep_state": "always"})
+    # Reading imports no environment, so which keys only score is unknown.
+    assert RunDirectory.open(first.run).load_recipe().audit.environment.score_weight == 2.0
 
     def levels():
-        lines = [line for line in read_metrics(first.run / "metrics.jsonl") if line["kind"] == "audit"]
-        return [line["audit/level"] for line in lines if "audit/level" in line]
+        return [line["audit/level"] for line in logged(first, "audit") if "audit/level" in line]
 
     planned = levels()
     assert planned == [level_of(0.0, 2), pytest.approx(level_of(planned[0], 1))]
@@ -446,15 +414,12 @@ def test_a_row_to_which_the_audit_does_not_apply_is_not_scored_as_zero(tiny_mode
     def some(prompt, answer, **row):
         return None if any(one in prompt for one in "13579") else letters(prompt, answer)
 
-    audit = {"environment": {"reward": register_reward(some)}}
-    result = run(tiny_model, tmp_path, "some", audit=audit, rows=60)
-    lines = list(read_metrics(result.run / "metrics.jsonl"))
+    result = run(tiny_model, tmp_path, "some", audit=scored_by(some), rows=60)
     episodes = result.episodes(0, "evaluation")
     unscored = sum(some(e.messages[0]["content"], e.turns[-1].answer) is None for e in episodes)
     assert 0.1 * len(episodes) < unscored < len(episodes)
-    assert not [line for line in lines if line["kind"] == "audit"]
-    warned = [line["message"] for line in lines if line["kind"] == "warning"]
-    assert any(f"{unscored} of {len(episodes)} episodes" in one for one in warned)
+    assert not logged(result, "audit")
+    assert any(f"{unscored} of {len(episodes)} episodes" in line["message"] for line in logged(result, "warning"))
 
 
 @pytest.mark.parametrize("stage", ["rl", "sft"])
@@ -463,33 +428,13 @@ def test_best_by_audit_needs_an_audit(tiny_model, tmp_path, stage):
         posttrain.run(stage, environment={"type": "bandit"}, export="best_by_audit", runs=str(tmp_path))
 
 
-def same_bits(one, other):
-    timed = ("time/", "speed/", "memory/")
-    plain = [
-        [{k: v for k, v in row.items() if not k.startswith(timed)} for row in result.metrics + result.evaluations]
-        for result in (one, other)
-    ]
-    return plain[0] == plain[1]
-
-
 def test_distillation_is_audited(tiny_model, tmp_path):
-    def distill(name, **keys):
-        prompts = tmp_path / "prompts.jsonl"
-        prompts.write_text("".join(f'{{"prompt": "Say {number}."}}\n' for number in range(30)))
-        return posttrain.distill(
-            model={"path": str(tiny_model), "threads": 1},
-            teacher={"path": str(tiny_model)},
-            environment={"prompts": str(prompts), "type": "text_task"},
-            rollout={"groups_per_step": 2, "episodes_per_group": 2, "tokens_per_turn": 8, "tokens_per_episode": 200},
-            evaluation={"every": 1, "sampling": {"temperature": 1.0}},
-            **{"steps": 2, "runs": str(tmp_path), "name": name, "plots": False, "reward": length} | keys,
-        )
-
-    plain = distill("plain")
-    audited = distill("audited", audit={"environment": {"reward": register_reward(letters)}})
-    lines = [line for line in read_metrics(audited.run / "metrics.jsonl") if line["kind"] == "audit"]
-    assert [line["step"] for line in lines] == [0, 1, 2]
-    assert same_bits(plain, audited)
+    keys = {"stage": posttrain.distill, "teacher": {"path": str(tiny_model)}}
+    keys["evaluation"] = {"every": 1, "sampling": {"temperature": 1.0}, "metric": None}
+    plain = run(tiny_model, tmp_path, "plain", **keys)
+    audited = run(tiny_model, tmp_path, "audited", audit=scored_by(letters), **keys)
+    assert [line["step"] for line in logged(audited, "audit")] == [0, 1, 2]
+    assert untimed(plain) == untimed(audited)
 
 
 @pytest.fixture
@@ -509,9 +454,9 @@ def test_preferences_are_audited_by_a_reward_model_of_other_pairs(tiny_model, tm
     keys["evaluation"] = {"every": 1}
     plain = posttrain.dpo(common, keys, name="plain")
     audited = posttrain.dpo(common, keys, name="audited", audit={"path": str(tmp_path / "rm" / "model")})
-    lines = [line for line in read_metrics(audited.run / "metrics.jsonl") if line["kind"] == "audit"]
+    lines = logged(audited, "audit")
     assert [line["step"] for line in lines] == [0, 1, 2]
-    assert same_bits(plain, audited)
+    assert untimed(plain) == untimed(audited)
     rewards = RewardModel(tmp_path / "rm" / "model", new_head=False)
     for line, evaluation in zip(lines, audited.evaluations, strict=True):
         episodes = audited.episodes(line["step"], "evaluation")
@@ -532,9 +477,7 @@ def test_an_alarm_ends_preference_optimization_if_told_so(tiny_model, tmp_path, 
     keys = {"data": {"train": str(pairs), "held_out": 32, "max_tokens": 64}, "guards": {"action": "stop"}}
     keys |= {"steps": 4, "evaluation": {"every": 2}, "optimizer": {"learning_rate": 1e-2}}
     ended = posttrain.dpo(common, keys, name="ended", audit={"path": str(tmp_path / "rm" / "model")})
-    alarms = [line["step"] for line in read_metrics(ended.run / "metrics.jsonl") if line.get("alarm")]
-    assert alarms == [ended.metrics[-1]["step"]]
-    assert alarms[0] == 2
+    assert alarms(ended) == [ended.metrics[-1]["step"]] == [2]
 
 
 @pytest.mark.parametrize(
@@ -568,21 +511,6 @@ stages:
     stage = load_pipeline(str(file), []).stages[-1]
     assert stage.recipe.audit.path == str(tmp_path / "p" / "second" / "model")
     assert stage.inputs == ["second"]
-
-
-@pytest.mark.parametrize(
-    ("split", "rows"), [("train[:50%]", range(5)), ("train[50%:]", range(5, 11)), ("train[20%:40%]", range(2, 4))]
-)
-def test_parts_of_a_file_are_disjoint(tmp_path, split, rows):
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(f'{{"row": {number}}}\n' for number in range(11)))
-    source = SourceRecipe(path=str(file), split=split)
-    assert [row["row"] for _, row in read_rows(source)] == [*rows]
-    for wrong in ("train[5:7]", "train[50%:20%]", "train[:101%]"):
-        with pytest.raises(ValueError, match="split"):
-            SourceRecipe(path=str(file), split=wrong)
-    with pytest.raises(InputError, match="none of its 11 rows"):
-        read_rows(SourceRecipe(path=str(file), split="train[:1%]"))
 
 
 def test_only_the_auditor_imports_the_scores():

@@ -41,6 +41,15 @@ def options(server, rubric="efficiency", workers=4, longest=1_000, **keys):
     return Options(load_rubric(rubric), JudgeServerRecipe(url=server.url, model="m", **keys), workers, longest)
 
 
+def judged(rule, texts, other=None, **keys):
+    """The result of judging rows, or of comparing them with `other` ones, and the server."""
+    made = texts if isinstance(texts, Predictions) else rows(texts)
+    with serving(rule) as server:
+        if other is None:
+            return judge_predictions(made, options(server, **keys)), server
+        return judge_pairs(made, other, options(server, **keys)), server
+
+
 def points(frames, number):
     """The points that the prediction contains."""
     return {"reason": f"it says {frames['prediction']}", "score": int(frames["prediction"])}
@@ -48,8 +57,7 @@ def points(frames, number):
 
 def test_the_mean_over_prompts_with_its_interval():
     texts = ["1", "5", "3", "3", "5", "5", "2", "4"]
-    with serving(points) as server:
-        found = judge_predictions(rows(texts, samples=2), options(server))
+    found, server = judged(points, rows(texts, samples=2))
     (measured,) = found.results.metrics
     value = found.results.estimates()["efficiency"]
     assert (value.n, measured.texts, measured.left_out) == (4, 8, {})
@@ -57,8 +65,8 @@ def test_the_mean_over_prompts_with_its_interval():
     # Of items, not of rows, on the scale of the rubric.
     assert value.limits == mean([3.0, 3.0, 5.0, 3.0], (1, 5)).limits
     assert [record["score"] for record in found.records] == [float(text) for text in texts]
-    assert found.records[2]["reason"] == "it says 3"
-    assert (found.records[2]["id"], found.records[2]["sample"], found.records[2]["row"]) == ("a1", 0, "p.jsonl row 3")
+    third = found.records[2]
+    assert (third["reason"], third["id"], third["sample"], third["row"]) == ("it says 3", "a1", 0, "p.jsonl row 3")
     assert {record["judge"] for record in found.records} == {"m"}
     # Two prompts have the same answer twice.
     assert len({record["prompt_hash"] for record in found.records}) == 6
@@ -69,15 +77,12 @@ def test_the_mean_over_prompts_with_its_interval():
 
 def test_claims_are_a_share():
     def supported(frames, number):
-        said = frames["prediction"].split(".")[:-1]
-        return {
-            "reason": "r",
-            "claims": [{"claim": one, "supported": one.strip() in frames["reference"]} for one in said],
-        }
+        listed = frames["prediction"].split(".")[:-1]
+        claims = [{"claim": one, "supported": one.strip() in frames["reference"]} for one in listed]
+        return {"reason": "r", "claims": claims}
 
-    with serving(supported) as server:
-        made = rows(["x. y. z.", "x.", "Well!"], reference="x and y")
-        found = judge_predictions(made, options(server, "factual_accuracy", structured=True))
+    made = rows(["x. y. z.", "x.", "Well!"], reference="x and y")
+    found, server = judged(supported, made, rubric="factual_accuracy", structured=True)
     assert [record["score"] for record in found.records] == [pytest.approx(2 / 3), 1.0, None]
     assert found.records[2]["left_out"] == UNREADABLE
     schema = server.requests[0]["response_format"]["json_schema"]["schema"]
@@ -86,13 +91,10 @@ def test_claims_are_a_share():
 
 def test_rows_without_the_fields_of_the_rubric_are_skipped_and_counted():
     made = rows(["1", "2"], reference=None)
-    with serving(points) as server:
-        found = judge_predictions(made, options(server, "factual_accuracy"))
-        assert judge_predictions(made, options(server)).results.metrics[0].texts == 2
+    assert judged(points, made)[0].results.metrics[0].texts == 2
+    found, server = judged(points, made, rubric="factual_accuracy")
     assert [record["left_out"] for record in found.records] == ["no reference"] * 2
-    assert not found.results.metrics
-    assert found.unanswered == 0
-    assert len(server.requests) == 2
+    assert (found.results.metrics, found.unanswered, server.requests) == ([], 0, [])
 
 
 @pytest.mark.parametrize(
@@ -125,8 +127,7 @@ def test_invalid_verdicts_are_counted_by_reason_and_never_scored(trouble, kind):
 
     # Short only for the server that hangs, because this process may be suspended for a while.
     seconds = 1 if isinstance(trouble, Trouble) and trouble.seconds else 60
-    with serving(rule) as server:
-        found = judge_predictions(rows(["5", "3", "4"]), options(server, timeout=seconds, workers=1))
+    found, _ = judged(rule, ["5", "3", "4"], timeout=seconds, workers=1)
     assert [record["score"] for record in found.records] == [5, None, 4]
     assert found.records[1]["left_out"] == kind
     assert "judge m at http://127.0.0.1" in found.records[1]["failure"]
@@ -137,19 +138,16 @@ def test_invalid_verdicts_are_counted_by_reason_and_never_scored(trouble, kind):
 
 
 def test_replies_of_a_judge_are_escaped_for_the_terminal():
-    with serving(lambda frames, number: "\x1b[2J\nscore: 5\r5") as server:
-        found = judge_predictions(rows(["3"]), options(server))
+    found, _ = judged(lambda frames, number: "\x1b[2J\nscore: 5\r5", ["3"])
     (line,) = found.warnings
     assert line.isprintable()
     assert "\x1b" in found.records[0]["failure"]
 
 
-@pytest.mark.parametrize(
-    "trouble", [Trouble(429, headers={"Retry-After": "1"}), Trouble(503, headers={"Retry-After": "1"})]
-)
-def test_retry_after_is_honoured(trouble):
-    with serving(lambda frames, number: trouble if number == 1 else points(frames, number)) as server:
-        found = judge_predictions(rows(["4"]), options(server, retries=2))
+@pytest.mark.parametrize("status", [429, 503])
+def test_retry_after_is_honoured(status):
+    trouble = Trouble(status, headers={"Retry-After": "1"})
+    found, server = judged(lambda frames, number: trouble if number == 1 else points(frames, number), ["4"], retries=2)
     assert found.records[0]["score"] == 4
     assert len(server.requests) == 2
     # Half a second is what the client would wait by itself.
@@ -167,32 +165,23 @@ def test_temporary_errors_are_retried_and_give_the_same_numbers():
         first.add(frames["user"])
         return kinds[len(first) % 3]
 
-    with serving(rule) as server:
-        found = judge_predictions(rows(texts), options(server, retries=3, workers=8))
+    found, server = judged(rule, texts, retries=3, workers=8)
     assert [record["score"] for record in found.records] == [float(text) for text in texts]
     assert len(server.requests) == 40
 
 
-def test_a_server_that_never_answers_does_not_get_every_row():
-    with serving(lambda frames, number: Trouble(500)) as server:
-        found = judge_predictions(rows(["3"] * 200), options(server, workers=4))
-    assert not found.results.metrics
-    assert found.unanswered == 200
-    kinds = [record["left_out"] for record in found.records]
-    assert kinds.count(NO_REPLY) >= 4
-    assert kinds.count(NOT_ASKED) > 150
-    assert len(server.requests) < 30
-
-
-def test_scores_before_a_server_failure_are_kept():
-    def rule(frames, number):
-        return points(frames, number) if number <= 10 else Trouble(500)
-
-    with serving(rule) as server:
-        found = judge_predictions(rows([str(1 + number % 5) for number in range(100)]), options(server, workers=2))
+@pytest.mark.parametrize("good", [0, 10])
+def test_a_server_that_fails_for_good_does_not_get_every_row_and_earlier_scores_are_kept(good):
+    texts = [str(1 + number % 5) for number in range(200)]
+    found, server = judged(
+        lambda frames, number: points(frames, number) if number <= good else Trouble(500), texts, workers=2
+    )
     scored = [record["score"] for record in found.records if record["score"] is not None]
-    assert len(scored) == found.results.metrics[0].texts == 10
-    assert found.unanswered == 90
+    assert len(scored) == sum(metric.texts for metric in found.results.metrics) == good
+    assert found.unanswered == 200 - good
+    kinds = [record["left_out"] for record in found.records]
+    assert kinds.count(NO_REPLY) >= 3
+    assert kinds.count(NOT_ASKED) > 150
     assert len(server.requests) < 30
 
 
@@ -205,6 +194,10 @@ def test_a_server_that_hangs_ends_in_time():
 
 
 def test_requests_per_minute_counts_every_request(monkeypatch):
+    rate, begun = RequestRate(6_000), time.monotonic()
+    for _ in range(11):
+        rate.wait()
+    assert time.monotonic() - begun >= 0.099
     waited = []
 
     class Rate:
@@ -216,16 +209,12 @@ def test_requests_per_minute_counts_every_request(monkeypatch):
 
     monkeypatch.setattr(remote, "RequestRate", Rate)
     trouble = Trouble(500, headers={"Retry-After-Ms": "1"})
-    with serving(lambda frames, number: trouble if number == 1 else points(frames, number)) as server:
-        judge_predictions(rows(["1", "2", "3", "4"]), options(server, retries=1, requests_per_minute=77))
+
+    def rule(frames, number):
+        return trouble if number == 1 else points(frames, number)
+
+    _, server = judged(rule, ["1", "2", "3", "4"], retries=1, requests_per_minute=77)
     assert len(waited) == len(server.requests) == 5
-
-
-def test_a_rate_limit_spaces_requests():
-    rate, begun = RequestRate(6_000), time.monotonic()
-    for _ in range(11):
-        rate.wait()
-    assert time.monotonic() - begun >= 0.099
 
 
 def better(preferred):
@@ -233,13 +222,13 @@ def better(preferred):
     return lambda frames, number: {"reason": "r", "better": preferred(frames["first"], frames["second"])}
 
 
+@better
 def larger(first, second):
     return "tie" if first == second else "first" if int(first) > int(second) else "second"
 
 
 def test_a_win_is_a_win_in_both_orders():
-    with serving(better(larger)) as server:
-        found = judge_pairs(rows(["5", "1", "3", "2"]), rows(["4", "2", "3", "1"]), options(server))
+    found, server = judged(larger, ["5", "1", "3", "2"], rows(["4", "2", "3", "1"]))
     assert [record["value"] for record in found.records] == [1, 0, 0.5, 1]
     # Equal texts are a tie without asking.
     assert len(server.requests) == 6
@@ -250,72 +239,57 @@ def test_a_win_is_a_win_in_both_orders():
     assert (about["wins"], about["ties"], about["losses"], about["same text"]) == (2, 1, 1, 1)
 
 
-@pytest.mark.parametrize(("said", "bias"), [("first", 1), ("second", -1), ("tie", 0)])
-def test_a_judge_that_follows_position_only_gives_no_winner(said, bias):
+@pytest.mark.parametrize(("answer", "bias"), [("first", 1), ("second", -1), ("tie", 0)])
+def test_a_judge_that_follows_position_only_gives_no_winner(answer, bias):
     texts = [str(number) for number in range(12)]
-    with serving(better(lambda *_: said)) as server:
-        found = judge_pairs(rows(texts), rows(texts[::-1]), options(server))
+    found, _ = judged(better(lambda *_: answer), texts, rows(texts[::-1]))
     assert {record["value"] for record in found.records} == {0.5}
     estimates = found.results.estimates()
     assert (estimates["win_rate"].value, estimates["position_bias"].value) == (0.5, bias)
-    assert estimates["orders_agree"].value == (said == "tie")
+    assert estimates["orders_agree"].value == (answer == "tie")
     assert found.results.metrics[0].about["ties"] == 12
     # Twelve ties show no spread, and are not mean certainty.
     assert estimates["win_rate"].low < 0.4
 
 
 def test_a_pair_with_one_readable_reply_has_no_value():
-    def rule(frames, number):
-        return "?" if frames["first"] == "1" else {"better": larger(frames["first"], frames["second"])}
-
-    with serving(rule) as server:
-        found = judge_pairs(rows(["5", "1"]), rows(["4", "2"]), options(server))
+    found, _ = judged(
+        lambda frames, number: "?" if frames["first"] == "1" else larger(frames, number), ["5", "1"], rows(["4", "2"])
+    )
     assert [record["value"] for record in found.records] == [1, None]
     assert found.records[1]["left_out"] == UNREADABLE
     assert found.results.metrics[0].left_out == {UNREADABLE: 1}
 
 
-def test_predictions_without_a_counterpart_are_reported():
-    with serving(better(larger)) as server:
-        found = judge_pairs(rows(["5", "1", "3"]), rows(["4", "2"], path="q.jsonl"), options(server))
-        strangers = rows(["1"])
-        strangers.rows[0].prompt[0]["content"] = "another"
-        with pytest.raises(InputError, match=r"p\.jsonl and q\.jsonl have no prediction for the same prompt"):
-            judge_pairs(strangers, rows(["1"], path="q.jsonl"), options(server))
-    assert found.results.metrics[0].left_out == {"only in p.jsonl": 1}
-    assert any("1 left out: only in p.jsonl" in line for line in found.results.details())
-
-
-def test_samples_are_paired_by_their_number():
+def test_samples_are_paired_by_their_number_and_others_are_reported():
     one, other = rows(["5", "1"], samples=2), rows(["2", "4"], samples=2)
     other.rows.reverse()
-    with serving(better(larger)) as server:
-        found = judge_pairs(one, other, options(server))
+    found, _ = judged(larger, one, other)
     assert [record["value"] for record in found.records] == [1, 0]
     assert found.results.estimates()["win_rate"].n == 1
+    found, _ = judged(larger, ["5", "1", "3"], rows(["4", "2"], path="q.jsonl"))
+    assert found.results.metrics[0].left_out == {"only in p.jsonl": 1}
+    assert any("1 left out: only in p.jsonl" in line for line in found.results.details())
+    strangers = rows(["1"])
+    strangers.rows[0].prompt[0]["content"] = "another"
+    with pytest.raises(InputError, match=r"p\.jsonl and q\.jsonl have no prediction for the same prompt"):
+        judged(larger, strangers, rows(["1"], path="q.jsonl"))
 
 
 def test_one_prompt_and_equal_scores_have_a_wide_interval():
     """The scale is known, so 4 of 5 points for every prompt does not mean certainty."""
-    with serving(points) as server:
-        one, three = (
-            judge_predictions(rows(["4"] * n), options(server)).results.estimates()["efficiency"] for n in (1, 3)
-        )
+    one, three = (judged(points, ["4"] * n)[0].results.estimates()["efficiency"] for n in (1, 3))
     assert (one.value, one.n, three.n) == (4, 1, 3)
     assert 1 <= one.low < three.low < 3 < 4 < three.high < one.high <= 5
 
 
 def test_order_of_completion_changes_nothing():
-    texts = [str(1 + number % 5) for number in range(30)]
     slow = np.random.default_rng(0).random(30) * 0.02
 
     def rule(frames, number):
         time.sleep(slow[number % 30])
         return points(frames, number)
 
-    found = []
-    for workers in (1, 16):
-        with serving(rule) as server:
-            judged = judge_predictions(rows(texts), options(server, workers=workers))
-            found.append((judged.records, judged.results.estimates()))
-    assert found[0] == found[1]
+    one, other = (judged(rule, [str(1 + n % 5) for n in range(30)], workers=workers)[0] for workers in (1, 16))
+    assert one.records == other.records
+    assert one.results.estimates() == other.results.estimates()

@@ -1,6 +1,7 @@
 """Paired tests: closed forms, scipy, coverage, and properties of the bootstrap."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -33,10 +34,8 @@ def names(n):
 
 def answers(counts):
     """0 and 1 of both sides on items that both, only A, only B and neither got right."""
-    both, only_a, only_b, neither = counts
-    return [1.0] * (both + only_a) + [0.0] * (only_b + neither), [1.0] * both + [0.0] * only_a + [1.0] * only_b + [
-        0.0
-    ] * neither
+    pairs = np.repeat([[1.0, 1.0], [1.0, 0.0], [0.0, 1.0], [0.0, 0.0]], counts, axis=0)
+    return pairs[:, 0].tolist(), pairs[:, 1].tolist()
 
 
 @given(st.integers(0, 200), st.integers(0, 200))
@@ -46,10 +45,11 @@ def test_mcnemar_is_scipys_binomial_test(only_a, only_b):
     assert mcnemar(only_a, only_b) == mcnemar(only_b, only_a)
 
 
-def test_mcnemar_of_few_items():
+def test_closed_forms_of_mcnemar_and_holm():
     assert mcnemar(0, 5) == pytest.approx(2 / 32)
     assert mcnemar(1, 6) == pytest.approx(2 * 8 / 128)
     assert mcnemar(3, 3) == 1.0
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
 
 
 @given(st.integers(0, 60), st.integers(0, 60))
@@ -107,10 +107,6 @@ def test_holm(p_values):
     assert max(found) <= 1
 
 
-def test_holm_of_a_textbook_family():
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-
-
 def test_the_standardised_difference():
     found = standardized_difference([1.0, 2.0, 3.0, 2.0])
     assert found.value == pytest.approx(2 / np.std([1, 2, 3, 2], ddof=1))
@@ -118,9 +114,6 @@ def test_the_standardised_difference():
     assert many.low <= many.value <= many.high
     assert math.isnan(standardized_difference([1.0, 1.0]).value)
     assert math.isnan(standardized_difference([0.1 + 0.2 - 0.3 + 1, 1.0, 1.0]).value)
-
-
-def test_an_effect_of_few_items_has_no_interval():
     few = standardized_difference([1.0, 3.0])
     assert few.value == pytest.approx(2**0.5)
     assert math.isnan(few.low)
@@ -175,12 +168,11 @@ def test_pairing_removes_the_variance_between_items():
 @pytest.mark.parametrize(("runs", "n"), [((1, 1), 3), ((1, 1), 20), ((2, 2), 20), ((1, 2), 20)])
 def test_equal_sides_are_separated_in_at_most_five_percent(runs, n):
     generator = np.random.default_rng(0)
-    drawn = []
+    between, drawn = 0.0 if runs == (1, 1) else 0.3, []
     for _ in range(60):
         hard = generator.normal(size=n)
-        sides = [[scores(hard + 0.3 * generator.normal() + generator.normal(size=n)) for _ in range(r)] for r in runs]
-        if runs == (1, 1):
-            sides = [[scores(hard + generator.normal(size=n))] for _ in runs]
+        shifts = [between * generator.normal(size=r) for r in runs]
+        sides = [[scores(hard + shift + generator.normal(size=n)) for shift in side] for side in shifts]
         drawn.append(paired_test("s", "higher", *sides, names(n), draws=60).p)
     assert np.mean(np.array(drawn) < 0.05) <= 0.1
     assert np.median(drawn) >= 0.35
@@ -195,25 +187,19 @@ def test_with_one_run_it_is_the_paired_t_test_over_items():
     assert (found.difference.low, found.difference.high) == pytest.approx((limits.low, limits.high), abs=0.03)
 
 
-def test_over_runs_it_is_welchs_t_test():
-    a, b = [0.1, 0.5, 0.3], [0.9, 1.3, 0.6, 0.8]
-    found, p = t_test(a, b, 0.0, 100)
-    known = stats.ttest_ind(b, a, equal_var=False)
-    limits = known.confidence_interval(0.95)
-    assert (p, found.low, found.high) == pytest.approx((known.pvalue, limits.low, limits.high))
-    known = stats.ttest_ind(b, [0.2], equal_var=True)
-    limits = known.confidence_interval(0.95)
-    found, p = t_test([0.2], b, 0.0, 100)
-    assert (p, found.low, found.high) == pytest.approx((known.pvalue, limits.low, limits.high))
-
-
-def test_runs_with_the_same_seeds_are_paired():
-    a, b = [0.1, 0.5, 0.3], [0.3, 0.6, 0.5]
-    found, p = t_test(a, b, 0.0, 100, paired=True)
-    known = stats.ttest_rel(b, a)
-    limits = known.confidence_interval(0.95)
-    assert (p, found.low, found.high) == pytest.approx((known.pvalue, limits.low, limits.high))
-    assert p < 0.05 < t_test(a, b, 0.0, 100)[1]
+@pytest.mark.parametrize(
+    ("a", "b", "paired", "known"),
+    [
+        ([0.1, 0.5, 0.3], [0.9, 1.3, 0.6, 0.8], False, partial(stats.ttest_ind, equal_var=False)),
+        ([0.2], [0.9, 1.3, 0.6, 0.8], False, stats.ttest_ind),
+        ([0.1, 0.5, 0.3], [0.3, 0.6, 0.5], True, stats.ttest_rel),
+    ],
+)
+def test_over_runs_it_is_welchs_t_test_or_the_paired_one(a, b, paired, known):
+    found, p = t_test(a, b, 0.0, 100, paired)
+    limits = known(b, a).confidence_interval(0.95)
+    assert (p, found.low, found.high) == pytest.approx((known(b, a).pvalue, limits.low, limits.high))
+    assert not paired or p < 0.05 < t_test(a, b, 0.0, 100)[1]
 
 
 def test_what_could_have_been_seen_is_seen_in_four_of_five_comparisons():
@@ -273,11 +259,8 @@ def test_equal_answers_have_no_difference():
 
 
 def test_an_effect_of_several_runs_has_no_interval_over_items_alone():
-    one, other, more = (
-        scores([0.5, 1.5, 2.5, 3.5] * 5),
-        scores([0.0, 1.0, 2.5, 3.0] * 5),
-        scores([0.5, 2.0, 3.0, 4.0] * 5),
-    )
+    levels = [0.5, 1.5, 2.5, 3.5], [0.0, 1.0, 2.5, 3.0], [0.5, 2.0, 3.0, 4.0]
+    one, other, more = (scores(level * 5) for level in levels)
     alone = paired_test("score", "higher", [one], [more], names(20), draws=100).effect
     several = paired_test("score", "higher", [one, other], [more, more], names(20), draws=100).effect
     assert 0 < alone.low < alone.value
@@ -286,9 +269,12 @@ def test_an_effect_of_several_runs_has_no_interval_over_items_alone():
     assert math.isnan(several.high)
 
 
+def perplexities(nats, tokens):
+    return item_sums("perplexity", ((str(i), (x, tokens)) for i, x in enumerate(nats)))
+
+
 def test_a_lower_perplexity_is_better():
-    a = item_sums("perplexity", ((str(i), (3.0 + i % 3, 2)) for i in range(40)))
-    b = item_sums("perplexity", ((str(i), (2.0 + i % 3, 2)) for i in range(40)))
+    a, b = (perplexities([start + i % 3 for i in range(40)], 2) for start in (3.0, 2.0))
     found = paired_test("perplexity", "lower", [a], [b], names(40), draws=300)
     assert found.b < found.a
     assert found.with_correction(found.p).better_side == "B"
@@ -297,11 +283,9 @@ def test_a_lower_perplexity_is_better():
 
 def test_perplexities_are_tested_as_nats_per_token():
     """One hard row does not hide that all rows became easier: Student's t on the nats, with limits of the ratio."""
-    before, after = (
-        [11.4, 2.1, 2.2, 2.9, 2.4, 1.9, 2.6, 2.0, 3.1, 2.2],
-        [0.01, 0.02, 0.01, 0.0, 0.03, 0.01] + [0.02] * 4,
-    )
-    a, b = (item_sums("perplexity", ((str(i), (x, 1)) for i, x in enumerate(side))) for side in (before, after))
+    before = [11.4, 2.1, 2.2, 2.9, 2.4, 1.9, 2.6, 2.0, 3.1, 2.2]
+    after = [0.01, 0.02, 0.01, 0.0, 0.03, 0.01, *[0.02] * 4]
+    a, b = perplexities(before, 1), perplexities(after, 1)
     found = paired_test("perplexity", "lower", [a], [b], names(10))
     known = stats.ttest_rel(after, before)
     assert (found.a, found.b) == pytest.approx((math.exp(3.28), math.exp(0.016)))

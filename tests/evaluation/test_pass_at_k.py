@@ -27,6 +27,11 @@ def test_known_values_and_large_numbers():
     for n, c, k in ((3, 4, 1), (3, -1, 1), (3, 1, 4), (3, 1, 0)):
         with pytest.raises(ValueError):
             pass_at_k(n, c, k)
+    assert [powers_up_to(n) for n in (1, 2, 5, 8)] == [[1], [1, 2], [1, 2, 4, 5], [1, 2, 4, 8]]
+    found = pass_rates({seed: [seed % 4 == 0, False] for seed in range(80)})
+    assert (found[2].low, found[2].high) == pytest.approx(
+        (success_rate(20, 80).low, success_rate(20, 80).high), abs=1e-9
+    )
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=1, max_size=20))
@@ -43,23 +48,12 @@ def test_it_grows_with_k_and_begins_with_the_mean(lists):
         assert one.n == len(lists)
 
 
-def test_all_attempts_of_a_seed_are_one_trial():
-    found = pass_rates({seed: [seed % 4 == 0, False] for seed in range(80)})
-    assert (found[2].low, found[2].high) == pytest.approx(
-        (success_rate(20, 80).low, success_rate(20, 80).high), abs=1e-9
-    )
-
-
 def test_it_is_unbiased():
     import numpy as np
 
     drawn = np.random.default_rng(0).binomial(6, 0.3, size=20_000)
     mean = np.mean([pass_at_k(6, int(c), 3) for c in drawn])
     assert mean == pytest.approx(1 - 0.7**3, abs=0.006)
-
-
-def test_powers():
-    assert [powers_up_to(n) for n in (1, 2, 5, 8)] == [[1], [1, 2], [1, 2, 4, 5], [1, 2, 4, 8]]
 
 
 def test_a_summary_has_it_where_seeds_were_played_several_times():

@@ -9,21 +9,18 @@ from posttrain.runs.intervals import clustered_rate, mean, success_rate
 from tests.rollout.episodes import played
 
 
-def test_each_seed_once() -> None:
+def test_each_seed_once_and_seeds_and_not_episodes_are_counted():
     found = summarize([played(seed, (0.0, float(seed)), success=seed > 2, tokens=seed + 1) for seed in range(4)])
     assert found.success == success_rate(1, 4)
     assert (found.mean_return.value, found.mean_return.n) == (1.5, 4)
     assert (found.n, found.episodes, found.failed, found.turns) == (4, 4, 0, 2.0)
     assert found.tokens_per_answer == 2.5
-
-
-def test_seeds_and_not_episodes_are_counted() -> None:
     found = summarize([played(seed, success=seed == 0) for seed in (0, 1) for _ in range(3)])
     assert (found.n, found.success.n, found.episodes) == (2, 2, 6)
     assert found.success == success_rate(1, 2)
 
 
-def test_a_failed_episode_is_reported_and_not_a_success() -> None:
+def test_a_failed_episode_is_reported_and_not_a_success():
     broken = played(1, (5.0,), success=True, outcome=Outcome.FAILED, failure="time-out")
     found = summarize([played(0), played(2), broken])
     assert found.success == success_rate(2, 3)
@@ -35,32 +32,25 @@ def test_a_failed_episode_is_reported_and_not_a_success() -> None:
     assert math.isnan(nothing.tokens_per_answer)
 
 
-def test_rejected_answers_are_a_share_of_turns() -> None:
-    assert summarize([played(0, (0.0, 0.0), rejected="no tag"), played(1), played(2)]).rejected_share == 0.5
-
-
-def test_metrics_are_those_of_an_evaluation_line() -> None:
+def test_metrics_are_those_of_an_evaluation_line():
     found = summarize([played(0), played(1, success=False)])
     line = found.metrics()
     assert line["success"] == 0.5
     assert (line["success_low"], line["success_high"]) == (found.success.low, found.success.high)
     keys = ("n", "return", "rejected_share", "tokens_per_answer", "turns")
     assert [line[key] for key in keys] == [2, 1, 0, 3, 1]
-
-
-def test_an_evaluation_without_episodes_is_an_error() -> None:
+    assert summarize([played(0, (0.0, 0.0), rejected="no tag"), played(1), played(2)]).rejected_share == 0.5
     with pytest.raises(InputError, match="play at least one"):
         summarize([])
 
 
-def scored(seed, **scores):
-    episode = played(seed)
-    episode.turns[-1].info["scores"] = scores
-    return episode
-
-
-def test_a_score_that_is_right_or_wrong_is_a_rate_and_any_other_a_mean() -> None:
-    found = summarize([scored(0, hard=0.0, length=0.5), scored(1, hard=0.0, length=2.0), scored(2, easy=1.0)])
+def test_a_score_that_is_right_or_wrong_is_a_rate_and_any_other_a_mean():
+    episodes = [played(seed) for seed in range(3)]
+    for episode, scores in zip(
+        episodes, ({"hard": 0.0, "length": 0.5}, {"hard": 0.0, "length": 2.0}, {"easy": 1.0}), strict=True
+    ):
+        episode.turns[-1].info["scores"] = scores
+    found = summarize(episodes)
     assert found.scores["hard"] == success_rate(0, 2)
     assert found.scores["easy"] == success_rate(1, 1)
     assert math.isnan(found.scores["length"].low), "the range of lengths is unknown"
@@ -79,16 +69,10 @@ def test_a_return_of_known_range_has_the_interval_of_its_rate():
     assert -1 <= known.low < known.high <= 3
     other = summarize(attempts, (-2, 3)).mean_return
     assert other.limits == pytest.approx(mean([0.0] * 8, (-2, 3)).limits)
-
-
-def test_equal_returns_have_an_interval_if_their_range_is_known():
     failures = [played(seed, (0.0,), success=False) for seed in range(64)]
     assert math.isnan(summarize(failures).mean_return.low)
     known = summarize(failures, (0, 2))
     assert known.mean_return.high == pytest.approx(2 * known.success.high)
     assert 0 < known.success.high < 0.06
-
-
-def test_returns_out_of_their_range_are_refused():
     with pytest.raises(InputError, match="environment seed 3 has the return"):
         summarize([played(3, (0.75, 0.75))], (0, 1))

@@ -1,13 +1,11 @@
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from posttrain.cli.main import main
 from posttrain.figures import plots
 from posttrain.figures.charts import charts_of, smoothed, thinned
 from posttrain.runs import panels
@@ -19,82 +17,72 @@ from posttrain.view import run_pages
 from tests.runs.comparing import make_run
 
 
-def train(step: int, **changed: float) -> dict[str, float]:
-    values = {
-        "rollout/success": 0.5,
-        "rollout/return": 0.25 * step,
-        "reward/group_spread": 0.1,
-        "policy/kl": 0.01 * step,
-        "policy/entropy": 1.0,
-        "rollout/tokens_per_answer": 12.0,
-        "critic/explained_variance": 0.1 * step,
-        "units/per_answer": 4.0 + 0.1 * step,
-        "units/spread": 0.5 - 0.01 * step,
-        "units/negative": 0.3,
-        "units/residual": 1e-7,
-        "optimizer/gradient_norm": 10.0**step,
-        "time/rollout": 2.0,
-        "time/update": 1.0,
-        "time/step": 4.0,
-    }
+def train(step, **changed):
+    values = {"rollout/success": 0.5, "rollout/return": 0.25 * step, "reward/group_spread": 0.1}
+    values |= {"policy/kl": 0.01 * step, "policy/entropy": 1.0, "rollout/tokens_per_answer": 12.0}
+    values |= {"critic/explained_variance": 0.1 * step, "units/per_answer": 4.0 + 0.1 * step}
+    values |= {"units/spread": 0.5 - 0.01 * step, "units/negative": 0.3, "units/residual": 1e-7}
+    values |= {"optimizer/gradient_norm": 10.0**step, "time/rollout": 2.0, "time/update": 1.0, "time/step": 4.0}
     return {**values, **changed}
 
 
-def evaluation(success: float) -> dict[str, float]:
+def evaluation(success):
     return {"success": success, "success_low": success - 0.1, "success_high": success + 0.1, "n": 64, "turns": 2.0}
 
 
-def logged(run: RunDirectory, lines: list[tuple[int, str, dict[str, Any]]]) -> list[dict[str, Any]]:
+def comparing(step):
+    """A training line of a preference stage."""
+    rewards = {"preference/chosen": 0.1 * step, "preference/rejected": -0.1 * step, "preference/margin": 0.2 * step}
+    logprobs = {"policy/chosen_logprob": -1.0, "policy/rejected_logprob": -1.2}
+    return {"loss/preference": 0.7 - 0.01 * step, "preference/accuracy": 0.6, **rewards, **logprobs}
+
+
+def ranked(loss, accuracy):
+    """An evaluation line of a preference stage, with two domains."""
+    values = {}
+    for suffix in ("", "/law", "/medicine"):
+        for name, value, half in (("loss", loss, 0.05), ("accuracy", accuracy, 0.1)):
+            for part, number in (("", value), ("_low", value - half), ("_high", value + half)):
+                values[f"validation/{name}{part}{suffix}"] = number
+        values[f"validation/rows{suffix}"] = 20
+    return values
+
+
+def logged(run, *lines):
     with MetricsLog(run, []) as log:
         for line in lines:
             log.write(*line)
     return read_metrics(run.metrics)
 
 
-def lines_of(figure: Figure, axes: int = 0) -> dict[str, Any]:
+def each(steps, kind, make):
+    return [(step, kind, make(step)) for step in steps]
+
+
+def draw_figure(name, lines):
+    return dict(plots.figures("run", lines)).get(name)
+
+
+def lines_of(figure, axes=0):
     return {str(line.get_label()): line for line in figure.axes[axes].lines}
 
 
-def whiskers(axes: Any) -> list[tuple[float, float, float]]:
+def whiskers(axes):
     """(step, low, high) of the intervals that are bars at their points, without those of results."""
     bars = [one[2][0].get_segments()[0] for one in axes.containers if str(one.get_label()).startswith("_")]
     return [(bar[0][0], *sorted(bar[:, 1])) for bar in bars]
 
 
-def draw_figure(name: str, lines: list[dict[str, Any]]) -> Figure | None:
-    return dict(plots.figures("run", lines)).get(name)
-
-
-def comparing(step: int) -> dict[str, float]:
-    """A training line of a preference stage."""
-    return {
-        "loss/preference": 0.7 - 0.01 * step,
-        "preference/chosen": 0.1 * step,
-        "preference/rejected": -0.1 * step,
-        "preference/margin": 0.2 * step,
-        "preference/accuracy": 0.6,
-        "policy/chosen_logprob": -1.0,
-        "policy/rejected_logprob": -1.2,
-    }
-
-
-def ranked(loss: float, accuracy: float) -> dict[str, float]:
-    """An evaluation line of a preference stage, with two domains."""
-    found = {}
-    for suffix in ("", "/law", "/medicine"):
-        for name, value, half in (("loss", loss, 0.05), ("accuracy", accuracy, 0.1)):
-            found[f"validation/{name}{suffix}"] = value
-            found[f"validation/{name}_low{suffix}"] = value - half
-            found[f"validation/{name}_high{suffix}"] = value + half
-        found[f"validation/rows{suffix}"] = 20
-    return found
-
-
-def test_every_plot_is_a_png_of_something(run: RunDirectory) -> None:
-    lines = [(step, "train", train(step) | comparing(step)) for step in range(1, 6)]
-    found = [(step, "evaluation", evaluation(0.5) | ranked(0.6, 0.7) | {"score/update": 0.4}) for step in (0, 3, 5)]
-    audited = [(step, "audit", {"audit/reward_gain": 0.2 * step, "audit/score_gain": 0.0}) for step in (0, 3, 5)]
-    logged(run, [*lines, *found, *audited])
+def test_every_plot_is_a_png_of_something_and_those_without_data_are_left_out(run):
+    assert plots.draw_plots(run) == []
+    logged(run, (1, "train", {"policy/entropy": 1.0}), (1, "warning", {"message": "x"}))
+    assert [path.name for path in plots.draw_plots(run)] == ["entropy.png"]
+    logged(
+        run,
+        *each(range(1, 6), "train", lambda step: train(step) | comparing(step)),
+        *each((0, 3, 5), "evaluation", lambda step: evaluation(0.5) | ranked(0.6, 0.7) | {"score/update": 0.4}),
+        *each((0, 3, 5), "audit", lambda step: {"audit/reward_gain": 0.2 * step, "audit/score_gain": 0.0}),
+    )
     drawn = plots.draw_plots(run)
     assert [path.name for path in drawn] == [f"{name}.png" for name in TITLES]
     for path in drawn:
@@ -104,56 +92,44 @@ def test_every_plot_is_a_png_of_something(run: RunDirectory) -> None:
     assert sorted(run.plots.iterdir()) == sorted(drawn)
 
 
-def test_held_out_rows_have_a_band_and_domains_a_separate_figure(run: RunDirectory) -> None:
+def test_held_out_rows_have_a_band_and_domains_their_interval_at_the_end(run):
     lines = logged(
         run,
-        [(step, "train", comparing(step)) for step in range(1, 6)]
-        + [(step, "evaluation", ranked(0.7 - 0.02 * step, 0.5 + 0.05 * step)) for step in (0, 3, 5)],
+        *each(range(1, 6), "train", comparing),
+        *each((0, 3, 5), "evaluation", lambda step: ranked(0.7 - 0.02 * step, 0.5 + 0.05 * step)),
     )
     figure = draw_figure("rows", lines)
-    assert figure is not None
-    loss, accuracy = figure.axes
     assert {"training rows", "validation rows"} <= set(lines_of(figure, 0))
     np.testing.assert_allclose(lines_of(figure, 0)["validation rows"].get_ydata(), [0.7, 0.64, 0.6])
-    for axes in (loss, accuracy):
-        assert len(whiskers(axes)) == 3
+    assert [len(whiskers(axes)) for axes in figure.axes] == [3, 3]
     domains = draw_figure("domains", lines)
-    assert domains is not None
-    assert [set(lines_of(domains, place)) >= {"law", "medicine"} for place in (0, 1)] == [True, True]
-    assert draw_figure("learning_curve", lines) is None
-
-
-def test_domains_have_their_interval_at_the_end(run: RunDirectory) -> None:
-    for domain in ("law", "law/tax"):
-        values = {
-            f"validation/loss{part}/{domain}": value for part, value in (("", 0.5), ("_low", 0.4), ("_high", 0.6))
-        }
-        line = {"step": 4, "kind": "evaluation", **values}
-        assert limits_of([line], f"validation/loss/{domain}") == [(4, 0.4, 0.5, 0.6)]
-    figure = draw_figure("domains", logged(run, [(step, "evaluation", ranked(0.6, 0.7)) for step in (0, 5)]))
-    assert figure is not None
-    for axes, value, half in zip(figure.axes, (0.6, 0.7), (0.05, 0.1), strict=True):
+    for place, (axes, value, half) in enumerate(zip(domains.axes, (0.6, 0.75), (0.05, 0.1), strict=True)):
+        assert set(lines_of(domains, place)) >= {"law", "medicine"}
         bars = [container[2][0].get_segments()[0] for container in axes.containers]
-        assert len(bars) == 2  # law and medicine, side by side
-        assert len({float(bar[0][0]) for bar in bars}) == 2
+        assert len({float(bar[0][0]) for bar in bars}) == 2  # law and medicine, side by side
         for bar in bars:
             assert bar[0][0] > 5
             assert sorted(bar[:, 1]) == pytest.approx([value - half, value + half])
+    assert draw_figure("learning_curve", lines) is None
+    for domain in ("law", "law/tax"):
+        parts = (("", 0.5), ("_low", 0.4), ("_high", 0.6))
+        line = {f"validation/loss{part}/{domain}": value for part, value in parts}
+        limits = limits_of([line | {"step": 4, "kind": "evaluation"}], f"validation/loss/{domain}")
+        assert limits == [(4, 0.4, 0.5, 0.6)]
 
 
-def test_an_environment_without_success_has_a_curve_of_returns(run: RunDirectory) -> None:
+def test_an_environment_without_success_has_a_curve_of_returns(run):
     paid = {"return_low": -1.5, "return_high": 0.5, "n": 8}
-    lines = logged(
-        run,
-        [
+    figure = draw_figure(
+        "learning_curve",
+        logged(
+            run,
             (0, "baseline", {"policy": "start of this run", "return": -1.0, "n": 8}),
-            *[(step, "train", {"rollout/return": -0.9 + 0.1 * step}) for step in (1, 2)],
-            *[(step, "evaluation", {"return": -0.5, **paid}) for step in (0, 2)],
+            *each((1, 2), "train", lambda step: {"rollout/return": -0.9 + 0.1 * step}),
+            *each((0, 2), "evaluation", lambda step: {"return": -0.5, **paid}),
             (2, "final", {"policy": "trained", "best_step": 2, "return": -0.25, **paid}),
-        ],
+        ),
     )
-    figure = draw_figure("learning_curve", lines)
-    assert figure is not None
     (axes,) = figure.axes
     assert axes.get_ylabel() == "reward per episode"
     assert {"training episodes, sampled", "held-out seeds"} <= set(lines_of(figure))
@@ -164,30 +140,25 @@ def test_an_environment_without_success_has_a_curve_of_returns(run: RunDirectory
     assert axes.get_ylim()[1] >= 0.5
 
 
-def test_plots_without_data_are_left_out(run: RunDirectory) -> None:
-    assert plots.draw_plots(run) == []
-    logged(run, [(1, "train", {"policy/entropy": 1.0}), (1, "warning", {"message": "x"})])
-    assert [path.name for path in plots.draw_plots(run)] == ["entropy.png"]
-
-
-def test_one_point_and_nothing_but_nan_can_be_drawn(run: RunDirectory) -> None:
-    bad = dict.fromkeys(train(1), math.nan)
-    logged(
-        run, [(1, "train", bad), (1, "evaluation", evaluation(0.1)), (0, "evaluation", {"success": math.nan, "n": 0})]
+def test_nan_is_marked_and_nothing_but_nan_can_be_drawn(run):
+    bad = (1, "train", dict.fromkeys(train(1), math.nan))
+    lines = logged(run, bad, (1, "evaluation", evaluation(0.1)), (0, "evaluation", {"success": math.nan, "n": 0}))
+    assert {name for name, _ in plots.figures("run", lines)} >= {"learning_curve", "optimization", "kl"}
+    changed = {3: {"policy/kl": math.nan}}
+    drawn = lines_of(
+        draw_figure("kl", logged(run, *each((2, 3, 4), "train", lambda s: train(s, **changed.get(s, {}))))[1:])
     )
-    assert {path.name for path in plots.draw_plots(run)} >= {"learning_curve.png", "optimization.png", "kl.png"}
+    assert list(drawn["Kullback-Leibler divergence"].get_xdata()) == [2, 4]
+    assert list(drawn["NaN or infinite"].get_xdata()) == [3]
 
 
-def test_the_learning_curve_shows_band_and_baseline_policies(run: RunDirectory) -> None:
-    players = [
-        (0, "baseline", {"policy": player, "success": success, "return": success, "n": 64})
-        for player, success in (("random", 0.2), ("optimal", 0.95))
-    ]
-    points = [(step, "evaluation", evaluation(0.3 + step / 100)) for step in (0, 10, 20)]
-    players.append((0, "baseline", {"policy": "start of this run", "success": 0.25, "n": 64}))
+def test_the_learning_curve_shows_band_and_baseline_policies(run):
+    players = (("random", 0.2), ("optimal", 0.95), ("start of this run", 0.25))
+    baselines = [(0, "baseline", {"policy": name, "success": rate, "return": rate, "n": 64}) for name, rate in players]
+    points = each((0, 10, 20), "evaluation", lambda step: evaluation(0.3 + step / 100))
     final = {"policy": "trained", "best_step": 10, "success": 0.6, "success_low": 0.5, "success_high": 0.7}
-    figure = draw_figure("learning_curve", logged(run, [*players, *points, (20, "final", final)]))
-    assert figure is not None
+    figure = draw_figure("learning_curve", logged(run, *baselines, *points, (20, "final", final)))
+    (axes,) = figure.axes
     drawn = lines_of(figure)
     assert list(drawn["held-out seeds"].get_xdata()) == [0, 10, 20]
     assert list(drawn["held-out seeds"].get_ydata()) == pytest.approx([0.3, 0.4, 0.5])
@@ -195,35 +166,18 @@ def test_the_learning_curve_shows_band_and_baseline_policies(run: RunDirectory) 
     assert drawn["random policy, 20.0%"].get_linestyle() == "--"
     # The start was measured on other tasks than the curve: a mark, and no line against it.
     assert not [label for label in drawn if label.startswith("start of this run") and "final" not in label]
-    (start,) = [c for c in figure.axes[0].containers if c.get_label() == "start of this run on the final seeds, 25.0%"]
-    assert (start[0].get_xdata()[0], start[0].get_ydata()[0]) == (0, 0.25)
-    (result,) = [c for c in figure.axes[0].containers if c.get_label() == "result on the final seeds, 60.0%"]
-    assert (result[0].get_xdata()[0], result[0].get_ydata()[0]) == (10, 0.6)
+    marks = {c.get_label(): (c[0].get_xdata()[0], c[0].get_ydata()[0]) for c in axes.containers if c[0] is not None}
+    assert marks["start of this run on the final seeds, 25.0%"] == (0, 0.25)
+    assert marks["result on the final seeds, 60.0%"] == (10, 0.6)
     expected = [(step, 0.2 + step / 100, 0.4 + step / 100) for step in (0, 10, 20)]
-    assert np.array(whiskers(figure.axes[0])) == pytest.approx(np.array(expected))
-    assert figure.axes[0].get_xlabel() == "step"
-    assert figure.axes[0].get_ylabel() == "success"
+    assert np.array(whiskers(axes)) == pytest.approx(np.array(expected))
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "success")
 
 
-def test_steps_with_nan_are_marked(run: RunDirectory) -> None:
-    lines = logged(
-        run, [(step, "train", train(step, **({"policy/kl": math.nan} if step == 2 else {}))) for step in (1, 2, 3)]
-    )
-    figure = draw_figure("kl", lines)
-    assert figure is not None
-    drawn = lines_of(figure)
-    assert list(drawn["Kullback-Leibler divergence"].get_xdata()) == [1, 3]
-    assert list(drawn["NaN or infinite"].get_xdata()) == [2]
-
-
-def test_the_command_prints_the_files_it_drew(
-    run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from posttrain.cli.main import main
-
+def test_the_command_prints_the_files_it_drew(run, tmp_path, capsys):
     assert main(["plot", str(run.path)]) == 2
     assert "nothing to plot yet" in capsys.readouterr().err
-    logged(run, [(1, "train", {"policy/entropy": 1.0})])
+    logged(run, (1, "train", {"policy/entropy": 1.0}))
     assert main(["plot", str(run.path)]) == 0
     assert capsys.readouterr().out.split() == [str(run.plots / "entropy.png")]
     assert main(["plot", str(run.path), "--out", str(tmp_path / "elsewhere"), "--format", "svg"]) == 0
@@ -232,24 +186,18 @@ def test_the_command_prints_the_files_it_drew(
     assert "no run" in capsys.readouterr().err
 
 
-def test_long_curves_are_drawn_with_few_points_and_all_extremes() -> None:
+def test_long_curves_are_drawn_with_few_points_and_all_extremes(run):
     steps = np.arange(100_000)
     values = np.sin(steps / 500)
     values[31_234], values[77_777] = 40.0, -30.0
-    few_steps = thinned(values)
-    few = values[few_steps]
-    assert len(few) <= panels.MOST_POINTS + 2
-    assert (few[few_steps == 31_234], few[few_steps == 77_777]) == (40.0, -30.0)
-    assert (few_steps[0], few_steps[-1]) == (0, 99_999)
-    assert (values[few_steps] == few).all()
-
-
-def test_a_run_of_many_steps_is_drawn_from_few_points(run: RunDirectory) -> None:
+    kept = thinned(values)
+    assert len(kept) <= panels.MOST_POINTS + 2
+    assert {0, 31_234, 77_777, 99_999} <= set(kept.tolist())
     with run.metrics.open("w") as file:
         for step in range(1, 20_001):
             line = {"step": step, "kind": "train", "time/run": 1.0, "rollout/return": step % 7, "policy/entropy": 0.5}
             file.write(json.dumps(line) + "\n")
-    drawn = dict(plots.figures("long", read_metrics(run.metrics)))
+    drawn = dict(plots.figures("long", read_log(run.metrics)))
     curves = [curve for figure in drawn.values() for axes in figure.axes for curve in axes.get_lines()]
     assert max(len(curve.get_xdata()) for curve in curves) <= panels.MOST_POINTS + 2
     returns = np.asarray(drawn["learning_curve"].axes[0].get_lines()[0].get_ydata())
@@ -257,17 +205,15 @@ def test_a_run_of_many_steps_is_drawn_from_few_points(run: RunDirectory) -> None
 
 
 @pytest.mark.parametrize("count", [0, 4, 5, 11, 40])
-def test_the_moving_mean_is_centered_and_shrinks_at_the_ends(count: int) -> None:
+def test_the_moving_mean_is_centered_and_shrinks_at_the_ends(count):
     values = [float(i * i % 13) for i in range(count)]
     reach = [min(i, count - 1 - i, 5) for i in range(count)]
     expected = [sum(values[i - r : i + r + 1]) / (2 * r + 1) for i, r in enumerate(reach) if r >= 2]
     assert smoothed(values) == pytest.approx(expected)
 
 
-def test_a_run_that_never_succeeds_has_a_learning_curve(run: RunDirectory) -> None:
-    lines = logged(run, [(step, "evaluation", evaluation(0.0)) for step in (0, 3)])
-    figure = draw_figure("learning_curve", lines)
-    assert figure is not None
+def test_a_run_that_never_succeeds_has_a_learning_curve(run):
+    figure = draw_figure("learning_curve", logged(run, *each((0, 3), "evaluation", lambda step: evaluation(0.0))))
     assert max(line.get_ydata().max() for line in lines_of(figure).values() if len(line.get_xdata()) == 2) == 0.0
 
 

@@ -30,16 +30,8 @@ def episode_of(make, seed, answers=None):
         turns.append(Turn(0, len(turns), len(turns) + 1, step.reward, StopReason.END_TOKEN, answer, dict(step.info)))
         if step.terminated or step.truncated:
             break
-    count = len(turns)
-    zeros = np.zeros(count, np.float32)
-    stream = Stream(
-        np.arange(count, dtype=np.int64),
-        np.ones(count, bool),
-        zeros,
-        zeros,
-        np.arange(count, dtype=np.int32),
-        np.zeros(count, np.int32),
-    )
+    zeros, ids = np.zeros(len(turns), np.float32), np.arange(len(turns))
+    stream = Stream(ids, ids >= 0, zeros, zeros, ids.astype(np.int32), zeros.astype(np.int32))
     outcome = Outcome.TERMINATED if step.terminated else Outcome.TRUNCATED
     return Episode(seed, 0, 0, 0, [stream], turns, outcome, None, [])
 
@@ -63,14 +55,11 @@ def test_the_frames_are_the_states_of_the_episode(name, observation):
         assert f"seed {seed}" in row.title
 
 
-def test_a_rejected_answer_leaves_the_state_and_is_named():
+def test_a_rejected_answer_leaves_the_state_and_only_grid_games_are_drawn():
     make = make_env("sokoban")
     row = row_of(episode_of(make, 1, ["no answer"] * 5), make, "rejected")
     assert all(frame.cells == row.frames[0].cells for frame in row.frames)
     assert "rejected" in row.frames[1].caption
-
-
-def test_only_grid_games_are_drawn():
     assert maker_of(None) is None
     assert maker_of(make_env("bandit").recipe) is None
     make = make_env("frozen_lake", slippery=False)
@@ -79,8 +68,8 @@ def test_only_grid_games_are_drawn():
     assert row_of(too_long, make, "of another version of the environment") is None
 
 
-@pytest.fixture
-def run(tmp_path):
+@pytest.mark.figures
+def test_the_run_has_one_picture_with_a_row_for_each_step(tmp_path):
     recipe = load_recipe([], ["environment.type=sokoban", f"runs={tmp_path}", "name=rooms"], "rl")
     run = RunDirectory.create(recipe)
     make = make_env("sokoban")
@@ -88,11 +77,6 @@ def run(tmp_path):
         write_episodes(run.episodes, step, "evaluation", [episode_of(make, 20_001, answers)])
     with MetricsLog(run, []) as log:
         log.write(0, "evaluation", {"success": 0.0, "return": -0.5, "n": 1})
-    return run
-
-
-@pytest.mark.figures
-def test_the_run_has_one_picture_with_a_row_for_each_step(run):
     (file,) = draw_run(run, run.load_recipe().environment)
     assert file == run.plots / "trajectories.png"
     pixels = imread(file)
@@ -102,9 +86,6 @@ def test_the_run_has_one_picture_with_a_row_for_each_step(run):
     player = np.abs(pixels[:, :, :3] - np.array([0xE6, 0x7E, 0x22]) / 255).max(-1) < 0.02
     assert player.any(axis=1)[: height // 2].any()
     assert player.any(axis=1)[height // 2 :].any()
-
-
-@pytest.mark.figures
-def test_an_episode_has_its_picture_in_the_report(run):
+    # The report has a picture with the episode.
     page = write_html([run.path])[0].read_text()
     assert len(re.findall(r'<img src="data:image/svg\+xml;base64,[^"]+" alt="States of the episode">', page)) == 1

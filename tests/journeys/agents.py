@@ -57,23 +57,11 @@ def test_the_small_commands_write_the_files_of_the_author(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     place_recipes(tmp_path)
     place_model(tmp_path, "models/tiny", "qwen2")
-    smaller = {
-        "stages.sft.experts.seeds.count": 14,
-        "stages.sft.experts.held_out": 4,
-        "stages.rl.steps": 2,
-        "common.evaluation.every": 1,
-        "common.rollout.tokens_per_turn": 8,
-        "rollout.tokens_per_turn": 8,
-        "keys.rollout.tokens_per_turn": 8,
-        "common.evaluation.seeds.count": 2,
-        "common.evaluation.final_seeds.count": 4,
-        "evaluation.seeds.count": 2,
-        "evaluation.final_seeds.count": 4,
-        "keys.evaluation.seeds.count": 2,
-        "keys.evaluation.final_seeds.count": 4,
-        "keys.rollout.groups_per_step": 2,
-        "keys.rollout.episodes_per_group": 2,
-    }
+    smaller = {"stages.sft.experts.seeds.count": 14, "stages.sft.experts.held_out": 4, "stages.rl.steps": 2}
+    smaller |= {"common.evaluation.every": 1, "keys.rollout.groups_per_step": 2, "keys.rollout.episodes_per_group": 2}
+    for prefix in ("", "common.", "keys."):
+        smaller[f"{prefix}rollout.tokens_per_turn"] = 8
+        smaller |= {f"{prefix}evaluation.seeds.count": 2, f"{prefix}evaluation.final_seeds.count": 4}
     shown = commands(PAGE, SMALL)
     assert len(shown) == 7
     for command in shown:
@@ -120,14 +108,11 @@ def check_search(directory: Path) -> None:
     assert {trial["credit"]["type"] for trial in trials} == {"grpo"}
     assert {trial["evaluation"]["environment"]["max_turns"] for trial in trials} == {5}
     best = yaml.safe_load((directory / "best_group2.yaml").read_text())
-    returns = {
-        trial["optimizer"]["learning_rate"]: max(
-            line["return"]
-            for line in read_metrics(directory / "trials" / trial["name"] / "metrics.jsonl")
-            if line["kind"] == "evaluation" and line["step"] > 0
-        )
-        for trial in trials
-    }
+    returns = {}
+    for trial in trials:
+        lines = read_metrics(directory / "trials" / trial["name"] / "metrics.jsonl")
+        curve = [line["return"] for line in lines if line["kind"] == "evaluation" and line["step"] > 0]
+        returns[trial["optimizer"]["learning_rate"]] = max(curve)
     assert returns[best["optimizer"]["learning_rate"]] == max(returns.values())
     used = read_file("runs/small-best/recipe.yaml").values
     assert used["optimizer"]["learning_rate"] == best["optimizer"]["learning_rate"]

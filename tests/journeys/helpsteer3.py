@@ -21,20 +21,11 @@ TEMPLATE = (
 ROWS, VALIDATION = 60, 24
 ENOUGH = 1_500
 """Enough rows to hold out the published numbers of rows."""
-SMALLER = {
-    "stages.reward.steps": 20,
-    "stages.reward.rows_per_update": 4,
-    "stages.reward.data.held_out": 8,
-    "stages.reward.optimizer.warmup_updates": 2,
-    "stages.reward.optimizer.learning_rate": 2e-2,
-    "stages.reward.evaluation.every": 10,
-    "stages.rl.steps": 3,
-    "stages.rl.rollout.tokens_per_turn": 12,
-    "stages.rl.rollout.tokens_per_episode": 160,
-    "stages.rl.evaluation.every": 2,
-    "stages.rl.evaluation.held_out": 10,
-    "stages.rl.evaluation.seeds.count": 4,
-}
+_REWARD = {"steps": 20, "rows_per_update": 4, "data.held_out": 8, "optimizer.warmup_updates": 2, "evaluation.every": 10}
+_RL = {"steps": 3, "rollout.tokens_per_turn": 12, "rollout.tokens_per_episode": 160, "evaluation.every": 2}
+_RL |= {"evaluation.held_out": 10, "evaluation.seeds.count": 4}
+SMALLER = {f"stages.reward.{key}": value for key, value in (_REWARD | {"optimizer.learning_rate": 2e-2}).items()}
+SMALLER |= {f"stages.rl.{key}": value for key, value in _RL.items()}
 """Keys of the small command with values for a tiny model and a few rows."""
 
 
@@ -44,26 +35,16 @@ def rows(start, count):
     for number in range(start, start + count):
         context = [{"role": "user", "content": f"Case {number}: which place has {number % 7} boats?"}]
         if number % 6 == 5:
-            context += [
-                {"role": "assistant", "content": "Do you mean the lake?"},
-                {"role": "user", "content": "Yes, the lake."},
-            ]
+            context.append({"role": "assistant", "content": "Do you mean the lake?"})
+            context.append({"role": "user", "content": "Yes, the lake."})
         answers = [f"Goal, the lake with {number % 7} boats.", "Holes Holes Holes."]
         first = number % 2 == 0  # response 1 is the better one, which is a negative preference
         preference = (0 if number % 10 == 7 else 1 + number % 3) * (-1 if first else 1)
         why = f"@Response {1 if first else 2} is better than @Response {2 if first else 1}: it names the place."
         opinion = {"score": preference, "reasoning": why, "feedback1": "", "feedback2": ""}
-        made.append(
-            {
-                "domain": "stem" if number % 3 else "general",
-                "language": "german" if number % 10 == 4 else "english",
-                "context": context,
-                "response1": answers[not first],
-                "response2": answers[first],
-                "overall_preference": preference,
-                "individual_preference": [opinion] * 3,
-            }
-        )
+        row = {"domain": "stem" if number % 3 else "general", "language": "german" if number % 10 == 4 else "english"}
+        row |= {"context": context, "response1": answers[not first], "response2": answers[first]}
+        made.append(row | {"overall_preference": preference, "individual_preference": [opinion] * 3})
     return made
 
 
@@ -119,9 +100,8 @@ def test_too_few_rows_are_found_before_anything_is_trained(folder):
     assert "stage rl: environment.prompts has 54 tasks" in said
     assert "posttrain-" not in said  # the folder that the files are written to meanwhile
     assert not (folder / "runs").exists()
-    assert "no such file or folder" in run(
-        dry("posttrain pipeline recipes/helpsteer3/pipeline.yaml data=nosuch"), code=2
-    )
+    missing = dry("posttrain pipeline recipes/helpsteer3/pipeline.yaml data=nosuch")
+    assert "no such file or folder" in run(missing, code=2)
 
 
 @pytest.mark.slow
@@ -146,9 +126,8 @@ def test_the_small_command_writes_the_files_of_the_author(folder):
     assert len(read_lines(runs / "data/pairs_validation.jsonl")) == len(usable(rows(10_000, VALIDATION)))
     english = [row for row in rows(0, ROWS) if row["language"] == "english"]
     prompts = read_lines(runs / "data/prompts.jsonl")
-    assert sorted(p["context_messages"][0]["content"] for p in prompts) == sorted(
-        r["context"][0]["content"] for r in english
-    )
+    asked = sorted(prompt["context_messages"][0]["content"] for prompt in prompts)
+    assert asked == sorted(row["context"][0]["content"] for row in english)
     assert "skipped: neutral preference" in (runs / "data/report.md").read_text()
 
     # The reward model loads in transformers and scores chosen answers higher.
@@ -191,12 +170,7 @@ def test_the_small_command_writes_the_files_of_the_author(folder):
 
     # The policy answers prompts.
     (generate,) = [command for command in commands(PAGE) if command.startswith("posttrain generate")]
-    values = {
-        "data.test": runs / "data/prompts.jsonl",
-        "data.max_rows": 3,
-        "model.path": runs / "rl/model",
-        "model.dtype": "float32",
-        "rollout.tokens_per_turn": 8,
-    }
+    values = {"data.test": runs / "data/prompts.jsonl", "data.max_rows": 3, "rollout.tokens_per_turn": 8}
+    values |= {"model.path": runs / "rl/model", "model.dtype": "float32"}
     run(with_values(generate, values))
     assert len(read_lines("answers.jsonl")) == 3

@@ -13,7 +13,7 @@ import yaml
 from posttrain.recipe.compose import load_recipe
 from posttrain.rollout.store import read_episodes, stored_steps
 from posttrain.runs.metrics import read_metrics
-from posttrain.runs.tables import read_tables
+from posttrain.runs.tables import read_run_results
 from tests.conftest import make_tokenizer, tiny_config
 from tests.evaluation.judge_server import serving
 from tests.journeys import ROOT, commands, dry, place_recipes, run, with_values
@@ -44,14 +44,10 @@ def write_records(folder):
         memory = f"{name.lower()}_{number}"
         path = f"memory/{memory}/entities/{friend.lower()}.md"
         city = CITIES[number % 4]
-        entity = {
-            "entity_name": friend,
-            "entity_file_path": path,
-            "entity_file_content": f"# {friend}\n- **city**: {city}\n",
-        }
-        user = (
-            f"# {name}\n- **age**: {30 + number}\n\n## Relationships\n- **friend**: [[entities/{friend.lower()}.md]]\n"
-        )
+        entity = {"entity_name": friend, "entity_file_path": path}
+        entity["entity_file_content"] = f"# {friend}\n- **city**: {city}\n"
+        user = f"# {name}\n- **age**: {30 + number}\n\n"
+        user += f"## Relationships\n- **friend**: [[entities/{friend.lower()}.md]]\n"
         place = folder / "data" / "instances" / memory / "base_memory.json"
         place.parent.mkdir(parents=True)
         place.write_text(json.dumps({"mem_id": memory, "user_md": user, "entities": [entity]}))
@@ -66,10 +62,8 @@ def write_records(folder):
     mixed.mkdir(parents=True)
     for file, part in (("train", rows[:-8]), ("valid", rows[-8:])):
         (mixed / f"{file}.jsonl").write_text("".join(json.dumps(record(*row)) + "\n" for row in part))
-    settings = (
-        "INIT_KL_COEF=0.1 KL_TARGET=0.02 KL_HORIZON=256 ADVANTAGE_ESTIMATOR=group_norm MAX_EPOCHS=10 ACTOR_LR=1e-6"
-    )
-    settings += f" CRITIC_LR=2e-5 NUM_EPISODES=8 SAVE_PATH=saved CKPT_PATH=kept MODEL_NAME={MODEL}"
+    settings = "INIT_KL_COEF=0.1 KL_TARGET=0.02 KL_HORIZON=256 ADVANTAGE_ESTIMATOR=group_norm MAX_EPOCHS=10"
+    settings += f" ACTOR_LR=1e-6 CRITIC_LR=2e-5 NUM_EPISODES=8 SAVE_PATH=saved CKPT_PATH=kept MODEL_NAME={MODEL}"
     command = (ROOT / "plugins" / "imports" / "tests" / "commands" / "memory.sh").read_text()
     (folder / "train_agent.sh").write_text("\n".join([*settings.split(), command]))
     items = {
@@ -250,21 +244,15 @@ def check_schedule(trained):
 
 def check_scores(folder, trained):
     """The published table: each score is the mean over the tasks of its kind, and the training return that of the run."""
-    text = (
-        (folder / "runs" / "scores" / "report.md")
-        .read_text()
-        .split("## Scores by checkpoint: memory-gspo-published\n\n")[1]
-    )
+    title = "## Scores by checkpoint: memory-gspo-published"
+    text = (folder / "runs" / "scores" / "report.md").read_text().split(f"{title}\n\n")[1]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
     headings, _, *rows = rows
     assert headings[:4] == ["step", "retrieval", "update", "clarification"]
     assert headings[-2:] == ["overall success", "training return"]
     assert [row[0] for row in rows] == [str(step) for step in range(STEPS + 1)]
-    returns = {
-        line["step"]: line["rollout/return"]
-        for line in read_metrics(trained / "metrics.jsonl")
-        if line["kind"] == "train"
-    }
+    lines = [line for line in read_metrics(trained / "metrics.jsonl") if line["kind"] == "train"]
+    returns = {line["step"]: line["rollout/return"] for line in lines}
     overall = []
     for step, row in enumerate(rows):
         one = folder / "runs" / "scores" / f"step_{step:06d}"
@@ -276,12 +264,10 @@ def check_scores(folder, trained):
         overall.append(sum(episode.success for episode in episodes) / len(episodes))
         assert row[-2].startswith(f"{overall[-1]:.3f} [")
         assert row[-1] == (f"{returns[step]:.3f}" if step else "–")
-        (policies, *_) = read_tables(one)
+        (policies, *_) = read_run_results(one).tables
         assert {"random policy", MODEL} & {line[0] for line in policies.rows} or policies.rows
     assert max(overall) > 0
-    separate = (
-        (folder / "figures" / "results.md").read_text().split("## Scores by checkpoint: memory-gspo-published")[1]
-    )
+    separate = (folder / "figures" / "results.md").read_text().split(title)[1]
     assert re.findall(r"^\| (\d+) \|", separate, re.M) == ["1", "3"]
     for name in ("metrics_vs_overall", "metrics_vs_step", "metrics_vs_training"):
         for place in (folder / "runs" / "scores" / "plots", folder / "figures", trained / "plots"):

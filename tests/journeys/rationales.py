@@ -4,7 +4,7 @@ import csv
 import json
 import re
 import subprocess
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -43,20 +43,16 @@ def author_files(folder):
         for _ in range(count):
             number += 1
             prompt = [{"role": "user", "content": f"Write steps to lend tool {number} for {number % 5} days."}]
-            good = (
-                f"A. Is tool {number} free? If YES, go to Step B. If NO, DENY.\nB. Sign it out.\nRationale: free first."
-            )
+            good = f"A. Is tool {number} free? If YES, go to Step B. If NO, DENY.\nB. Sign it out.\n"
+            good += "Rationale: free first."
             bad = f"A. Sign tool {number} out.\nRationale: none."
             chats.append({"messages": [*prompt, {"role": "assistant", "content": good}]})
             prompts.append({"context_messages": prompt})
             sides = {"chosen": good, "rejected": bad}
             pairs.append({key: [*prompt, {"role": "assistant", "content": text}] for key, text in sides.items()})
-        for kind, place, made in (
-            ("sft", "sft", chats),
-            ("preference", "preferences", pairs),
-            ("prompts", "prompts", prompts),
-        ):
-            write_rows(folder / f"data_processing/{place}/rationales_{kind}_{split}.parquet", made)
+        for kind, made in {"sft/rationales_sft": chats, "preferences/rationales_preference": pairs}.items():
+            write_rows(folder / f"data_processing/{kind}_{split}.parquet", made)
+        write_rows(folder / f"data_processing/prompts/rationales_prompts_{split}.parquet", prompts)
     (link,) = commands(TRAINING, program="mkdir")
     subprocess.run(link, shell=True, cwd=folder, check=True)
 
@@ -79,10 +75,8 @@ def teach_to_write(model):
 
     tokenizer, policy = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
     prompt = {"role": "user", "content": "Write steps to lend tool 3 for 3 days."}
-    chat = [
-        prompt,
-        {"role": "assistant", "content": "A. Sign out the tool, then lend it to him. B. Ask him to bring it."},
-    ]
+    said = "A. Sign out the tool, then lend it to him. B. Ask him to bring it."
+    chat = [prompt, {"role": "assistant", "content": said}]
     ids = torch.tensor([tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)])
     optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
     for _ in range(200):
@@ -202,18 +196,9 @@ def test_from_the_authors_files_to_the_table(folder):
     place_encoder(folder)
     with judging(judge) as server:
         for name in MODELS:
-            for command in [
-                *of_kind("evaluate", "text"),
-                *of_kind("evaluate", "judge"),
-                *of_kind("evaluate", "reward"),
-            ]:
+            for command in (one for kind in ("text", "judge", "reward") for one in of_kind("evaluate", kind)):
                 own = re.sub(r"(generated_data|results)/sft", rf"\1/{name}", command)
-                is_judge = command.split()[2] == "judge"
-                run(
-                    with_values(
-                        own, {"judge.url": server.url} if is_judge else {"--encoder": "FacebookAI/roberta-large"}
-                    )
-                )
+                run(with_values(own, {"judge.url": server.url, "--encoder": "FacebookAI/roberta-large"}))
     rows = lines_of("evaluation/generated_data/claude.jsonl")
     points = [1 + len(row["prediction"].split()) % 5 for row in rows]
     records = lines_of("evaluation/results/claude/efficiency.jsonl")
@@ -223,9 +208,7 @@ def test_from_the_authors_files_to_the_table(folder):
     (command,) = of_kind("compare")
     run(command)
     table = list(csv.DictReader(Path("evaluation/table.csv").read_text(encoding="utf-8").splitlines()))
-    assert {(row["model"], row["metric"]) for row in table} == {
-        (model, metric) for model in MODELS for metric in METRICS
-    }
+    assert {(row["model"], row["metric"]) for row in table} == set(product(MODELS, METRICS))
     for row in table:
         found = {}
         for file in (folder / "evaluation/results" / row["model"]).glob("*.json"):

@@ -1,4 +1,4 @@
-"""Tiny models of families beside those of `tests.conftest`, with weights large enough that wrong ones show."""
+"""Tiny models of families beside those of `tests.conftest`, with weights large enough that wrong ones show, and scores."""
 
 from pathlib import Path
 
@@ -46,6 +46,7 @@ EXPERTS = {
 Deepseek, GLM and Qwen3 one layer without experts."""
 DENSE = {
     "llama": ("LlamaConfig", {}),
+    "mistral": ("MistralConfig", {}),
     "qwen2": ("Qwen2Config", {}),
     "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4}),
 }
@@ -69,3 +70,41 @@ def save_family(directory: Path, family: str, tokenizer=None, **keys) -> Path:
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+def moved(model, scale=0.1, seed=1):
+    """`model`, a `TrainedModel`, with other trained weights, so that adapters and heads have an effect."""
+    import torch
+
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for _, parameter in model.trainable():
+            parameter += scale * torch.randn_like(parameter)
+    return model
+
+
+def files(directory: Path):
+    """The tensors of a directory of a model by their names."""
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def logprobs(policy, streams, masks):
+    """Log-probabilities [N] of the sampled tokens of streams in one packed row."""
+    import torch
+
+    with torch.no_grad():
+        return policy.score(streams, masks, 1.0, 64).logprobs
+
+
+def transformers_logprobs(model, streams, masks):
+    """As `logprobs`, of a model of transformers, stream by stream."""
+    import torch
+
+    parts = []
+    for ids, sampled in zip(streams, masks, strict=True):
+        with torch.no_grad():
+            scores = model(torch.from_numpy(ids)[None]).logits[0, :-1].log_softmax(-1)
+        parts.append(scores.gather(1, torch.from_numpy(ids)[1:, None])[sampled[1:], 0])
+    return torch.cat(parts)

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from posttrain.engines.local.engine import LocalEngine
@@ -16,7 +16,7 @@ from posttrain.models.adapters import adapted_beside_layers, check_targets
 from posttrain.models.policy import Policy
 from posttrain.recipe.model import LoraRecipe, ModelRecipe
 from posttrain.recipe.rollout import SamplingRecipe
-from tests.models.families import EXPERTS, save_family
+from tests.models.families import EXPERTS, files, logprobs, moved, save_family, transformers_logprobs
 
 WHOLE = re.compile(r"embed_tokens|lm_head|norm|bias|conv")
 ROUTERS = re.compile(r"mlp\.gate\.weight|router")
@@ -35,34 +35,11 @@ def saved(tmp_path_factory):
 
 def trained(path, seed=1, **lora):
     """A policy whose adapters have an effect."""
-    policy = Policy(ModelRecipe(path=str(path), lora=LoraRecipe(rank=4, **lora)))
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for _, parameter in policy.trainable():
-            parameter += 0.1 * torch.randn_like(parameter)
-    return policy
-
-
-def files(directory):
-    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return moved(Policy(ModelRecipe(path=str(path), lora=LoraRecipe(rank=4, **lora))), seed=seed)
 
 
 IDS = [np.random.default_rng(length).integers(3, 250, length) for length in (11, 26)]
-SAMPLED = [np.arange(len(ids)) > 2 for ids in IDS]
-
-
-def logprobs(policy):
-    with torch.no_grad():
-        return policy.score(IDS, SAMPLED, 1.0, 64).logprobs
-
-
-def transformers_logprobs(model):
-    parts = []
-    for ids, sampled in zip(IDS, SAMPLED, strict=True):
-        with torch.no_grad():
-            scores = model(torch.from_numpy(ids)[None]).logits[0, :-1].log_softmax(-1)
-        parts.append(scores.gather(1, torch.from_numpy(ids)[1:, None])[sampled[1:], 0])
-    return torch.cat(parts)
+STREAMS = IDS, [np.arange(len(ids)) > 2 for ids in IDS]
 
 
 @pytest.mark.parametrize("family", EXPERTS)
@@ -74,24 +51,11 @@ def test_all_linear_adapts_experts_and_engines_get_them(family, saved, tmp_path)
     assert [name for name in sent if not torch.equal(sent[name], written[name])] == []
     same = [name for name in written if torch.equal(written[name], initial[name])]
     assert [name for name in same if not WHOLE.search(name) and not ROUTERS.search(name)] == []
-    ours = logprobs(policy)
+    ours = logprobs(policy, *STREAMS)
     with policy.as_reference():
-        assert (logprobs(policy) - ours).abs().max() > 0.1
-    theirs = transformers_logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "exported"))
+        assert (logprobs(policy, *STREAMS) - ours).abs().max() > 0.1
+    theirs = transformers_logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "exported"), *STREAMS)
     torch.testing.assert_close(theirs, ours, atol=2e-5, rtol=0)
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "phimoe"])
-def test_exported_adapters_of_experts_load_in_peft_and_here(family, saved, tmp_path):
-    from peft import PeftModel
-
-    policy = trained(saved(family), export="adapter")
-    policy.export(tmp_path / "exported")
-    ours = logprobs(policy)
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(saved(family)), tmp_path / "exported")
-    torch.testing.assert_close(transformers_logprobs(theirs), ours, atol=2e-5, rtol=0)
-    again = Policy(ModelRecipe(path=str(tmp_path / "exported")))
-    torch.testing.assert_close(logprobs(again), ours, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -103,18 +67,24 @@ def test_exported_adapters_of_experts_load_in_peft_and_here(family, saved, tmp_p
         ("llama", ["embed_tokens"]),
         ("gpt2", ["wte", "c_attn"]),
         ("gpt2", "all-linear"),
+        ("mixtral", "all-linear"),
+        ("phimoe", "all-linear"),
     ],
 )
 @pytest.mark.parametrize("export", ["merged", "adapter"])
 def test_policy_engine_and_export_are_one_model(family, targets, export, saved, tmp_path):
     path = saved(family)
     policy = trained(path, targets=targets, export=export)
-    ours = logprobs(policy)
+    ours = logprobs(policy, *STREAMS)
     policy.export(tmp_path / "exported")
     again = Policy(ModelRecipe(path=str(tmp_path / "exported")))
-    torch.testing.assert_close(logprobs(again), ours, atol=2e-5, rtol=0)
+    torch.testing.assert_close(logprobs(again, *STREAMS), ours, atol=2e-5, rtol=0)
+    if export == "adapter":
+        base = AutoModelForCausalLM.from_pretrained(path)
+        theirs = transformers_logprobs(PeftModel.from_pretrained(base, tmp_path / "exported"), *STREAMS)
+        torch.testing.assert_close(theirs, ours, atol=2e-5, rtol=0)
     if export == "merged":
-        theirs = transformers_logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "exported"))
+        theirs = transformers_logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "exported"), *STREAMS)
         torch.testing.assert_close(theirs, ours, atol=2e-5, rtol=0)
         written, sent = files(tmp_path / "exported"), dict(policy.weights())
         assert sorted(sent) == sorted(written)
@@ -142,37 +112,29 @@ def test_checkpoints_of_adapted_embeddings_contain_the_adapters_alone(later, sav
     assert [name for name, _ in policy.adapter_weights() if "base_layer" in name] == []
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-@pytest.mark.parametrize(
-    "targets", [["lm_head", "q_proj"], ["embed_tokens"], r".*(lm_head|q_proj)", ["model.embed_tokens", "v_proj"]]
-)
-def test_adapters_of_tied_weights_are_refused(family, targets, saved):
-    recipe = ModelRecipe(path=str(saved(family, tie_word_embeddings=True)), lora=LoraRecipe(rank=4, targets=targets))
-    for refuse in (Policy, lambda one: check_targets(one, reward=False)):
-        with pytest.raises(InputError, match=r"model\.lora\.targets: .*(lm_head|embed_tokens)"):
-            refuse(recipe)
+TIED = [["lm_head", "q_proj"], ["embed_tokens"], r".*(lm_head|q_proj)", ["model.embed_tokens", "v_proj"]]
+REFUSED = [
+    ("llama", ["q_proj", "v_porj"], "v_proj"),
+    ("llama", ["q_proj", "self_attn.k_prj"], "k_proj"),
+    ("llama", "q_proj", "q_proj"),
+    ("llama", r".*\.query", "the model has"),
+    ("llama", "[", "invalid regular expression"),
+    ("llama", [], "the model has"),
+    ("llama", ["q_proj", "input_layernorm"], "input_layernorm"),
+    ("llama", ["layers.9.self_attn.q_proj"], "q_proj"),
+    ("mixtral", ["q_proj", "gate_proj"], "gate_up_proj"),
+    ("gpt2", ["c_atn"], "c_attn"),
+    ("qwen3_moe", ["q_proj", "gate_proj"], "up_proj"),
+    *((family, targets, "tied") for family in ("llama", "qwen2") for targets in TIED),
+]
 
 
-@pytest.mark.parametrize(
-    ("family", "targets", "named"),
-    [
-        ("llama", ["q_proj", "v_porj"], "v_proj"),
-        ("llama", ["q_proj", "self_attn.k_prj"], "k_proj"),
-        ("llama", "q_proj", "q_proj"),
-        ("llama", r".*\.query", "the model has"),
-        ("llama", "[", "invalid regular expression"),
-        ("llama", [], "the model has"),
-        ("llama", ["q_proj", "input_layernorm"], "input_layernorm"),
-        ("llama", ["layers.9.self_attn.q_proj"], "q_proj"),
-        ("mixtral", ["q_proj", "gate_proj"], "gate_up_proj"),
-        ("gpt2", ["c_atn"], "c_attn"),
-        ("qwen3_moe", ["q_proj", "gate_proj"], "up_proj"),
-    ],
-)
-def test_a_target_that_names_nothing_is_refused_with_near_names(family, targets, named, saved):
-    recipe = ModelRecipe(path=str(saved(family)), lora=LoraRecipe(rank=4, targets=targets))
+@pytest.mark.parametrize(("family", "targets", "named"), REFUSED)
+def test_targets_of_nothing_and_of_tied_weights_are_refused_with_near_names(family, targets, named, saved):
+    tied = {"tie_word_embeddings": True} if named == "tied" else {}
+    recipe = ModelRecipe(path=str(saved(family, **tied)), lora=LoraRecipe(rank=4, targets=targets))
     for refuse in (Policy, lambda one: check_targets(one, reward=False)):
-        with pytest.raises(InputError, match=re.escape(named)) as error:
+        with pytest.raises(InputError, match=r"lm_head|embed_tokens" if tied else re.escape(named)) as error:
             refuse(recipe)
         assert str(error.value).startswith("model.lora.targets: ")
         assert "\n" not in str(error.value)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.models.cuda.attention import _Gather, attend_spans, flash, spans_of, supports
+from posttrain.models.cuda.attention import _Gather, attend_spans, flash, spans_of
 from posttrain.models.layers import Heads
 from tests.models.bundles import bundle_layout
 
@@ -52,17 +52,12 @@ def test_outputs_and_gradients_equal_the_processors(bundles, window, seed):
         torch.testing.assert_close(mine, theirs)
 
 
-def test_streams_without_shared_prompts_copy_no_keys():
+def test_keys_of_a_shared_prompt_alone_are_copied_for_each_continuation_and_not_kept():
     spans = spans_of(bundle_layout([(7, []), (5, []), (4, [])]).segments, CPU)
     assert spans.gathered is None
     assert spans.query_ends.tolist() == spans.key_ends.tolist() == [0, 7, 12, 16]
     assert spans.query_ends.dtype == torch.int32
-
-
-def test_a_shared_prompt_is_laid_out_for_each_continuation_and_not_kept():
-    bundles = [(6, [2, 3, 1])]
-    spans = spans_of(bundle_layout(bundles).segments, CPU)
-    assert spans.gathered is not None
+    spans = spans_of(bundle_layout([(6, [2, 3, 1])]).segments, CPU)
     assert len(spans.gathered) == 6 + 8 + 9 + 7
     rows, _ = rows_of(12, 0)
     kept = []
@@ -89,7 +84,3 @@ def test_the_installed_kernel_takes_these_arguments(window):
     assert out.shape == query.shape
     assert key.grad is not None
     assert key.grad.shape == key.shape
-
-
-def test_without_a_gpu_the_cpu_attention_is_used():
-    assert not supports(CPU, torch.bfloat16, 8)

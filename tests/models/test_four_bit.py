@@ -5,10 +5,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from posttrain.distributed import world
 from posttrain.engines.local.decoder import ModuleDecoder, decoder_of
 from posttrain.errors import InputError
 from posttrain.models.cuda import four_bit
 from posttrain.models.policy import Policy
+from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.model import ModelRecipe
 
 bitsandbytes = pytest.importorskip(
@@ -40,17 +42,15 @@ def policy(tiny_model, monkeypatch):
     return made
 
 
-def test_a_cpu_is_refused(tiny_model):
+def test_a_cpu_several_processes_and_settings_that_do_not_fit_are_refused(tiny_model, monkeypatch):
     with pytest.raises(InputError, match=r"model\.load_in_4bit: 4-bit weights need a GPU; remove it"):
         Policy(recipe(tiny_model))
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"), [({"lora": None}, "adapters must learn"), ({"dtype": "float32"}, "computes in bfloat16")]
-)
-def test_settings_that_do_not_fit_are_refused(settings, said):
-    with pytest.raises(ValidationError, match=said):
-        ModelRecipe(**{"lora": LORA, "load_in_4bit": True} | settings)
+    for settings, reason in (({"lora": None}, "adapters must learn"), ({"dtype": "float32"}, "computes in bfloat16")):
+        with pytest.raises(ValidationError, match=reason):
+            ModelRecipe(**{"lora": LORA, "load_in_4bit": True} | settings)
+    monkeypatch.setitem(world._state, "world", world.World(HardwareRecipe(offload="all")))
+    with pytest.raises(InputError, match=r"model\.load_in_4bit is for one process"):
+        Policy(recipe(tiny_model))
 
 
 def test_adapters_alone_learn_and_the_matrices_have_four_bits(policy):
@@ -96,12 +96,3 @@ def test_checkpoints_and_exports_hold_the_adapters(policy, tiny_model, tmp_path,
     change = merged.model.get_submodule(name).weight - whole.model.get_submodule(name).weight
     torch.testing.assert_close(change.float(), adapted.get_delta_weight("default").float(), atol=2e-3, rtol=0.05)
     assert torch.equal(merged.model.model.embed_tokens.weight, whole.model.model.embed_tokens.weight)
-
-
-def test_a_model_in_several_processes_is_refused(tiny_model, monkeypatch):
-    from posttrain.distributed import world
-    from posttrain.recipe.hardware import HardwareRecipe
-
-    monkeypatch.setitem(world._state, "world", world.World(HardwareRecipe(offload="all")))
-    with pytest.raises(InputError, match=r"model\.load_in_4bit is for one process"):
-        Policy(recipe(tiny_model))

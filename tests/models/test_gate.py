@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.engines.local import engine as local_engine
 from posttrain.engines.local import gate as engine_gate
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Request
@@ -21,8 +20,10 @@ from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import SamplingRecipe
-from tests.adversary.architectures import enlarge, tiny_families
+from tests.adversary.architectures import tiny_families
 from tests.conftest import make_tokenizer
+from tests.models import families
+from tests.models.families import save_family
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LIMIT = 1e-3
@@ -46,26 +47,7 @@ def saved(kind, folder):
 
 
 def saved_llama(folder, original=32, **keys):
-    import transformers
-
-    tokenizer = make_tokenizer()
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=original,
-        pad_token_id=0,
-        **keys,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    enlarge(model)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return str(save_family(folder, "llama", max_position_embeddings=original, intermediate_size=64, **keys))
 
 
 def rows(*counts):
@@ -75,8 +57,7 @@ def rows(*counts):
 
 
 def logprobs(policy, streams, masks):
-    with torch.no_grad():
-        return policy.score(streams, masks, 1.0, 64).logprobs.numpy()
+    return families.logprobs(policy, streams, masks).numpy()
 
 
 def each_alone(policy, streams, masks):
@@ -138,6 +119,9 @@ def test_packed_rows_engine_and_transformers_agree(kind, tmp_path):
     policy = Policy(directory)
     engine, streams, masks, theirs = sampled(policy)
     assert (path_of(policy.model).packed, engine._parts.kind) == PATHS[kind]
+    if kind == "stablelm":  # caches of single sequences have no limit
+        with pytest.raises(InputError, match=r"engine\.cache_bytes"):
+            LocalEngine(policy, cache_bytes=1 << 20)
     ours = logprobs(policy, streams, masks)
     assert np.abs(ours - theirs).max() < LIMIT
     assert np.abs(ours - each_alone(policy, streams, masks)).max() < LIMIT
@@ -194,23 +178,14 @@ def test_reward_prefixes_have_the_frequencies_of_their_length(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "named"), [("doge",) * 2, ("cpmant",) * 2, ("reformer",) * 2, ("mllama", "mllama_text_model")]
+    ("kind", "named"),
+    [("doge",) * 2, ("cpmant",) * 2, ("reformer",) * 2, ("mllama", "mllama_text_model"), ("bert",) * 2],
 )
 def test_models_that_are_not_causal_are_refused_by_name(kind, named, tmp_path):
+    directory, file = saved(kind, tmp_path), tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | ({"is_decoder": False} if kind == "bert" else {})))
     with pytest.raises(InputError, match=named):
-        Policy(saved(kind, tmp_path))
-
-
-def test_an_encoder_is_refused(tmp_path):
-    import transformers
-
-    tokenizer = make_tokenizer()
-    keys = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
-    config = transformers.BertConfig(vocab_size=len(tokenizer), is_decoder=False, **keys)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="bert"):
-        Policy(str(tmp_path))
+        Policy(directory)
 
 
 def test_a_fault_of_packed_attention_is_not_used(tiny_model, tmp_path, monkeypatch):
@@ -259,18 +234,15 @@ def test_weights_in_bfloat16_are_compared_in_float32(tiny_model, tmp_path, monke
     monkeypatch.setenv("POSTTRAIN_CACHE", str(tmp_path))
     seen = []
     outputs = gate._outputs
-    monkeypatch.setattr(
-        gate, "_outputs", lambda model, rows: seen.append(next(model.parameters()).dtype) or outputs(model, rows)
-    )
+
+    def seeing(model, rows):
+        seen.append(next(model.parameters()).dtype)
+        return outputs(model, rows)
+
+    monkeypatch.setattr(gate, "_outputs", seeing)
     policy = Policy(str(tiny_model), dtype="bfloat16")
     assert seen == [torch.float32]
     assert {parameter.dtype for parameter in policy.model.parameters()} == {torch.bfloat16}
-
-
-def test_the_cache_of_single_sequences_has_no_limit(tmp_path):
-    policy = Policy(saved("stablelm", tmp_path))
-    with pytest.raises(InputError, match=r"engine\.cache_bytes"):
-        local_engine.LocalEngine(policy, cache_bytes=1 << 20)
 
 
 @pytest.mark.parametrize("kind", ["jamba", "falcon_h1"])
@@ -314,9 +286,10 @@ def test_passes_of_long_streams_fit_the_batch(tmp_path, monkeypatch):
         scores.sum().backward()
         return [scores.detach(), *(parameter.grad.clone() for parameter in policy.model.parameters())]
 
-    decoder.register_forward_pre_hook(
-        lambda module, inputs, named: tokens.append(named["input_ids"].shape[1]), with_kwargs=True
-    )
+    def count(module, inputs, named):
+        tokens.append(named["input_ids"].shape[1])
+
+    decoder.register_forward_pre_hook(count, with_kwargs=True)
     split = gradients()
     assert max(tokens) <= row_length(streams) == 66
     monkeypatch.setattr(PackedLayout, "parts", lambda self: [])
@@ -363,10 +336,8 @@ def test_reward_models_and_critics_read_the_text_of_composite_models(kind, save,
         ours = model.rewards(streams, masks)
         assert torch.isfinite(Critic(directory).values(streams, masks)).all()
         policy = Policy(directory, trained=False)
-        assert torch.equal(
-            base_decoder(policy.model).get_input_embeddings().weight,
-            base_decoder(model.model).get_input_embeddings().weight,
-        )
+        one, other = (base_decoder(each.model).get_input_embeddings().weight for each in (policy, model))
+        assert torch.equal(one, other)
         with policy.as_reference():
             reference = logprobs(policy, streams, masks)
         assert np.array_equal(reference, logprobs(policy, streams, masks))
@@ -379,32 +350,24 @@ def test_reward_models_and_critics_read_the_text_of_composite_models(kind, save,
     assert torch.allclose(ours, scores, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        ("llama4", "no AutoModelForSequenceClassification"),
-        ("got_ocr2", "no AutoModelForSequenceClassification"),
-        ("bert", "no linear head `score`"),
-    ],
-)
-@pytest.mark.parametrize("build", [RewardModel, Critic])
-def test_models_without_a_head_for_rewards_are_refused_with_the_reason(kind, reason, build, tmp_path):
-    with pytest.raises(InputError, match=reason):
-        build(saved(kind, tmp_path))
+@pytest.mark.parametrize("kind", ["llama4", "got_ocr2", "bert"])
+def test_models_without_a_head_for_rewards_are_refused_with_the_reason(kind, tmp_path):
+    reason = "no linear head `score`" if kind == "bert" else "no AutoModelForSequenceClassification"
+    directory = saved(kind, tmp_path)
+    for build in (RewardModel, Critic):
+        with pytest.raises(InputError, match=reason):
+            build(directory)
 
 
-@pytest.mark.parametrize("target", ["router", "input_layernorm", "sinks"])
-def test_targets_that_cannot_have_adapters_are_named_with_their_type(target, tmp_path):
-    with pytest.raises(InputError, match=rf"'{target}' is of type (GptOssTopKRouter|GptOssRMSNorm|Parameter)"):
-        Policy(saved("gpt_oss", tmp_path), lora={"rank": 2, "targets": [target]})
+def test_targets_that_cannot_have_adapters_are_named_with_their_type(tmp_path):
+    directory = saved("gpt_oss", tmp_path)
+    for target in ("router", "input_layernorm", "sinks"):
+        with pytest.raises(InputError, match=rf"'{target}' is of type (GptOssTopKRouter|GptOssRMSNorm|Parameter)"):
+            Policy(directory, lora={"rank": 2, "targets": [target]})
 
 
-SLOW = [
-    pytest.param(kind, marks=pytest.mark.slow) for kind in ("jamba", "mamba2", "falcon_h1", "lfm2", "rwkv", "xlstm")
-]
-SLOW += [
-    pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma2", "gpt_oss", "mixtral", "llama4", "nemotron_h")
-]
+KINDS = "jamba mamba2 falcon_h1 lfm2 rwkv xlstm gemma2 gpt_oss mixtral llama4 nemotron_h"
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS.split()]
 
 
 @pytest.mark.parametrize("kind", ["llama", "stablelm", "qwen3_5_text", "deepseek_v3", *SLOW])

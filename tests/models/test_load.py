@@ -10,6 +10,8 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
+from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from posttrain.errors import InputError
@@ -21,8 +23,8 @@ from posttrain.recipe.model import LoraRecipe, ModelRecipe
 from posttrain.recipe.rl import RlRecipe
 from posttrain.training.checks import check_recipe
 from posttrain.training.stage import precision_notes
-from tests.conftest import make_tokenizer
-from tests.models.families import save_family
+from tests.conftest import make_tokenizer, save_tiny_model
+from tests.models.families import files, logprobs, moved, save_family, transformers_logprobs
 
 IDS = np.arange(3, 40)
 MASK = np.arange(37) > 4
@@ -32,39 +34,26 @@ def copy(model, target):
     return shutil.copytree(model, target / "copy")
 
 
-def test_a_missing_directory_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"model.path: there is no folder .*nowhere; train the model first"):
-        load_model(ModelRecipe(path=str(tmp_path / "nowhere")))
-
-
-def test_an_unreachable_hub_id_is_named_at_the_start(monkeypatch):
-    monkeypatch.setattr(
-        "huggingface_hub.HfApi.model_info", lambda *_, **__: (_ for _ in ()).throw(OSError("no network"))
-    )
-    with pytest.raises(
-        InputError,
-        match=r"model.path: there is no folder nobody/nothing, it is not in the local cache, .*OSError: no network",
-    ):
-        load_model(ModelRecipe(path="nobody/nothing"))
-
-
-def test_a_truncated_model_is_named(tiny_model, tmp_path):
-    broken = copy(tiny_model, tmp_path)
-    weights = broken / "model.safetensors"
+def test_models_that_are_missing_truncated_or_incomplete_are_named(tiny_model, tmp_path, monkeypatch):
+    offline = OSError("no network")
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: (_ for _ in ()).throw(offline))
+    truncated, incomplete = copy(tiny_model, tmp_path), shutil.copytree(tiny_model, tmp_path / "incomplete")
+    weights = truncated / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    with pytest.raises(InputError, match=r"model.path: .* could not be loaded "):
-        load_model(ModelRecipe(path=str(broken)))
-
-
-def test_missing_weights_are_not_initialized_at_random(tiny_model, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    broken = copy(tiny_model, tmp_path)
-    tensors = load_file(broken / "model.safetensors")
+    tensors = load_file(incomplete / "model.safetensors")
     tensors.pop("model.norm.weight")
-    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"lacks 1 weights, the first of them model.norm.weight"):
-        load_model(ModelRecipe(path=str(broken)))
+    save_file(tensors, incomplete / "model.safetensors", metadata={"format": "pt"})
+    for path, message in {
+        tmp_path / "nowhere": r"model.path: there is no folder .*nowhere; train the model first",
+        "nobody/nothing": r"there is no folder nobody/nothing, it is not in the local cache, .*OSError: no network",
+        truncated: r"model.path: .* could not be loaded ",
+        incomplete: r"lacks 1 weights, the first of them model.norm.weight",  # not initialized at random
+    }.items():
+        with pytest.raises(InputError, match=message):
+            load_model(ModelRecipe(path=str(path)))
+    for path, message in (("packaged:gpt-9", r"gpt-9..*smollm2-135m"), ("missing.gguf", r"missing.gguf")):
+        with pytest.raises(InputError, match=message):
+            resolve_path(path)
 
 
 def test_a_tokenizer_without_chat_template_is_named_and_can_be_given_one(tiny_model, tmp_path):
@@ -77,22 +66,6 @@ def test_a_tokenizer_without_chat_template_is_named_and_can_be_given_one(tiny_mo
     assert (
         load_tokenizer(ModelRecipe(path=str(bare), chat_template=str(template))).chat_template == template.read_text()
     )
-
-
-@pytest.mark.parametrize(
-    ("path", "message"), [("packaged:gpt-9", r"gpt-9..*smollm2-135m"), ("missing.gguf", r"missing.gguf")]
-)
-def test_unknown_names(path, message):
-    with pytest.raises(InputError, match=message):
-        resolve_path(path)
-
-
-def test_a_damaged_gguf_file_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("POSTTRAIN_CACHE", str(tmp_path / "cache"))
-    file = tmp_path / "broken.gguf"
-    file.write_bytes(b"GGUF" + b"\x00" * 64)
-    with pytest.raises(InputError, match=r"broken.gguf could not be read as a GGUF model"):
-        resolve_path(str(file))
 
 
 @pytest.mark.parametrize(
@@ -118,6 +91,9 @@ def test_gguf_metadata_that_would_fill_the_memory_is_refused(tmp_path, monkeypat
         resolve_path(str(file))
     assert tracemalloc.get_traced_memory()[1] < 10 << 20
     tracemalloc.stop()
+    file.write_bytes(b"GGUF" + b"\x00" * 64)
+    with pytest.raises(InputError, match=r"bomb.gguf could not be read as a GGUF model"):
+        resolve_path(str(file))
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(["<tool>", "</tool>"], 0), (["<a>", "<b>"], 1), ([], -3)])
@@ -151,38 +127,35 @@ def test_a_token_of_images_needs_no_row_of_the_embedding(tmp_path):
 
 
 @pytest.mark.parametrize("lora", [None, LoraRecipe(rank=4), LoraRecipe(rank=4, export="adapter")])
-def test_an_export_loads_in_transformers_and_scores_the_same(lora, tiny_model, tmp_path):
-    policy = Policy(ModelRecipe(path=str(tiny_model), lora=lora))
-    with torch.no_grad():
-        for _, parameter in policy.trainable():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-        mine = policy.score([IDS], [MASK], 1.0, 64).logprobs
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_weights_are_saved_exported_and_sent_bit_for_bit_and_transformers_scores_the_same(lora, architecture, tmp_path):
+    path = str(save_tiny_model(tmp_path / "model", architecture))
+    policy = moved(Policy(ModelRecipe(path=path, lora=lora)), 0.05)
+    mine = logprobs(policy, [IDS], [MASK])
     policy.export(tmp_path / "export")
     if lora is not None and lora.export == "adapter":
-        from peft import AutoPeftModelForCausalLM
-
         assert json.loads((tmp_path / "export" / "adapter_config.json").read_text())["r"] == 4
-        model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "export")
+        model, sent = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "export"), dict(policy.adapter_weights())
     else:
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
-    ids = torch.from_numpy(IDS)
-    logits = model(input_ids=ids[None]).logits[0, :-1]
-    theirs = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0][torch.from_numpy(MASK[1:])]
-    torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=0)
+        model, sent = AutoModelForCausalLM.from_pretrained(tmp_path / "export"), dict(policy.weights())
+    torch.testing.assert_close(mine, transformers_logprobs(model, [IDS], [MASK]), atol=1e-4, rtol=0)
+    written = files(tmp_path / "export")
+    assert sorted(sent) == sorted(written)
+    assert [name for name in sent if not torch.equal(sent[name], written[name])] == []
     again = Policy(ModelRecipe(path=str(tmp_path / "export")))
-    torch.testing.assert_close(again.score([IDS], [MASK], 1.0, 64).logprobs, mine, atol=1e-4, rtol=0)
+    torch.testing.assert_close(logprobs(again, [IDS], [MASK]), mine, atol=1e-4, rtol=0)
+    policy.save(tmp_path / "saved")
+    other = Policy(ModelRecipe(path=path, lora=lora), seed=5)
+    other.restore(tmp_path / "saved")
+    for (name, one), (_, theirs) in zip(policy.trainable(), other.trainable(), strict=True):
+        assert torch.equal(one, theirs), name
 
 
 @pytest.mark.parametrize("kind", [Policy, RewardModel])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_weights_of_experts_restore_bit_for_bit_and_are_exported_as_the_family_names_them(family, kind, tmp_path):
-    from safetensors.torch import load_file
-
     base = str(save_family(tmp_path / "base", family))
-    model, other = kind(base), kind(base)
-    with torch.no_grad():
-        for _, parameter in model.trainable():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model, other = moved(kind(base), 0.05), kind(base)
     model.save(tmp_path / "saved")
     other.restore(tmp_path / "saved")
     model.export(tmp_path / "exported")
@@ -190,21 +163,8 @@ def test_weights_of_experts_restore_bit_for_bit_and_are_exported_as_the_family_n
     again = [kind(str(tmp_path / folder)).model.state_dict() for folder in ("saved", "exported")]
     for name, value in model.model.state_dict().items():
         assert all(torch.equal(value, state[name]) for state in (other.model.state_dict(), *again)), name
-    names = [set(load_file(tmp_path / folder / "model.safetensors")) for folder in ("base", "exported")]
+    names = [set(files(tmp_path / folder)) for folder in ("base", "exported")]
     assert {name for name in names[0] ^ names[1] if "experts" in name} == set()
-
-
-@pytest.mark.parametrize("lora", [None, LoraRecipe(rank=4)])
-def test_saved_weights_restore_bit_for_bit(lora, tiny_model, tmp_path):
-    policy = Policy(ModelRecipe(path=str(tiny_model), lora=lora))
-    with torch.no_grad():
-        for _, parameter in policy.trainable():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    policy.save(tmp_path / "saved")
-    other = Policy(ModelRecipe(path=str(tiny_model), lora=lora), seed=5)
-    other.restore(tmp_path / "saved")
-    for (name, mine), (_, theirs) in zip(policy.trainable(), other.trainable(), strict=True):
-        assert torch.equal(mine, theirs), name
 
 
 def test_a_dry_run_checks_the_targets_of_adapters(tiny_model, tmp_path):
@@ -230,22 +190,18 @@ def test_a_missing_gpu_is_an_error_unless_the_device_is_auto(tiny_model, monkeyp
     assert next(load_model(ModelRecipe(path=str(tiny_model))).parameters()).device.type == "cpu"
 
 
-def test_where_torch_sees_a_gpu_auto_takes_it_with_its_own_precision(monkeypatch):
+def test_the_dtype_is_bfloat16_where_the_hardware_and_the_library_multiply_it(monkeypatch):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not including_emulation)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda")
-    assert resolve_device("cpu") == torch.device("cpu")
-    assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
-    assert resolve_dtype("auto", torch.device("cpu")) == torch.float32
-
-
-@pytest.mark.parametrize(("processor", "library"), [(True, True), (True, False), (False, True)])
-def test_auto_requires_instructions_that_the_library_uses(processor, library, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: processor)
-    monkeypatch.setattr("posttrain.models.load.onednn_multiplies", lambda dtype: library)
-    chosen = resolve_dtype("auto", torch.device("cpu"))
-    assert chosen == (torch.bfloat16 if processor and library else torch.float32)
+    assert resolve_device("auto") == resolve_device("cuda") == gpu
+    assert resolve_device("cpu") == cpu
+    assert resolve_dtype("auto", gpu) == resolve_dtype(None, gpu) == torch.bfloat16
+    assert resolve_dtype(None, cpu) == torch.float32
+    for processor, library in ((True, True), (True, False), (False, True)):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda processor=processor: processor)
+        monkeypatch.setattr("posttrain.models.load.onednn_multiplies", lambda dtype, library=library: library)
+        assert resolve_dtype("auto", cpu) == (torch.bfloat16 if processor and library else torch.float32)
 
 
 @pytest.mark.parametrize("slow_path", [True, False])
@@ -270,39 +226,32 @@ def test_bfloat16_that_onednn_refuses_takes_the_slow_path_or_is_an_error(slow_pa
     assert switched == [False]
 
 
-@pytest.mark.parametrize(
-    ("native", "notes"),
-    [(True, [("dtype auto", "bfloat16")]), (False, [("dtype auto", "float32"), ("reward.dtype", "float32")])],
-)
-def test_a_run_reports_what_auto_selects_and_why(native, notes, monkeypatch):
-    monkeypatch.setattr("posttrain.models.load.has_bfloat16", lambda device: native)
-    reward = {"path": "x", "dtype": "bfloat16"}
-    model = {"dtype": "auto", "device": "cpu"}
-    found = precision_notes(RlRecipe(environment={"type": "bandit"}, model=model, reward=reward))
-    assert all(key in note and dtype in note for note, (key, dtype) in zip(found, notes, strict=True))
-    assert precision_notes(RlRecipe(environment={"type": "bandit"}, model={"device": "cpu"})) == []
+def test_a_run_reports_the_precision_that_is_selected_and_a_gpu_that_torch_cannot_use(monkeypatch, tmp_path):
+    def notes(**keys):
+        return precision_notes(RlRecipe(environment={"type": "bandit"}, **keys))
 
-
-def test_the_default_precision_is_bfloat16_on_a_gpu(monkeypatch):
-    assert resolve_dtype(None, torch.device("cpu")) == torch.float32
-    monkeypatch.setattr("posttrain.models.load.has_bfloat16", lambda device: True)
-    assert resolve_dtype(None, torch.device("cuda")) == torch.bfloat16
-    monkeypatch.setattr("posttrain.models.load.resolve_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
-    recipe = RlRecipe(environment={"type": "bandit"})
-    assert precision_notes(recipe) == ["model.dtype is bfloat16 on NVIDIA H100; set it to float32 for full precision"]
-
-
-def test_a_gpu_that_torch_cannot_use_is_reported(monkeypatch, tmp_path):
-    recipe = RlRecipe(environment={"type": "bandit"})
+    settings = {"model": {"dtype": "auto", "device": "cpu"}, "reward": {"path": "x", "dtype": "bfloat16"}}
+    for native, expected in (
+        (True, [("dtype auto", "bfloat16")]),
+        (False, [("dtype auto", "float32"), ("reward.dtype", "float32")]),
+    ):
+        monkeypatch.setattr("posttrain.models.load.has_bfloat16", lambda device, native=native: native)
+        assert all(
+            key in note and dtype in note for note, (key, dtype) in zip(notes(**settings), expected, strict=True)
+        )
+    assert notes(model={"device": "cpu"}) == []
     monkeypatch.setattr("posttrain.training.stage.NVIDIA_DRIVER", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.version, "cuda", None)
-    (note,) = precision_notes(recipe)
+    (note,) = notes()
     assert note.startswith("model.device auto is cpu although this machine has an NVIDIA driver: torch ")
     assert "is built without CUDA" in note
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert precision_notes(recipe) == []
+    assert notes() == []
+    monkeypatch.setattr("posttrain.models.load.has_bfloat16", lambda device: True)
+    monkeypatch.setattr("posttrain.models.load.resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    assert notes() == ["model.dtype is bfloat16 on NVIDIA H100; set it to float32 for full precision"]
 
 
 CODE = """

@@ -38,10 +38,8 @@ def plainly(hidden, weight, targets, divisor):
 def test_values_and_gradients_equal_the_plain_ones(monkeypatch, elements, divisor, upstream):
     monkeypatch.setattr(projection, "ELEMENTS_IN_CACHE", 2 * VOCABULARY)
     hidden, weight, targets = inputs()
-    found, expected = (
-        projected_scores(hidden, weight, targets, divisor, elements),
-        plainly(hidden, weight, targets, divisor),
-    )
+    found = projected_scores(hidden, weight, targets, divisor, elements)
+    expected = plainly(hidden, weight, targets, divisor)
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-10, rtol=0)
     factors = torch.randn(2, N, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -59,15 +57,8 @@ def test_values_and_gradients_equal_the_plain_ones(monkeypatch, elements, diviso
 def test_triton_kernels_equal_the_operations():
     pytest.importorskip("triton", reason="needs Triton: pip install triton")
     # Triton reads the variable when it is imported, and leaves messages on standard error when its process ends.
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        Path(__file__).parent / "triton_checks.py",
-    ]
+    checks = str(Path(__file__).parent / "triton_checks.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", checks]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
@@ -155,31 +146,20 @@ def test_a_nearly_certain_token_keeps_its_small_gradient_in_bfloat16():
     torch.testing.assert_close(weight.grad[0, 0].float(), expected, atol=0, rtol=5e-3)
 
 
-@pytest.mark.parametrize(
-    ("changes", "scale"), [({}, 1.0), ({"logit_scale": 0.25}, 0.25), ({"logits_scaling": 8.0}, 0.125)]
-)
-def test_scaled_logits_of_models(changes, scale):
-    config = tiny_config("llama", 100)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+@pytest.mark.parametrize("change", ["none", "logit_scale", "logits_scaling", "softcap", "bias"])
+def test_scaled_logits_and_other_projections_are_those_of_the_model(change):
+    model = AutoModelForCausalLM.from_config(tiny_config("llama", 100), dtype=torch.float32)
     use_packed_attention(model)
-    model.config.update(changes)
     hidden, targets = torch.randn(7, 32, generator=torch.Generator().manual_seed(3)) * 10, torch.arange(7)
-    scores = token_scores(model, hidden, targets, 0.5, positions_per_chunk=3)
-    expected = plainly(hidden, model.lm_head.weight * scale, targets, 0.5)
-    torch.testing.assert_close(scores.logprobs, expected[0], atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("change", ["softcap", "bias"])
-def test_other_projections_are_scored_through_the_model(change):
-    config = tiny_config("llama", 100)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if change == "bias":
+        model.lm_head.bias = torch.nn.Parameter(torch.randn(100, generator=torch.Generator().manual_seed(4)))
+    logits = model.lm_head(hidden)
+    changes = {"logit_scale": {"logit_scale": 0.25}, "logits_scaling": {"logits_scaling": 8.0}}
+    model.config.update(changes.get(change, {}))
+    logits = logits * {"logit_scale": 0.25, "logits_scaling": 0.125}.get(change, 1.0)
     if change == "softcap":
         model.config.final_logit_softcapping = 0.3
-    else:
-        model.lm_head.bias = torch.nn.Parameter(torch.randn(100, generator=torch.Generator().manual_seed(4)))
-    hidden, targets = torch.randn(7, 32, generator=torch.Generator().manual_seed(3)) * 10, torch.arange(7)
-    logits = model.lm_head(hidden)
-    if change == "softcap":
         logits = torch.tanh(logits / 0.3) * 0.3
-    scores = token_scores(model, hidden, targets, 1.0, positions_per_chunk=3)
-    torch.testing.assert_close(scores.logprobs, torch.log_softmax(logits, -1)[range(7), targets], atol=1e-5, rtol=0)
+    scores = token_scores(model, hidden, targets, 0.5, positions_per_chunk=3)
+    expected = torch.log_softmax(logits / 0.5, -1)[range(7), targets]
+    torch.testing.assert_close(scores.logprobs, expected, atol=1e-5, rtol=0)

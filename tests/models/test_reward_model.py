@@ -1,10 +1,11 @@
-"""Reward models: the scores of transformers, for any packing, and files that transformers loads."""
+"""Reward models and critics: the scores of transformers, for any packing, and files that transformers loads."""
 
 import numpy as np
 import pytest
 import torch
 
 from posttrain.errors import InputError
+from posttrain.models.critic import Critic
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import LoraRecipe, ModelRecipe
 from tests.conftest import CHATML, save_tiny_model
@@ -44,33 +45,6 @@ def transformers_scores(path, ids, padded, left=False):
         return model(batch, attention_mask=attention).logits[:, 0]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("lora", [None, LoraRecipe(rank=4)])
-def test_an_exported_model_gives_transformers_the_same_scores(architecture, lora, tmp_path):
-    base = save_tiny_model(tmp_path / "base", architecture)
-    model = RewardModel(ModelRecipe(path=str(base), lora=lora), seed=3)
-    with torch.no_grad():  # as if trained: away from where the adapters do nothing
-        generator = torch.Generator().manual_seed(0)
-        for _, parameter in model.trainable():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    ids, sampled = streams()
-    with torch.no_grad():
-        ours = model.rewards(ids, sampled)
-        alone = torch.cat([model.rewards([i], [s]) for i, s in zip(ids, sampled, strict=True)])
-    torch.testing.assert_close(ours, alone, atol=1e-5, rtol=1e-5)
-    assert ours.std() > 1e-3
-    model.set_statistics(0.25, 1.5)
-    model.export(tmp_path / "model")
-    for padded in (False, True):
-        torch.testing.assert_close(
-            transformers_scores(tmp_path / "model", ids, padded), ours, atol=1e-5, rtol=1e-5, msg=f"padded {padded}"
-        )
-    again = RewardModel(ModelRecipe(path=str(tmp_path / "model")), new_head=False)
-    assert again.statistics == (0.25, 1.5)
-    with torch.no_grad():
-        torch.testing.assert_close(again.rewards(ids, sampled), ours, atol=1e-5, rtol=1e-5)
-
-
 def test_exported_adapters_keep_the_head(tmp_path):
     base = save_tiny_model(tmp_path / "base")
     model = RewardModel(ModelRecipe(path=str(base), lora=LoraRecipe(rank=4, export="adapter")), seed=3)
@@ -86,37 +60,6 @@ def test_exported_adapters_keep_the_head(tmp_path):
     assert again.statistics == (-0.5, 2.0)
     with torch.no_grad():
         torch.testing.assert_close(again.rewards(ids, sampled), ours, atol=1e-5, rtol=1e-5)
-
-
-def test_the_gradient_of_a_packed_pair_is_that_of_separate_passes(tiny_model):
-    model = RewardModel(ModelRecipe(path=str(tiny_model)), seed=1)
-    ids, sampled = streams()
-    model.rewards(ids, sampled).sum().backward()
-    packed = {name: parameter.grad.clone() for name, parameter in model.trainable()}
-    model.model.zero_grad()
-    for i, s in zip(ids, sampled, strict=True):
-        model.rewards([i], [s]).sum().backward()
-    for name, parameter in model.trainable():
-        torch.testing.assert_close(parameter.grad, packed[name], atol=1e-5, rtol=1e-4, msg=name)
-
-
-def test_padding_is_not_an_end_token(tiny_model, tmp_path):
-    """With padding = end token, transformers would read the reward one token before the end."""
-    from transformers import AutoTokenizer
-
-    directory = save_tiny_model(tmp_path / "base")
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.save_pretrained(directory)
-    model = RewardModel(ModelRecipe(path=str(directory)))
-    assert model.tokenizer.pad_token_id not in model.end_tokens
-    ids, sampled = streams()
-    ids = [np.append(row, tokenizer.eos_token_id) for row in ids]
-    sampled = [np.append(row, True) for row in sampled]
-    model.export(tmp_path / "model")
-    with torch.no_grad():
-        ours = model.rewards(ids, sampled)
-    torch.testing.assert_close(transformers_scores(tmp_path / "model", ids, True), ours, atol=1e-5, rtol=1e-5)
 
 
 ONE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}"
@@ -160,6 +103,7 @@ def test_transformers_scores_alone_and_in_batches_for_any_padding_token(kind, fa
     tokenizer = tokenizer_with(**TOKENIZERS[kind])
     path = save_family(tmp_path / "base", family, tokenizer)
     model = RewardModel(ModelRecipe(path=str(path), lora=lora), seed=3)
+    assert model.tokenizer.pad_token_id not in model.end_tokens
     ends = [tokenizer.eos_token_id, *(n for t, n in tokenizer.get_vocab().items() if t == "<|im_end|>")]
     texts = [
         tokenizer(text, add_special_tokens=False).input_ids for text in ("a", "a few", "words, a", "more a few words")
@@ -170,11 +114,14 @@ def test_transformers_scores_alone_and_in_batches_for_any_padding_token(kind, fa
         for _, parameter in model.trainable():
             parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
         ours = model.rewards(ids, sampled)
+    assert ours.std() > 1e-3
+    model.set_statistics(0.25, 1.5)
     model.export(tmp_path / "model")
     for padded, left in ((False, False), (True, False), (True, True)):
         theirs = transformers_scores(tmp_path / "model", ids, padded, left)
         torch.testing.assert_close(theirs, ours, atol=2e-5, rtol=1e-5, msg=f"padded {padded}, left {left}")
     again = RewardModel(ModelRecipe(path=str(tmp_path / "model")), new_head=False)
+    assert again.statistics == (0.25, 1.5)
     with torch.no_grad():
         torch.testing.assert_close(again.rewards(ids, sampled), ours, atol=2e-5, rtol=1e-5)
 
@@ -209,8 +156,59 @@ def test_the_head_is_drawn_from_its_own_seed(tiny_model):
     assert torch.equal(heads[0], heads[1])
     assert not torch.equal(heads[0], heads[2])
     assert 0.5 < float(heads[0].std() * (heads[0].shape[1] + 1) ** 0.5) < 1.5
-
-
-def test_a_language_model_is_refused_as_a_reward_model(tiny_model):
     with pytest.raises(InputError, match="is not a reward model: it has no head `score`"):
         RewardModel(ModelRecipe(path=str(tiny_model)), new_head=False)
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory):
+    """A directory of a reward model, untrained, with a head that is not zero."""
+    folder = tmp_path_factory.mktemp("reward")
+    RewardModel(ModelRecipe(path=str(save_tiny_model(folder / "base", "qwen3"))), seed=5).export(folder / "model")
+    return folder / "model"
+
+
+def turns():
+    """Two answers to one prompt, and a stream of two turns."""
+    draws = np.random.default_rng(0)
+    prompt = draws.integers(3, 250, 6)
+    ids = [np.concatenate([prompt, draws.integers(3, 250, n)]) for n in (4, 7)] + [draws.integers(3, 250, 12)]
+    sampled = [np.arange(10) >= 6, np.arange(13) >= 6, np.isin(np.arange(12), [3, 4, 8, 9, 10])]
+    return ids, sampled
+
+
+def test_a_value_is_the_score_of_the_tokens_before(reward_model):
+    recipe = ModelRecipe(path=str(reward_model))
+    ids, sampled = turns()
+    with torch.no_grad():
+        values = Critic(recipe).values(ids, sampled)
+        judge = RewardModel(recipe, new_head=False)
+        places = [(row, place) for row, mask in zip(ids, sampled, strict=True) for place in np.flatnonzero(mask)]
+        before = [judge.rewards([row[:place]], [np.arange(place) == place - 1]) for row, place in places]
+    torch.testing.assert_close(values, torch.cat(before), atol=1e-5, rtol=1e-5)
+    assert values.dtype == torch.float32
+    assert len(values) == sum(mask.sum() for mask in sampled)
+    rounded = Critic(ModelRecipe(path=str(reward_model), dtype="bfloat16")).values(ids, sampled)
+    assert rounded.dtype == torch.float32
+    assert min(values.std(), rounded.std()) > 1e-3
+
+
+@pytest.mark.parametrize("lora", [None, LoraRecipe(rank=2)])
+def test_a_critic_from_a_language_model_starts_at_zero_and_learns(lora, tiny_model):
+    critic = Critic(ModelRecipe(path=str(tiny_model), lora=lora))
+    values = critic.values(*turns())
+    assert not values.any()
+    ((values - 1) ** 2).sum().backward()
+    gradients = {name: p.grad for name, p in critic.trainable() if p.grad is not None}
+    assert any("score" in name and gradient.abs().max() > 0 for name, gradient in gradients.items())
+
+
+def test_values_of_a_reward_model_are_scaled_as_its_rewards_are(tiny_model, tmp_path):
+    model = RewardModel(ModelRecipe(path=str(tiny_model)), seed=5)
+    model.set_statistics(0.25, 0.5)
+    model.export(tmp_path / "model")
+    critic = Critic(ModelRecipe(path=str(tmp_path / "model")))
+    with torch.no_grad():
+        raw = critic.values(*turns())
+        critic.values_in_reward_units = True
+        torch.testing.assert_close(critic.values(*turns()), (raw - 0.25) / 0.5)

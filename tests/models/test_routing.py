@@ -1,6 +1,7 @@
 """Routers of models with experts: choices that are read and replayed, the load-balancing loss, and their metrics."""
 
 import copy
+from functools import partial
 
 import numpy as np
 import pytest
@@ -39,9 +40,8 @@ def streams_of(*lengths, shared=6, prompt=4):
     """Random streams that share their first tokens, the last of which are sampled."""
     draws = random_stream(0, "routing")
     common = draws.integers(3, 250, shared)
-    made = [
-        stream_of(np.concatenate([common, draws.integers(3, 250, n - shared)]), np.arange(n) >= prompt) for n in lengths
-    ]
+    rows = [np.concatenate([common, draws.integers(3, 250, n - shared)]) for n in lengths]
+    made = [stream_of(ids, np.arange(len(ids)) >= prompt) for ids in rows]
     for stream in made:
         stream.rollout_logprobs[stream.sampled] = -5.5
     return made
@@ -63,14 +63,9 @@ def recorded(policy, streams):
 def drawn(streams, routers, top=2):
     """Set other experts for every token, two different ones; the first tokens of all streams have the same."""
     for stream in streams:
-        draws = random_stream(1, "experts")
-        stream.experts = np.stack(
-            [draws.permuted(np.tile(np.arange(EXPERTS), (routers, 1)), axis=1)[:, :top] for _ in stream.ids]
-        )
-        draws = random_stream(len(stream), "experts")
-        stream.experts[6:] = draws.permuted(np.tile(np.arange(EXPERTS), (len(stream) - 6, routers, 1)), axis=2)[
-            ..., :top
-        ]
+        every = np.tile(np.arange(EXPERTS), (len(stream), routers, 1))
+        stream.experts = random_stream(len(stream), "experts").permuted(every, axis=2)[..., :top]
+        stream.experts[:6] = random_stream(1, "experts").permuted(every[:6], axis=2)[..., :top]
     return streams
 
 
@@ -172,10 +167,8 @@ def test_the_load_balancing_loss_is_that_of_transformers(folder, family):
     routers = FAMILIES[family]
     of_router = [torch.cat(logits[place::routers]) for place in range(routers)]
     expected = load_balancing_loss_func(tuple(of_router), EXPERTS, 2)
-    padded = [
-        torch.nn.utils.rnn.pad_sequence(logits[place::routers], batch_first=True).flatten(0, 1)
-        for place in range(routers)
-    ]
+    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    padded = [pad(logits[place::routers]).flatten(0, 1) for place in range(routers)]
     torch.testing.assert_close(load_balancing_loss_func(tuple(padded), EXPERTS, 2, mask), expected)
     expected.backward()
     gradients = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
@@ -207,9 +200,7 @@ class Silent(SupervisedObjective):
 def test_metrics_count_tokens_of_streams_once_for_each_stream(folder):
     streams = streams_of(30, 24, 17)
     policy = policy_of(folder, "mixtral")
-    shares = []
-    for stream in streams:
-        shares.append(recorded(policy, [stream]).stacked())
+    shares = [recorded(policy, [stream]).stacked() for stream in streams]
     chosen = np.concatenate(shares)
     counts = np.stack([np.bincount(chosen[:, place].ravel(), minlength=EXPERTS) for place in range(2)])
     share = counts / counts.sum(1, keepdims=True)

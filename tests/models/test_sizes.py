@@ -9,16 +9,8 @@ SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "n
 
 
 def test_a_mixture_of_experts_counts_all_and_names_those_that_a_token_passes(tmp_path):
-    config = Qwen3MoeConfig(
-        **SHAPE,
-        head_dim=8,
-        intermediate_size=64,
-        moe_intermediate_size=16,
-        vocab_size=100,
-        num_experts=8,
-        num_experts_per_tok=2,
-        tie_word_embeddings=False,
-    )
+    experts = {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": False}
+    config = Qwen3MoeConfig(**SHAPE, **experts, head_dim=8, intermediate_size=64, vocab_size=100)
     config.save_pretrained(tmp_path)
     found = model_sizes(str(tmp_path))
     assert (found.experts, found.experts_per_token, found.intermediate, found.tied) == (8, 2, 16, False)
@@ -26,9 +18,6 @@ def test_a_mixture_of_experts_counts_all_and_names_those_that_a_token_passes(tmp
     # Norms of queries and keys are left out of the count: two of head_dim in each layer.
     assert found.parameters == real - 2 * 2 * 8
     assert found.active_layer < found.layer
-
-
-def test_a_dense_model_has_no_experts(tmp_path):
     Qwen3Config(**SHAPE, intermediate_size=64, vocab_size=100, tie_word_embeddings=True).save_pretrained(tmp_path)
     found = model_sizes(str(tmp_path))
     assert (found.experts, found.experts_per_token, found.intermediate, found.tied) == (0, 0, 64, True)
@@ -57,19 +46,15 @@ def test_the_sizes_of_published_models_give_their_numbers_of_parameters():
         assert PUBLISHED[name].parameters == pytest.approx(parameters, rel=3e-4), name
 
 
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("Qwen/Qwen3-8B-Base", "Qwen3-8B"),
-        ("Qwen/Qwen3-4B-Thinking-2507", "Qwen3-4B"),
-        ("Qwen/Qwen2.5-Coder-7B-Instruct", "Qwen2.5-7B"),
-        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "Llama-3.1-8B"),
-        ("HuggingFaceTB/SmolLM2-135M-Instruct", "SmolLM2-135M"),
-        ("google/gemma-3-1b-it", "gemma-3-1b"),
-        ("Qwen/Qwen3-8B-AWQ", None),
-        ("Qwen/Qwen3-Embedding-8B", None),
-        ("runs/sft/model", None),
-    ],
-)
-def test_a_hub_id_has_the_sizes_of_its_model(path, name):
-    assert model_sizes(path) == (PUBLISHED[name] if name else None)
+def test_a_hub_id_has_the_sizes_of_its_model():
+    for path, name in {
+        "Qwen/Qwen3-8B-Base": "Qwen3-8B",
+        "Qwen/Qwen3-4B-Thinking-2507": "Qwen3-4B",
+        "Qwen/Qwen2.5-Coder-7B-Instruct": "Qwen2.5-7B",
+        "meta-llama/Meta-Llama-3.1-8B-Instruct": "Llama-3.1-8B",
+        "HuggingFaceTB/SmolLM2-135M-Instruct": "SmolLM2-135M",
+        "google/gemma-3-1b-it": "gemma-3-1b",
+    }.items():
+        assert model_sizes(path) == PUBLISHED[name], path
+    for path in ("Qwen/Qwen3-8B-AWQ", "Qwen/Qwen3-Embedding-8B", "runs/sft/model"):
+        assert model_sizes(path) is None

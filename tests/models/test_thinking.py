@@ -74,23 +74,17 @@ def test_the_exported_model_keeps_the_setting_and_a_later_one_replaces_it(model,
     assert again.tokenizer.chat_template.count("is not defined") == 1
 
 
-def test_a_template_without_a_switch_is_refused(tiny_model):
+def test_a_template_without_a_switch_is_refused_and_on_and_off_are_text_in_a_recipe(tiny_model):
     with pytest.raises(InputError, match=r"model.thinking: the chat template of .* has no switch for thinking"):
         load_tokenizer(ModelRecipe(path=str(tiny_model), thinking="off"))
-
-
-@pytest.mark.parametrize(
-    ("written", "value"), [("off", "off"), ("on", "on"), ("'off'", "off"), ("template", "template")]
-)
-def test_on_and_off_are_text_in_a_recipe(written, value):
-    assert load_recipe([], [f"model.thinking={written}"], "rl").model.thinking == value
+    for written, value in {"off": "off", "on": "on", "'off'": "off", "template": "template"}.items():
+        assert load_recipe([], [f"model.thinking={written}"], "rl").model.thinking == value
     with pytest.raises(InputError, match=r"model\.thinking"):
         load_recipe([], ["model.thinking=1"], "rl")
 
 
 def rows_noted(rendered, content):
-    messages = [*QUESTION, {"role": "assistant", "content": content}]
-    return rendered.thinking_problem(messages)
+    return rendered.thinking_problem([*QUESTION, {"role": "assistant", "content": content}])
 
 
 def test_rows_of_the_other_setting_are_counted(model, tmp_path, capsys):
@@ -147,5 +141,4 @@ def test_stages_of_a_pipeline_are_compared_before_any_runs(tmp_path, capsys):
         "- {name: rl, from: sft, stage: rl, environment: {format: {thinking: true}}}\n"
     )
     assert main(["pipeline", str(file), "--dry-run"]) == 0
-    said = capsys.readouterr().out
-    assert "stage rl: warning: environment.format.thinking is true, and stage sft" in said
+    assert "stage rl: warning: environment.format.thinking is true, and stage sft" in capsys.readouterr().out

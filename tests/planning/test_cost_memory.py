@@ -27,12 +27,9 @@ def sizes_of(rows):
     return {what: count for what, (count, _) in rows.items()}
 
 
-def test_the_default_placement_is_one_device():
+def test_memory_that_sharding_divides_and_that_it_does_not():
     assert memory_estimate(recipe_of(), SIZES) == memory_estimate(recipe_of(), SIZES, ALONE)
     assert "weights of the engine" not in memory_estimate(recipe_of(), SIZES)
-
-
-def test_memory_that_sharding_divides_and_that_it_does_not():
     recipe = recipe_of("kl.coefficient=0.1")
     whole, found = (sizes_of(memory_estimate(recipe, SIZES, placed)) for placed in (ALONE, Placement(3, 3)))
     assert found["weights"] == found["gradients"] == found["reference model"] == 667  # 2000 / 3, rounded up
@@ -157,12 +154,7 @@ def test_four_bit_matrices_are_an_eighth_of_float32():
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"devices": 4, "shard": 3},
-        {"devices": 2, "colocated": False},
-        {"devices": 4, "engines": 2, "tensor": 4},
-    ],
+    "wrong", [{"devices": 4, "shard": 3}, {"devices": 2, "colocated": False}, {"devices": 4, "engines": 2, "tensor": 4}]
 )
 def test_impossible_placements(wrong):
     with pytest.raises(ValueError):
@@ -179,12 +171,9 @@ def test_impossible_placements(wrong):
 def test_more_devices_never_take_more_memory_each(power, tensor, checkpointing, sizes):
     recipe = recipe_of(f"model.gradient_checkpointing={checkpointing}")
     fewer, more = 2 ** (power + 1), 2 ** (power + 2)
-    learning = [peak_memory(recipe, sizes, Placement(n, n, engines=n))[0] for n in (fewer, more)]
-    sampling = [peak_memory(recipe, sizes, Placement(n, n, engines=n))[1] for n in (fewer, more)]
-    assert learning[1] <= learning[0]
-    assert sampling[1] <= sampling[0]
-    wider = [
-        sum(sizes_of(engine_memory(recipe, sizes, Placement(16, 16, engines=1, tensor=t))).values())
-        for t in (2**tensor, 2 ** (tensor + 1))
-    ]
-    assert wider[1] <= wider[0]
+    before, after = (peak_memory(recipe, sizes, Placement(n, n, engines=n)) for n in (fewer, more))
+    assert after[0] <= before[0]
+    assert after[1] <= before[1]
+    placed = (Placement(16, 16, engines=1, tensor=t) for t in (2**tensor, 2 ** (tensor + 1)))
+    narrow, wide = (sum(sizes_of(engine_memory(recipe, sizes, place)).values()) for place in placed)
+    assert wide <= narrow

@@ -18,13 +18,12 @@ def memory(teacher, **keys):
     return memory_estimate(recipe(teacher, **keys), SIZES)
 
 
-def test_a_local_model_has_the_size_of_its_files():
+def test_memory_of_local_remote_and_shared_teachers():
     assert memory({"path": "packaged:smollm2-135m"})["teacher"][0] == 4 * SMOL
     assert memory({"path": "packaged:smollm2-135m", "dtype": "bfloat16"})["teacher"][0] == 2 * SMOL
     assert memory({"path": "runs/later/model"})["teacher"] == (4_000_000, "assuming the size of the policy")
-
-
-def test_remote_and_shared_teachers_need_no_memory():
+    in_the_reward = RlRecipe.model_validate({"teacher": {"path": "packaged:smollm2-135m"}})
+    assert memory_estimate(in_the_reward, SIZES)["teacher"][0] == 4 * SMOL
     assert memory({"urls": ["http://a/v1"]})["teacher"][0] == 0
     assert memory({"policy": "current", "context": "x"})["teacher"][0] == 0
     assert memory({"policy": "initial", "context": "x"})["teacher"][0] == 4_000_000
@@ -40,11 +39,6 @@ def test_memory_of_distributions_by_candidates_or_vocabulary():
         rows = memory({"path": "a"}, loss={"type": "jsd", "top_k": top_k}, rollout=rollout, environment=environment)
         assert rows["teacher's distributions, at most"][0] == tokens * size
         assert rows["logits"][0] == 24 * 100 * 1000
-
-
-def test_a_teacher_in_the_reward_is_planned_too():
-    with_teacher = RlRecipe.model_validate({"teacher": {"path": "packaged:smollm2-135m"}})
-    assert memory_estimate(with_teacher, SIZES)["teacher"][0] == 4 * SMOL
 
 
 def test_the_arithmetic_names_the_teacher_and_the_fixed_rows():

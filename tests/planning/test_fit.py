@@ -42,10 +42,7 @@ def test_gradients_are_whole_where_they_fit(model, words, sync):
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [
-        (
-            ["hardware.processes=8", "hardware.gradient_sync=per_update"],
-            "it fits with hardware.gradient_sync=per_forward",
-        ),
+        (["hardware.processes=8", "hardware.gradient_sync=per_update"], "fits with hardware.gradient_sync=per_forward"),
         ([], "it fits with "),
     ],
 )

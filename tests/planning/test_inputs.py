@@ -18,7 +18,7 @@ from posttrain.cli.main import main
 for words in json.loads(sys.argv[1]):
     with contextlib.redirect_stderr(io.StringIO()) as written:
         code = main(words)
-    print(json.dumps([code, written.getvalue(), len(sys.modules), sorted({"torch", "transformers", "numpy", "omegaconf"} & {*sys.modules})]))
+    print(json.dumps([code, written.getvalue(), len(sys.modules), sorted({"torch", "transformers", "numpy"} & {*sys.modules})]))
 """
 ROWS = {
     "odd.jsonl": {"question": "1 + 1?", "reply": "2"},
@@ -58,12 +58,7 @@ MISSING = {  # words -> what the message names
     **{
         f"{stage} {' '.join(DATA if stage in ('dpo', 'reward') else PLAYED)} model.path={path}": f"model.path: there is no {what} {path}"
         for stage in ("rl", "sft", "dpo", "reward", "evaluate")
-        for path, what in (
-            ("./nosuch", "folder"),
-            ("runs/nosuch/model", "folder"),
-            ("here/nosuch", "folder"),
-            ("x.gguf", "file"),
-        )
+        for path, what in (("./nosuch", "folder"), ("runs/nosuch/model", "folder"), ("x.gguf", "file"))
     },
     "distill environment.type=bandit teacher.path=runs/nosuch/model": "teacher.path: there is no folder runs/nosuch/model",
     "rl environment.type=bandit model.path=packaged:smolm": "unknown packaged model 'smolm'",

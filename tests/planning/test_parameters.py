@@ -14,13 +14,10 @@ SHARED = 3 * 4 + 3 * 2 + 3 * 2 + 4 * 3 + 3 * 4
 EXPERT = 3 * 3 * 5
 
 
-def test_parameters_by_hand():
+def test_parameters_by_hand_of_a_dense_model_and_of_one_that_stores_all_experts():
     assert (DENSE.layer, DENSE.active_layer, DENSE.head) == (LAYER, LAYER, 21)
     assert DENSE.computed_parameters == 21 + 2 * (LAYER + 6) + 3
     assert replace(DENSE, tied=False).computed_parameters == DENSE.computed_parameters + 21
-
-
-def test_a_mixture_stores_all_experts():
     assert (MIXTURE.layer, MIXTURE.active_layer) == (SHARED + 4 * EXPERT, SHARED + 2 * EXPERT)
     assert MIXTURE.computed_parameters == 21 + 2 * (SHARED + 4 * EXPERT + 6) + 3
 

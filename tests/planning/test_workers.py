@@ -16,22 +16,15 @@ from posttrain.recipe.compose import load_recipe
 H100 = DEVICES["h100"]
 QWEN3_4B = published_sizes("Qwen3-4B")
 EIGHT_GPUS = [Node("node", 96.0, 8)]
-PUBLISHED = {
-    "rlhf/ppo_8gpu_published": ("rlhf/ppo", "rl"),
-    "rlhf/drca_8gpu_published": ("rlhf/drca", "rl"),
-    "rlhf/sft_8gpu_published": ("rlhf/sft", "sft"),
-    "rlhf/dpo_8gpu_published": ("rlhf/dpo", "dpo"),
-    "memory/gspo_8gpu_published": ("memory/gspo_published", "rl"),
+PLACED = {
+    **{
+        f"rlhf/{name}_8gpu{end}": f"rlhf/{name}" for name in ("ppo", "drca", "sft", "dpo") for end in ("", "_published")
+    },
+    "rlhf/reward_8gpu": "rlhf/reward",
+    "memory/gspo_8gpu_published": "memory/gspo_published",
+    "memory/gspo_8gpu": "memory/gspo",
 }
-"""Published placement -> its recipe and stage."""
-BETTER = {
-    "rlhf/ppo_8gpu": ("rlhf/ppo", "rl"),
-    "rlhf/drca_8gpu": ("rlhf/drca", "rl"),
-    "rlhf/sft_8gpu": ("rlhf/sft", "sft"),
-    "rlhf/dpo_8gpu": ("rlhf/dpo", "dpo"),
-    "rlhf/reward_8gpu": ("rlhf/reward", "reward"),
-    "memory/gspo_8gpu": ("memory/gspo", "rl"),
-}
+"""Placement -> its recipe."""
 
 
 def recipe_of(*names, stage="rl", overrides=()):
@@ -44,10 +37,12 @@ def plan(recipe, device=H100):
     return out.getvalue()
 
 
-@pytest.mark.parametrize("name", PUBLISHED | BETTER)
+@pytest.mark.parametrize("name", PLACED)
 def test_placements_that_ship_fit_eight_gpus(name):
-    base, stage = (PUBLISHED | BETTER)[name]
-    recipe = recipe_of(base, name, stage=stage)
+    base = PLACED[name]
+    recipe = recipe_of(
+        base, name, stage={"sft": "sft", "dpo": "dpo", "reward": "reward"}.get(base.rpartition("/")[2], "rl")
+    )
     workers, share = place(recipe, EIGHT_GPUS)
     assert share == 1
     assert {device for worker in workers for device in worker.devices} == set(range(8))
@@ -66,10 +61,6 @@ def test_dedicated_models_are_counted_on_their_own_gpus():
     shown = plan(recipe)
     assert "engine 55.88 GiB, reward model 7.49 GiB, critic 12.73 GiB, reference model 7.49 GiB" in shown
     assert "about 37.59 GiB per process" in shown  # none of these is on the learners' GPUs
-
-
-def test_a_dedicated_model_that_does_not_fit_is_a_warning():
-    recipe = recipe_of("rlhf/ppo", "rlhf/ppo_8gpu_published")
     assert "the run needs an estimated" in plan(recipe, device_of("11"))
 
 
@@ -103,12 +94,6 @@ def test_a_whole_run_fits_two_cores():
     assert sum(worker.cpus for worker in workers) <= 2
 
 
-def test_the_error_about_missing_gpus_names_keys():
-    recipe = load_recipe([], ["hardware.ray=auto", "hardware.processes=9"], "rl")
-    with pytest.raises(InputError, match=r"need 9 GPUs, but the cluster has 8; lower hardware\.processes"):
-        place(recipe, EIGHT_GPUS)
-
-
 def test_an_engine_of_several_gpus_stays_on_one_machine():
     keys = ["hardware.ray=auto", "hardware.processes=4", "hardware.engines.devices=4"]
     with pytest.raises(InputError, match="all devices of an engine must be on one node"):
@@ -118,9 +103,12 @@ def test_an_engine_of_several_gpus_stays_on_one_machine():
     assert (engine.node, engine.devices) == (0, (0, 1, 2, 3))
 
 
-def test_placement_without_ray_has_no_effect_and_is_refused():
+def test_placement_without_ray_or_without_enough_gpus_is_refused():
     with pytest.raises(InputError, match=r"hardware\.engines"):
         load_recipe([], ["hardware.engines.count=2"], "rl")
+    recipe = load_recipe([], ["hardware.ray=auto", "hardware.processes=9"], "rl")
+    with pytest.raises(InputError, match=r"need 9 GPUs, but the cluster has 8; lower hardware\.processes"):
+        place(recipe, EIGHT_GPUS)
 
 
 def test_environments_share_the_spare_cores():

@@ -22,36 +22,30 @@ class Hub(BaseHTTPRequestHandler):
     def do_POST(self):
         length = int(self.headers.get("content-length") or 0)
         body = self.rfile.read(length) if length else self._chunks()
-        type(self).tokens.add(self.headers.get("authorization", ""))
-        if self.path == "/api/validate-yaml":
-            self._send({"errors": [], "warnings": []})
-        elif self.path == "/api/repos/create":
-            type(self).created.append(json.loads(body))
-            self._send({"url": "https://huggingface.co/user/name", "id": "user/name"})
-        elif self.path.startswith("/api/models/user/name/preupload/"):
-            files = [
-                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
-                for file in json.loads(body)["files"]
-            ]
-            self._send({"files": files})
-        elif self.path.startswith("/api/models/user/name/commit/"):
-            if self.refuse:
-                self._send({"error": "no write access"}, 403)
-                return
-            for line in body.splitlines():
-                entry = json.loads(line)
+        self.tokens.add(self.headers.get("authorization", ""))
+        kind, status = self.path.removeprefix("/api/models/user/name/").partition("/")[0], 200
+        answer = {"errors": [], "warnings": []}  # of /api/validate-yaml
+        if self.path == "/api/repos/create":
+            self.created.append(json.loads(body))
+            answer = {"url": "https://huggingface.co/user/name", "id": "user/name"}
+        elif kind == "preupload":
+            paths = [file["path"] for file in json.loads(body)["files"]]
+            answer = {"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in paths]}
+        elif kind == "commit" and self.refuse:
+            answer, status = {"error": "no write access"}, 403
+        elif kind == "commit":
+            for entry in map(json.loads, body.splitlines()):
                 if entry["key"] == "file":
-                    type(self).committed[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
-            self._send(
-                {"commitUrl": "https://huggingface.co/user/name/commit/1", "commitOid": "1", "pullRequestUrl": None}
-            )
-        else:
-            self._send({"error": f"no {self.path}"}, 404)
+                    self.committed[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
+            answer = {
+                "commitUrl": "https://huggingface.co/user/name/commit/1",
+                "commitOid": "1",
+                "pullRequestUrl": None,
+            }
+        self._send(answer, status)
 
     def do_GET(self):
-        self._send(
-            {"sha": "0", "id": "user/name", "siblings": []} if self.path.startswith("/api/models/user/name") else {}
-        )
+        self._send({"sha": "0", "id": "user/name", "siblings": []} if self.path.startswith("/api/models/") else {})
 
     def _chunks(self):
         parts = []

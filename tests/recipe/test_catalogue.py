@@ -31,28 +31,20 @@ def test_every_shipped_recipe_has_a_name_and_a_summary():
     files = {file.relative_to(folder).with_suffix("").as_posix(): file for file in folder.rglob("*.yaml")}
     named = {name: file.resolve() for name, file in catalogue.recipe_names().items()}
     assert {name: file for name, file in named.items() if file.is_relative_to(folder)} == files
-    files = named
-    assert all(catalogue.summary(file) for file in files.values())
+    assert all(catalogue.summary(file) for file in named.values())
 
 
-def test_a_name_is_read_from_any_folder(tmp_path, monkeypatch):
+def test_a_name_is_read_from_any_folder_unless_a_local_file_has_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load_recipe(["ragen/bandit"], [], "rl").environment.type == "bandit"
     assert load_recipe(["ragen/bandit.yaml"], [], "rl").environment.type == "bandit"
     assert [stage.name for stage in load_pipeline("demo/pipeline", []).stages]
     assert load_study("rlhf/tune_sft", []).trained == "sft"
-
-
-def test_a_local_file_of_that_name_wins(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"no recipe file ragen/bandits; did you mean ragen/bandit\b"):
+        load_recipe(["ragen/bandits"], [], "rl")
     (tmp_path / "ragen").mkdir()
     (tmp_path / "ragen" / "bandit").write_text("steps: 3\n")
     assert load_recipe(["ragen/bandit"], [], "rl").steps == 3
-
-
-def test_a_wrong_name_gets_the_nearest_ones():
-    with pytest.raises(InputError, match=r"no recipe file ragen/bandits; did you mean ragen/bandit\b"):
-        load_recipe(["ragen/bandits"], [], "rl")
 
 
 def test_a_plugin_adds_recipes(tmp_path, monkeypatch, fresh):

@@ -36,24 +36,19 @@ def recipe_file(tmp_path, monkeypatch):
     ("text", "expected"),
     [
         ("", "r.yaml is empty; write at least one `key: value` line, or remove the file"),
-        ("# nothing\n", "r.yaml is empty; write at least one `key: value` line, or remove the file"),
         ("- 1\n", "r.yaml line 1: a recipe consists of `key: value` lines"),
-        ("steps: 1\nkl: [1\n", "r.yaml line 3 is not YAML: did not find expected ',' or ']'"),
         ("kl:\n\tcoefficient: 1\n", "r.yaml line 2: a tab is used for indentation; use spaces"),
         ("steps: 1\nsteps: 2\n", "r.yaml line 2: steps is also given in line 1; keep one of them"),
-        ("kl:\n  apply_to: loss\n  apply_to: loss\n", "r.yaml line 3: kl.apply_to is also given in line 2; keep one"),
-        ("1: 2\n", "r.yaml line 1: 1 is not a key; keys are text"),
         ("a: &a [*a]\n", "r.yaml line 1: the alias contains itself"),
         (b"name: \xff\n", "r.yaml is not a recipe: byte 6 is not UTF-8 text; name a YAML file"),
         ("name: x\x01\n", "r.yaml is not YAML: unacceptable character #x0001: special characters are not allowed"),
         ("stage: sft\n", "r.yaml line 1: the recipe is for stage sft, not rl; run it with `posttrain sft`"),
-        ("stage: pipeline\n", "line 1: the recipe is for stage pipeline, not rl; run it with `posttrain pipeline`"),
+        ("stage: tune\n", "the recipe is for stage tune, not rl; run it with `posttrain tune`"),
         ("stage: evalaute\n", 'r.yaml line 1: stage is "evalaute" (did you mean evaluate?); it must be rl, distill'),
         (
             "rollout:\n  group_per_step: 3\n",
             "line 2: there is no key rollout.group_per_step; the nearest is rollout.groups_per_step",
         ),
-        ("steps: 0\n", "r.yaml line 1: steps is 0; it must be a whole number, 1 or more"),
     ],
 )
 def test_error_of_a_bad_file_names_the_line(recipe_file, text, expected):
@@ -69,40 +64,25 @@ def test_a_missing_file(recipe_file, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["temperature=1"], "there is no key temperature; use rollout.sampling.temperature"),
-        (["learning_rate=1"], "there is no key learning_rate; use optimizer.learning_rate"),
+        (["lerning_rate=1"], "the nearest is optimizer.learning_rate"),
+        (['rollout.stop_strings=[""]'], "empty stop string"),
         (["kl.zork=1"], "there is no key kl.zork; the keys of kl are apply_to, coefficient, estimator, horizon"),
-        (["epochs=1"], "there is no key epochs; epochs belongs to stage sft, reward, dpo, not rl"),
         (["environment.size=4"], "there is no key environment.size; it belongs to environment.type frozen_lake"),
-        (["environment.format.thinkin=true"], "the nearest is environment.format.thinking"),
-        (["credit.type=rloo", "credit.gae_lambda=0.9"], "it belongs to credit.type gae, bilevel_gae, not rloo"),
-        (["credit.type=rloo", "credit.discount=0.9"], "it belongs to credit.type reinforce, reinforce_pp"),
         (["loss.type=gsop"], 'loss.type is "gsop" (did you mean gspo?); it must be ppo, gspo, gspo_token, cispo'),
         (["loss.type=grpo"], 'loss.type is "grpo" (a type of credit: write credit.type=grpo); it must be ppo'),
         (["model.device=mps"], "mps, the GPU of an Apple computer, is not supported; use cpu"),
         (["environment.type=bandt"], "there is no environment 'bandt' (did you mean bandit?); use one of bandit, "),
         (["environment.type=3"], "override environment.type=3: environment.type is 3; it must be text"),
-        (["steps=true"], "override steps=true: steps is true; it must be a whole number, 1 or more"),
-        (["steps=2.5"], "override steps=2.5: steps is 2.5; it must be a whole number, 1 or more"),
-        (["steps="], "override steps=: steps is null; it must be a whole number, 1 or more"),
-        (["optimizer.learning_rate=.nan"], "optimizer.learning_rate is NaN; it must be a number above 0"),
         (["optimizer.betas=[0.9]"], "optimizer.betas is missing; it must be a list of 2 numbers"),
-        (["rollout.sampling.top_p=1.5"], "rollout.sampling.top_p is 1.5; it must be a number above 0 and at most 1"),
         (["model.dtype=fp16"], 'model.dtype is "fp16"; it must be float32, bfloat16 or auto, or null'),
         (["sinks=wandb"], 'sinks is "wandb"; it must be a list of tensorboard, wandb or trackio'),
         (
             ["name=3"],
             "name is 3; it must be text of letters, digits, `.`, `_` and `-`, and begin with a letter or digit, in quotes",
         ),
-        (["rollout=3"], "rollout is 3; it must be a section with keys such as groups_per_step, episodes_per_group"),
-        (["rollout.overlong_penalty.limit=3"], "rollout.overlong_penalty.buffer is missing; it must be a whole"),
-        (["loss.aggregation=constant"], "loss: set `constant` if and only if `aggregation: constant`"),
         (["rollout.episodes_per_group=1", "credit.type=grpo"], "`credit.type: grpo` compares the episodes"),
-        (["learner.updates_per_step=9"], "`learner.updates_per_step` (9) is more than the groups of a step (8)"),
-        (["rollout.tokens_per_episode=8192"], "= 8192 tokens, more than `learner.tokens_per_batch` = 4096"),
         (["a..b=1"], "override a..b=1: 'a..b' is not a dotted key; write `section.key=value`"),
         (["steps"], "override 'steps' has no value; write `steps=value`"),
-        (["--steps"], "override --steps has no value; write `steps=value`"),
         (["sinks=[a"], "override sinks=[a: the value is not YAML; quote it if it is text"),
         (["sinks=[wandb]", "sinks.x=1"], "sinks: given both as a list and as a section; keep one of them"),
     ],
@@ -128,10 +108,8 @@ def test_an_environment_file_that_fails_to_load_is_named(recipe_file):
 
 def test_a_required_key_is_refused_until_it_is_set(recipe_file):
     text = "stage: rl\nenvironment:\n  type: text_task\n  prompts:\n  - ???\n  reward: ??? set it to FILE.py:FUNCTION\n"
-    file = str(recipe_file(text))
-    with pytest.raises(InputError) as error:
-        load_recipe([file], [], "rl")
-    assert str(error.value).splitlines() == [
+    file = recipe_file(text)
+    assert complaint(sources=[file]).splitlines() == [
         f"{file} line 5: environment.prompts.0 is required and has no value; set it in the recipe, or add "
         "environment.prompts.0=VALUE",
         f"{file} line 6: environment.reward is required and has no value; set it to FILE.py:FUNCTION",
@@ -167,13 +145,10 @@ def test_a_part_of_a_default_keeps_the_rest_of_it():
     assert (recipe.loss.type, recipe.loss.clip_low, recipe.loss.clip_high) == ("ppo", 0.2, 0.3)
 
 
-def test_a_new_type_drops_the_defaults_of_the_old_one():
+def test_a_new_type_drops_defaults_and_keys_of_the_old_type_and_hides_no_error(recipe_file):
     reinforce = load_recipe([], ["credit.type=reinforce"], "rl").credit
     assert reinforce.model_dump() == {"type": "reinforce", "discount": 1.0}
     assert load_recipe([], ["loss.type=gspo"], "rl").loss.clip_low == 3e-4
-
-
-def test_a_new_type_drops_keys_of_the_old_type_from_earlier_files(recipe_file):
     file = recipe_file("credit: {type: gae, gae_lambda: 0.9, discount: 0.99, whiten: false}\nloss: {clip_high: 0.3}\n")
     assert load_recipe([file], ["credit.type=rloo"], "rl").credit.model_dump() == {"type": "rloo"}
     assert load_recipe([file], ["credit.type=reinforce"], "rl").credit.discount == 0.99  # both have it
@@ -188,14 +163,9 @@ def test_a_new_type_drops_keys_of_the_old_type_from_earlier_files(recipe_file):
     assert (found.beta, found.segmenter.max_units) == (0.5, 4)
     found = load_recipe([units], ["unit_credit.segmenter.type=turn"], "rl").unit_credit
     assert found.segmenter.model_dump() == {"type": "turn"}
-
-
-def test_a_new_type_hides_no_error(recipe_file):
-    file = recipe_file("credit: {type: gae, trace_decoy: 0.9}\n")
-    with pytest.raises(InputError, match=r"no key credit\.trace_decoy"):
-        load_recipe([file], ["credit.type=rloo"], "rl")
-    with pytest.raises(InputError, match=r"no key credit\.gae_lambda"):
-        load_recipe([], ["credit.type=rloo", "credit.gae_lambda=0.5"], "rl")
+    decoy = recipe_file("credit: {type: gae, trace_decoy: 0.9}\n", "decoy.yaml")
+    assert "no key credit.trace_decoy" in complaint("credit.type=rloo", sources=[decoy])
+    assert "no key credit.gae_lambda" in complaint("credit.type=rloo", "credit.gae_lambda=0.5")
 
 
 @pytest.mark.parametrize(
@@ -203,14 +173,7 @@ def test_a_new_type_hides_no_error(recipe_file):
     [
         ("rl", []),
         ("rl", ["environment.type=sokoban", "credit.type=reinforce_pp", "loss.type=cispo", "model.lora.rank=4"]),
-        (
-            "rl",
-            [
-                "loss.correction.weights=token",
-                "optimizer.learning_rate=1e-6",
-                "rollout.overlong_penalty={limit: 9, buffer: 2}",
-            ],
-        ),
+        ("rl", ["loss.correction.weights=token", "rollout.overlong_penalty={limit: 9, buffer: 2}"]),
         ("rl", ["model.lora.targets=[q_proj, v_proj]", "model.path='2026-01-01'", "runs='1e5'"]),
         ("sft", ["environment.type=frozen_lake", "experts.expert=random"]),
         ("evaluate", ["evaluation.sampling.temperature=0.7", "evaluation.episodes_per_seed=3"]),
@@ -236,28 +199,14 @@ def test_any_text_and_number_survives_dumping_and_merging(texts, number):
     assert merge([read_text(dump_values(values), "r.yaml")]).values == values
 
 
-def test_the_error_for_a_study_names_its_verb(capsys):
-    study = str(Path(__file__).parents[2] / "recipes/rlhf/tune_sft.yaml")
-    assert main(["sft", study]) == 2
-    assert "run it with `posttrain tune`" in capsys.readouterr().err
-
-
-def test_an_empty_stop_string_is_refused():
-    with pytest.raises(InputError, match="empty stop string"):
-        load_recipe([], ['rollout.stop_strings=[""]'], "rl")
-
-
 @pytest.mark.parametrize(
     ("stage", "words", "message"),
     [
         ("distill", [], "teacher is missing; set teacher.path, teacher.urls or teacher.policy"),
         ("dpo", [], "data is missing; set data.train"),
-        ("rl", ["entropy=0.01"], "entropy is 0.01; .*; write entropy.coefficient=0.01"),
         ("rl", ["model.lora=16"], "model.lora is 16; .*; write model.lora.rank=16"),
         ("rl", ["model.device=gpu"], r'model.device is "gpu" \(did you mean cuda\?\)'),
         ("sft", ["data.trian=x"], r"^override data.trian=x: there is no key data.trian; the nearest is data.train$"),
-        ("sft", ["data.train=x", "loss.type=DFT"], r'loss.type is "DFT" \(did you mean dft\?\); it must be nll or dft'),
-        ("rl", ["credit.type=GRPO"], r'credit.type is "GRPO" \(did you mean grpo\?\)'),
     ],
 )
 def test_a_wrong_form_or_case_names_the_nearest_key_or_value(stage, words, message):
@@ -309,15 +258,14 @@ def test_a_file_beside_the_recipe_of_another_stage_continues_it(training, tmp_pa
 
 
 def test_evaluate_refuses_wrong_keys_of_the_other_stage_and_recipes_without_an_environment(training, tmp_path):
-    with pytest.raises(InputError, match="stepz"):
-        load_recipe([training], ["stepz=3"], "evaluate")
-    with pytest.raises(InputError, match="steps"):
-        load_recipe([training], ["steps=3"], "evaluate")
-    (tmp_path / "dpo.yaml").write_text("stage: dpo\nname: pairs\ndata: {train: pairs.jsonl}\n")
-    with pytest.raises(InputError, match="is for stage dpo and has no environment to evaluate in"):
-        load_recipe([str(tmp_path / "dpo.yaml")], [], "evaluate")
+    assert "stepz" in complaint("stepz=3", sources=[training], stage="evaluate")
+    assert "steps" in complaint("steps=3", sources=[training], stage="evaluate")
+    dpo = tmp_path / "dpo.yaml"
+    dpo.write_text("stage: dpo\nname: pairs\ndata: {train: pairs.jsonl}\n")
+    refused = complaint(sources=[dpo], stage="evaluate")
+    assert "is for stage dpo and has no environment to evaluate in" in refused
     words = ["environment.type=bandit", "model.path=runs/pairs/model"]
-    assert load_recipe([str(tmp_path / "dpo.yaml")], words, "evaluate").environment.type == "bandit"
+    assert load_recipe([str(dpo)], words, "evaluate").environment.type == "bandit"
 
 
 @pytest.mark.parametrize("name", ["ragen/bandit", "ragen/sokoban_sft", "memory/gspo", "rlhf/ppo"])
@@ -349,12 +297,8 @@ def test_another_type_keeps_no_key_of_the_environment_of_training(training):
     assert (recipe.evaluation.environment.dim_x, recipe.evaluation.environment.format.thinking) == (6, False)
     sft = load_recipe([], ["data.train=rows.jsonl", "evaluation.environment.type=bandit"], "sft")
     assert (sft.environment, sft.evaluation.environment.type) == (None, "bandit")
-
-
-def test_evaluate_plays_the_environment_of_evaluations(training):
-    words = ["evaluation.environment.max_turns=25", "model.path=m"]
-    recipe = load_recipe([training], words, "evaluate")
-    assert (recipe.environment.max_turns, recipe.environment.size, recipe.evaluation.environment) == (25, 5, None)
+    played = load_recipe([training], ["evaluation.environment.max_turns=25", "model.path=m"], "evaluate")
+    assert (played.environment.max_turns, played.environment.size, played.evaluation.environment) == (25, 5, None)
 
 
 @pytest.mark.parametrize(
@@ -362,53 +306,26 @@ def test_evaluate_plays_the_environment_of_evaluations(training):
     [
         (["evaluation.environment.max_turn=3"], "override evaluation.environment.max_turn=3: there is no key"),
         (["evaluation.environment.size=x"], "evaluation.environment.size"),
-        (["evaluation.environment.type=lake"], "there is no environment 'lake'"),
         (["seeds.start=1000000"], "`evaluation.seeds`"),
     ],
 )
 def test_mistakes_in_the_environment_of_evaluations_are_named(training, words, expected):
-    with pytest.raises(InputError) as caught:
-        load_recipe([training], ["evaluation.environment.max_turns=9", *words], "rl")
-    assert expected in str(caught.value)
-
-
-def test_a_misspelt_key_gets_the_one_in_the_fewest_sections():
-    with pytest.raises(InputError, match=r"the nearest is optimizer\.learning_rate"):
-        load_recipe([], ["lerning_rate=1"], "rl")
+    assert expected in complaint("evaluation.environment.max_turns=9", *words, sources=[training])
 
 
 @pytest.mark.parametrize(
     "override",
     [
-        *(
-            "seed=9223372036854775808",
-            "seed=1000000000000000000000000000000",
-            "seed=-1",
-            "learner.tokens_per_batch=1" + "0" * 30,
-        ),
+        *("seed=9223372036854775808", "seed=1" + "0" * 30, "seed=-1", "learner.tokens_per_batch=1" + "0" * 30),
         *("seeds.start=18446744073709551610", "seeds.start=9223372036854775807", "seeds.count=9223372036854775807"),
     ],
 )
 def test_numbers_that_no_array_holds_are_refused(override):
     with pytest.raises(InputError, match=override.partition("=")[0]):
         load_recipe([], ["environment.type=bandit", override], "rl")
-
-
-def test_the_largest_seeds_are_accepted():
     largest = ["seed=9223372036854775807", "seeds.start=4611686018427387903", "seeds.count=100000000"]
     recipe = load_recipe([], ["environment.type=bandit", *largest], "rl")
     assert recipe.seeds.of_generated("seeds").stop < 2**63
-
-
-def test_true_gives_adapters_their_defaults():
-    assert load_recipe([], ["model.lora=true"], "rl").model.lora == LoraRecipe()
-    assert load_recipe([], ["model.lora=false"], "rl").model.lora is None
-
-
-def test_a_misspelt_key_is_named_before_the_key_that_it_leaves_missing():
-    with pytest.raises(InputError) as refused:
-        load_recipe([], ["data.trian=a.jsonl"], "sft")
-    assert str(refused.value).splitlines()[0].endswith("there is no key data.trian; the nearest is data.train")
 
 
 @pytest.mark.parametrize(
@@ -426,4 +343,5 @@ def test_adapters_have_ten_times_the_default_rate(stage, words, rate):
     data = [] if stage == "rl" else ["data.train=a.jsonl"]
     recipe = load_recipe([], [*data, *words], stage)
     assert recipe.optimizer.learning_rate == pytest.approx(rate)
+    assert "model.lora=true" not in words or recipe.model.lora == LoraRecipe()
     assert load_recipe([], [*data, f"optimizer.learning_rate={rate!r}", *words], stage).optimizer == recipe.optimizer

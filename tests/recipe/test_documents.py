@@ -1,5 +1,6 @@
 """The recipes of the HelpSteer3 and rationale experiments: they resolve, match their pages, and run."""
 
+import functools
 import json
 import re
 import shlex
@@ -18,54 +19,27 @@ from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.pipeline import load_pipeline
 from posttrain.recipe.sources import RecipeLoader
 from posttrain.recipe.warnings import recipe_warnings
-from posttrain.runs.metrics import read_metrics
 from posttrain_environments.rationales.dataset import write_dataset
-from tests.docs.test_site import module
+from tests.journeys.helpsteer3 import ENOUGH, author_files
 
 ROOT = Path(__file__).parents[2]
-STAGES = {
-    "recipes/helpsteer3/reward.yaml": "reward",
-    "recipes/helpsteer3/rl.yaml": "rl",
-    "recipes/rlhf/sft.yaml": "sft",
-    "recipes/rlhf/dpo.yaml": "dpo",
-    "recipes/rlhf/reward.yaml": "reward",
-    "recipes/rlhf/ppo.yaml": "rl",
-    "recipes/rlhf/drca.yaml": "rl",
-    "recipes/rlhf/unit_reward.yaml": "reward",
-    "recipes/rlhf/unit_ppo.yaml": "rl",
-    "recipes/rlhf/unit_ppo_outcome.yaml": "rl",
-}
+PLAYED = ["ppo", "drca", "unit_ppo", "unit_ppo_outcome"]
+RLHF = {"sft": "sft", "dpo": "dpo", "reward": "reward", "unit_reward": "reward"} | dict.fromkeys(PLAYED, "rl")
+STAGES = {f"recipes/helpsteer3/{name}.yaml": name for name in ("reward", "rl")}
+STAGES |= {f"recipes/rlhf/{name}.yaml": stage for name, stage in RLHF.items()}
 PAGES = {
     name: (ROOT / "docs" / "migrating" / f"{name}.md").read_text(encoding="utf-8")
     for name in ("helpsteer3", "openrlhf")
 }
-SHOWN = {name: module("theme/hooks.py").on_page_markdown(page, None, None, None) for name, page in PAGES.items()}
-"""The pages with the tables that the importer makes."""
-SECTIONS = {
-    found[1]: found[2]
-    for page in SHOWN.values()
-    for found in re.finditer(r"^## [^\n]*`(recipes/\S+)`\n(.*?)(?=^## |\Z)", page, re.M | re.S)
-}
-"""Path of a recipe -> the section of a page about it."""
 FIT = re.search(r"^## [^\n]*`posttrain fit-normalizer`\n(.*?)(?=^## |\Z)", PAGES["openrlhf"], re.M | re.S)[1]
 """The section about a command that has no recipe of its own."""
-STAGE_NAMES = [stage.name for stage in load_pipeline(str(ROOT / "recipes/rlhf/pipeline.yaml"), []).stages]
-SUPERVISED = ["sft", "dpo", "reward", "unit_reward"]
-PLAYED = ["ppo", "drca", "unit_ppo", "unit_ppo_outcome"]
 COMMANDS = 37
 """On both pages, without mentions of a subcommand alone."""
-OWN = ["drca", "unit_ppo"]
-"""Stages that a test runs on prompts of a user's own."""
-HELPSTEER_PROMPTS = 600
-HELPSTEER_ROWS = 40
-"""Of each split."""
 HELPSTEER_FILES = {
-    "pairs_train.jsonl": {"chosen": "a", "rejected": "b"},
-    "pairs_validation.jsonl": {"chosen": "a", "rejected": "b"},
-    "prompts.jsonl": {},
+    "pairs_train": {"chosen": "a", "rejected": "b"},
+    "pairs_validation": {"chosen": "a", "rejected": "b"},
+    "prompts": {},
 }
-SPLITS = {"train": 0, "validation": 1001}
-"""Split -> number of its first row."""
 
 
 @pytest.fixture(autouse=True)
@@ -79,14 +53,13 @@ def made(tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("documents")
     (folder / "recipes").symlink_to(ROOT / "recipes")
     write_dataset(folder / "data" / "rationales", 0, {"train": 20, "val": 6, "test": 6})
-    for name, at in SPLITS.items():
-        write_jsonl(folder / "HelpSteer3" / f"{name}.jsonl", helpsteer_rows(at, HELPSTEER_PROMPTS))
+    author_files(folder, ENOUGH)
     (folder / "sft.parquet").symlink_to(folder / "data/rationales/sft/rationales_sft_train.parquet")
+    place = folder / "runs/helpsteer3/data"
+    place.mkdir(parents=True)
     for name, columns in HELPSTEER_FILES.items():
-        rows = [{"prompt": f"Task {n}.", **columns, "n": n} for n in range(HELPSTEER_PROMPTS)]
-        place = folder / "runs" / "helpsteer3" / "data"
-        place.mkdir(parents=True, exist_ok=True)
-        write_jsonl(place / name, rows)
+        rows = [{"prompt": f"Task {n}.", **columns, "n": n} for n in range(600)]
+        (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     RewardModel(ModelRecipe(path=str(tiny_model)), seed=0).export(folder / "reward-model")
     for run in ("rlhf-sft", "rlhf-reward", "rlhf-unit_reward", "helpsteer3-reward", "helpsteer3/rl", "rlhf/dpo"):
         (folder / "runs" / run).mkdir(parents=True)
@@ -105,37 +78,13 @@ def blocks(text, language=""):
     return [block for name, block in found if name == language]
 
 
-def table(section):
-    """The rows of the section's table: its cells."""
-    lines = [line for line in section.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))] for line in lines[2:]]
-
-
 def quoted(cell):
     return re.findall(r"`([^`]+)`", cell)
 
 
-def flags_of(section):
-    """The flags of the original command with their values, `set` where there is none; or its positional values."""
-    command = next(block for block in blocks(section) if "\n\nposttrain" in block)
-    words = shlex.split(command.split("\n\n")[0].replace("\\\n", " "))
-    if words[0] == "bash":
-        return words[2:]
-    flags = {}
-    for word, after in zip(words, [*words[1:], "--"], strict=True):
-        if word.startswith("--") and word != "--module":
-            flags[word] = "set" if after.startswith("--") else after
-    return flags
-
-
 def values_at(values, key):
-    """The value of the dumped recipe at a dotted key; a list of sources is its paths."""
-    for part in key.split("."):
-        values = values[part]
-    if isinstance(values, list) and values and isinstance(values[0], dict):
-        values = [source["path"] for source in values]
-        values = values[0] if len(values) == 1 else values
-    return values
+    """The value of the dumped recipe at a dotted key."""
+    return functools.reduce(lambda inside, part: inside[part], key.split("."), values)
 
 
 @pytest.mark.usefixtures("in_made")
@@ -148,34 +97,31 @@ def test_a_recipe_resolves_and_every_key_has_an_effect(path, capsys):
     assert recipe_warnings(load_recipe([path], [], STAGES[path])) == []
 
 
+CHAINS = {
+    "helpsteer3": {"reward": ["data"], "rl": ["data", "reward"]},
+    "rlhf": {
+        "sft": [],
+        "unit_ppo": ["sft", "unit_reward"],
+        **{name: ["sft"] for name in ("dpo", "reward", "unit_reward")},
+        **{name: ["sft", "reward"] for name in ("ppo", "drca", "unit_ppo_outcome")},
+    },
+}
+"""Folder of a pipeline -> its stages with the stages that they use."""
+
+
 @pytest.mark.usefixtures("in_made")
-@pytest.mark.parametrize(
-    ("folder", "chain"),
-    [
-        ("helpsteer3", [("reward", ["data"], "Qwen/Qwen3-8B"), ("rl", ["data", "reward"], "Qwen/Qwen3-8B")]),
-        (
-            "rlhf",
-            [
-                ("sft", [], "Qwen/Qwen3-4B"),
-                ("dpo", ["sft"], "runs/rlhf/sft/model"),
-                ("reward", ["sft"], "runs/rlhf/sft/model"),
-                ("ppo", ["sft", "reward"], "runs/rlhf/sft/model"),
-                ("drca", ["sft", "reward"], "runs/rlhf/sft/model"),
-                ("unit_reward", ["sft"], "runs/rlhf/sft/model"),
-                ("unit_ppo", ["sft", "unit_reward"], "runs/rlhf/sft/model"),
-                ("unit_ppo_outcome", ["sft", "reward"], "runs/rlhf/sft/model"),
-            ],
-        ),
-    ],
-)
-def test_a_pipeline_chains_the_recipes(folder, chain, capsys):
+@pytest.mark.parametrize("folder", CHAINS)
+def test_a_pipeline_chains_the_recipes(folder, capsys):
     file = f"recipes/{folder}/pipeline.yaml"
     assert main(["pipeline", file, "--dry-run", "--full"]) == 0
     assert "warning:" not in capsys.readouterr().out
     stages = [stage for stage in load_pipeline(file, []).stages if stage.recipe.stage != "convert"]
-    assert [(stage.name, sorted(stage.inputs), stage.recipe.model.path) for stage in stages] == [
-        (name, sorted(inputs), path) for name, inputs, path in chain
-    ]
+    assert {stage.name: sorted(stage.inputs) for stage in stages} == {
+        name: sorted(inputs) for name, inputs in CHAINS[folder].items()
+    }
+    first = {"helpsteer3": "Qwen/Qwen3-8B", "rlhf": "Qwen/Qwen3-4B"}[folder]
+    for stage in stages:
+        assert stage.recipe.model.path == ("runs/rlhf/sft/model" if "sft" in stage.inputs else first)
 
     def without_places(recipe):
         """Its text, with the runs of recipes alone (runs/rlhf-sft) and those in the pipeline (runs/rlhf/sft) under the same names."""
@@ -194,45 +140,13 @@ def test_a_pipeline_chains_the_recipes(folder, chain, capsys):
         assert by_name["unit_ppo"].reward.path == "runs/rlhf/unit_reward/model"
 
 
-@pytest.mark.parametrize("path", STAGES)
-def test_the_table_has_every_flag_of_the_command_and_every_key_of_the_recipe(path):
-    """So that every number can be traced to the original. plugins/imports/tests/test_recipes.py compares the values."""
-    rows, flags = table(SECTIONS[path]), flags_of(SECTIONS[path])
-    given = [row for row in rows if row[0].startswith("`")]
-    if isinstance(flags, list):
-        # The command changes the recipe, whose other keys are in the table of another command unless they have a comment.
-        assert [row[1] for row in given][: len(flags)] == flags
-        assert all(row[5] for row in rows if row[4] == "added")
-        return
-    assert {row[0].strip("`"): row[1] for row in given if row[0].startswith("`--")} == flags
-    assert len(flags) >= 8
-
-    def leaves(value, place=()):
-        if not isinstance(value, dict):
-            return [".".join(place)]
-        return [leaf for key, inner in value.items() for leaf in leaves(inner, (*place, key))]
-
-    named = {key for row in rows for key in quoted(row[2])}
-    recipe = yaml.safe_load((ROOT / path).read_text(encoding="utf-8"))
-    assert set(leaves(recipe)) - {"stage"} <= named
-
-
-@pytest.mark.parametrize("path", STAGES)
-def test_a_value_of_the_table_is_the_recipes(path):
-    recipe, checked = load_recipe([path], [], STAGES[path]).model_dump(mode="json"), 0
-    for flag, _, keys, values, _, note in table(SECTIONS[path]):
-        shown = quoted(values) * (len(quoted(keys)) if len(quoted(values)) == 1 else 1)
-        for key, value in zip(quoted(keys), shown, strict=True):
-            ours, read = values_at(recipe, key), yaml.load(value, RecipeLoader)
-            assert ours == read or [ours] == read or list(ours) == read, f"{flag}: {key} {note}"
-            checked += 1
-    assert checked > 4
-
-
 def test_the_table_of_the_fit_matches_its_run():
     recipe = load_recipe(["recipes/rlhf/unit_reward.yaml"], [], "reward").model_dump(mode="json")
-    rows = table(FIT)
-    assert [row[2].strip("`") for row in rows[:4]] == flags_of(FIT)
+    lines = [line for line in FIT.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))] for line in lines[2:]]
+    command = next(block for block in blocks(FIT) if "\n\nposttrain" in block)
+    original = shlex.split(command.split("\n\n")[0].replace("\\\n", " "))
+    assert [row[2].strip("`") for row in rows[:4]] == original[2:]
     for _, name, _, keys, values, _ in rows:
         for key, value in zip(quoted(keys), quoted(values), strict=True):
             assert values_at(recipe, key) == yaml.load(value, RecipeLoader), f"{name}: {key}"
@@ -255,13 +169,9 @@ def test_the_numbers_of_rl_multiply_out():
         assert [source.use for source in recipe.environment.prompts] == ["training", "validation", "test"]
 
 
-def test_the_variants_differ_where_they_should():
-    ppo, grpo = (
-        load_recipe(["recipes/rlhf/ppo.yaml"], given, "rl").model_dump() for given in ([], ["credit.type=grpo"])
-    )
-    assert {key for key in ppo if ppo[key] != grpo[key]} == {"credit"}
+def test_the_outcome_baseline_differs_only_in_its_reward():
     outcome, unit = (load_recipe([f"recipes/rlhf/{name}.yaml"], [], "rl") for name in ("unit_ppo_outcome", "unit_ppo"))
-    differing = {key for key in ppo if getattr(outcome, key) != getattr(unit, key)}
+    differing = {key for key in type(unit).model_fields if getattr(outcome, key) != getattr(unit, key)}
     assert differing == {"name", "reward", "unit_credit"}
     assert outcome.reward == unit.reward.model_copy(update={"path": outcome.reward.path})
 
@@ -278,20 +188,12 @@ def test_the_numbers_of_the_documents_multiply_out():
         assert recipe.optimizer.warmup_updates == -(-updates * share // 1)
 
 
-def test_the_memory_of_the_page_is_the_estimate():
-    section = re.search(r"^## Memory\n(.*?)^## ", PAGES["helpsteer3"], re.M | re.S)[1]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "GiB |" in line]
-    found = {}
-    for files, keys, memory in rows:
-        names = [f"recipes/helpsteer3/{name}" for name in quoted(files)[0].split()]
-        recipe = load_recipe(names, keys.strip("`").split(), STAGES[names[0]])
-        estimate = sum(count for count, _ in memory_estimate(recipe, published_sizes("Qwen3-8B")).values())
-        assert memory == f"{estimate / 2**30:.1f} GiB", (files, keys)
-        found[files, keys] = estimate
-    assert len(rows) == 6
-    # What the document allows, in gigabytes of 10**9 bytes.
-    assert found["`reward.yaml`", ""] < 24e9
-    assert found["`rl.yaml`", ""] < 40e9
+def test_the_memory_is_what_the_document_allows():
+    """In gigabytes of 10**9 bytes. test_quoted_memory.py compares the page with the plan."""
+    for name, most in (("reward", 24), ("rl", 40)):
+        recipe = load_recipe([f"recipes/helpsteer3/{name}.yaml"], [], name)
+        estimate = memory_estimate(recipe, published_sizes("Qwen3-8B"))
+        assert sum(count for count, _ in estimate.values()) < most * 1e9
 
 
 def test_the_published_form_differs_where_its_table_says():
@@ -305,13 +207,8 @@ def test_the_published_form_differs_where_its_table_says():
         for values, cell in zip((ours, published), cells, strict=True):
             value = yaml.safe_load(re.sub(r"^1e", "1.0e", cell.strip("`")))
             assert cell == "adapters" or values_at(values, quoted(key)[0]) == value, key
-    changed = {
-        f"{section}.{key}"
-        for section in ours
-        if isinstance(ours[section], dict)
-        for key in ours[section]
-        if ours[section][key] != published[section][key]
-    }
+    keys = [(section, key) for section, values in ours.items() if isinstance(values, dict) for key in values]
+    changed = {f"{section}.{key}" for section, key in keys if ours[section][key] != published[section][key]}
     assert changed == {quoted(key)[0] for key, *_ in rows}
 
 
@@ -359,159 +256,7 @@ def test_every_command_of_the_pages_resolves(capsys):
 
 
 def test_refusals_on_the_pages_are_exact(capsys):
-    seen = 0
-    for page in PAGES.values():
-        for block in blocks(page, "console"):
-            command, said = block.split("\n", 1)
-            assert main([*shlex.split(command)[2:], "--dry-run"]) == 2
-            assert capsys.readouterr().err == said
-            seen += 1
-    assert seen == 1
-
-
-def helpsteer_rows(start, count=HELPSTEER_ROWS):
-    """Rows in the published format; the better answer contains the requested word."""
-    rows = []
-    for number in range(start, start + count):
-        sign = (-1) ** number
-        good, bad = f"Goal {number}", f"Holes {number} Holes"
-        first, second = (good, bad) if sign < 0 else (bad, good)
-        rows.append(
-            {
-                "domain": "general" if number % 3 else "stem",
-                "language": "english" if number % 8 else "python",
-                "context": [{"role": "user", "content": f"Task {number}: say Goal."}],
-                "response1": first,
-                "response2": second,
-                "overall_preference": sign * (1 + number % 3) if number % 10 else 0,
-                "individual_preference": [
-                    {"score": sign, "reasoning": f"Response {1 if sign < 0 else 2} is better.", "feedback1": ""}
-                ],
-            }
-        )
-    return rows
-
-
-def write_jsonl(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def updates_of(run):
-    return [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "train"]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_helpsteer_pipeline_runs_on_small_data(tiny_model, tmp_path, monkeypatch, capsys):
-    """The commands and the code of the page, in their order, with a tiny model."""
-    for name, at in SPLITS.items():
-        write_jsonl(tmp_path / "HelpSteer3" / f"{name}.jsonl", helpsteer_rows(at))
-    monkeypatch.chdir(tmp_path)
-
-    words = [
-        str(ROOT / "recipes/helpsteer3/pipeline.yaml"),
-        "data=HelpSteer3",
-        "common.model.thinking=template",
-        *(
-            f"stages.{stage}.model.{key}"
-            for stage in ("reward", "rl")
-            for key in (f"path={tiny_model}", "dtype=float32")
-        ),
-        "stages.reward.steps=2",
-        "stages.reward.epochs=1",
-        "stages.reward.rows_per_update=4",
-        "stages.reward.data.held_out=4",
-        "stages.reward.optimizer.warmup_updates=1",
-        "stages.reward.data.cache=cache",
-        "stages.rl.steps=2",
-        "stages.rl.reward.dtype=float32",
-        "stages.rl.rollout.tokens_per_turn=6",
-        "stages.rl.evaluation.every=2",
-        "stages.rl.evaluation.held_out=6",
-        "stages.rl.evaluation.seeds.count=2",
-    ]
-    assert main(["pipeline", *words, "--only", "data"]) == 0
-    pairs = [json.loads(line) for line in Path("runs/helpsteer3/data/pairs_train.jsonl").read_text().splitlines()]
-    assert len(pairs) > 25
-    assert all(pair["chosen"][-1]["content"].startswith("Goal") for pair in pairs)
-    assert "skipped: language is not english" in capsys.readouterr().out
-    assert main(["pipeline", *words, "--only", "reward"]) == 0
-    reward, rl = (tmp_path / "runs" / "helpsteer3" / name for name in ("reward", "rl"))
-    assert len(updates_of(reward)) == 2
-    assert not rl.exists()
-    assert main(["pipeline", *words, "--from", "rl"]) == 0
-    assert [line["step"] for line in updates_of(rl)] == [1, 2]
-    assert all(line["kl/coefficient"] == 0.05 for line in updates_of(rl))
-    assert (rl / "model" / "model.safetensors").is_file()
-    assert (rl / "lineage.json").is_file()
-    capsys.readouterr()
-    assert main(["pipeline", *words]) == 0
-    said = capsys.readouterr().out
-    done = [f"stage {name}: finished, nothing has changed" for name in ("data", "reward", "rl")]
-    assert "\n".join(done) in said
-    assert main(["pipeline", *words, "stages.reward.optimizer.learning_rate=2e-5"]) == 0
-    said = capsys.readouterr().out
-    assert "stage reward: runs (its recipe has changed)" in said
-    assert "stage rl: runs (stage reward has changed)" in said
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("stages", "domain"), [(["sft", "dpo", "reward"], "domain"), (STAGE_NAMES, "none")], ids=["preferences", "all"]
-)
-def test_the_rationale_pipeline_runs_on_small_data(stages, domain, tiny_model, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    sizes = ["--train", "8", "--val", "3", "--test", "3"]
-    assert main(["data", "rationales", "--out", "data/rationales", *sizes]) == 0
-    words = [str(ROOT / "recipes/rlhf/pipeline.yaml"), f"stages.sft.model.path={tiny_model}"]
-    changes = {
-        "model.dtype=float32": STAGE_NAMES,
-        "sinks=[]": STAGE_NAMES,
-        "optimizer.warmup_updates=1": STAGE_NAMES,
-        **dict.fromkeys(("steps=2", "evaluation.every=2"), SUPERVISED),
-        **dict.fromkeys(("steps=1", "evaluation.every=0"), PLAYED),
-        **dict.fromkeys(("data.cache=cache", "rows_per_update=4", "epochs=1"), SUPERVISED),
-        **dict.fromkeys(("critic.dtype=float32", "critic.optimizer.warmup_updates=1", "reward.dtype=float32"), PLAYED),
-        **dict.fromkeys(
-            ("rollout.groups_per_step=2", "learner.updates_per_step=1", "rollout.tokens_per_turn=12"), PLAYED
-        ),
-    }
-    # Two of the RL stages take prompts of a user instead: without seeds, and without the verifier's labels.
-    own = write_jsonl(
-        tmp_path / "own.jsonl",
-        [{"context_messages": [{"role": "user", "content": f"Write procedure {n}."}]} for n in range(30)],
-    )
-    changes[f"environment.prompts={own}"] = OWN
-    words += [f"stages.{stage}.{change}" for change, changed in changes.items() for stage in changed]
-    words += ["stages.dpo.cache_ref_logprobs=false", f"stages.sft.data.columns.domain={domain}"]
-    for only in [["--only", stage] for stage in stages] if stages != STAGE_NAMES else [[]]:
-        assert main(["pipeline", *words, *only]) == 0
-    runs = tmp_path / "runs" / "rlhf"
-    for stage in stages:
-        assert [line["step"] for line in updates_of(runs / stage)] == ([1] if stage in PLAYED else [1, 2])
-        assert (runs / stage / "model" / "model.safetensors").is_file()
-    config = json.loads((runs / "reward" / "model" / "config.json").read_text())
-    assert {"mean", "std"} <= set(config)
-    if stages != STAGE_NAMES:
-        return
-    for stage in PLAYED:
-        (final,) = [line for line in read_metrics(runs / stage / "metrics.jsonl") if line["kind"] == "final"]
-        # The three test prompts of the document's files, or a tenth of the user's own.
-        assert (final["n"], final["failed"]) == (3, 0)
-        assert ("success" in final) == (stage not in OWN)
-    for stage in PLAYED:
-        (metrics,) = updates_of(runs / stage)
-        assert {"critic/loss", "policy/kl"} <= set(metrics)
-        assert ("units/without" in metrics) == (stage in ("drca", "unit_ppo"))
-        assert ("units/per_answer" in metrics) == (stage == "unit_ppo")  # an untrained model writes no labelled steps
-    # The command says what the stage said at its end.
-    params = runs / "unit_reward" / "normalizer" / "params.json"
-    fitted = params.read_text()
-    params.unlink()
-    capsys.readouterr()
-    assert main(["fit-normalizer", "runs/rlhf/unit_reward"]) == 0
-    assert params.read_text() == fitted
-    assert "unit_reward > rationales_preference_val > peak > avg > 1.5" in capsys.readouterr().out
+    (block,) = [block for page in PAGES.values() for block in blocks(page, "console")]
+    command, said = block.split("\n", 1)
+    assert main([*shlex.split(command)[2:], "--dry-run"]) == 2
+    assert capsys.readouterr().err == said

@@ -40,9 +40,7 @@ def test_a_key_needs_others_of_its_section_and_of_those_around_it():
     assert sorted(keys(given)) == ["inner.depth", "inner.scale", "odd"]
     assert "remove it, or set inner.kind to deep" in next(iter(without_effect(Whole(inner={"depth": 2}))))
     assert keys(Whole(inner={"kind": "deep", "depth": 2, "scale": 2.0}, outer={"on": True}, odd=5)) == []
-
-
-def test_defaults_are_not_given_and_keys_of_a_section_without_effect_are_not_named():
+    # Defaults are not given, and keys of a section without effect are not named.
     assert keys(Whole(inner={"depth": 1})) == []
     assert keys(Whole.model_validate(Whole(name="without").model_dump())) == []
     assert keys(Whole(inner={"depth": 2}, name="without")) == ["inner"]

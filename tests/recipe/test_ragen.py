@@ -11,10 +11,9 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "recipes" / "ragen"
 
 
-@pytest.mark.parametrize("name", ["bandit", "sokoban", "frozen_lake"])
-@pytest.mark.parametrize("size", ["0.5B", "1.5B", "3B", "7B"])
+@pytest.mark.parametrize(("name", "size"), [("bandit", "0.5B"), ("sokoban", "1.5B"), ("frozen_lake", "7B")])
 @pytest.mark.parametrize("thinking", ["true", "false"])
-def test_every_size_and_format_resolves(name, size, thinking, capsys):
+def test_every_environment_and_format_resolves(name, size, thinking, capsys):
     words = [f"model.path=Qwen/Qwen2.5-{size}-Instruct", f"environment.format.thinking={thinking}"]
     assert main(["rl", str(FOLDER / f"{name}.yaml"), *words, f"name={name}-{size}", "--dry-run", "--full"]) == 0
     said = capsys.readouterr().out
@@ -23,18 +22,14 @@ def test_every_size_and_format_resolves(name, size, thinking, capsys):
 
 
 def test_the_original_numbers():
-    recipes = [load_recipe([str(FOLDER / f"{name}.yaml")], [], "rl") for name in ("bandit", "sokoban", "frozen_lake")]
-    for recipe in recipes:
+    """Those that documents.yaml does not have."""
+    for name in ("bandit", "sokoban", "frozen_lake"):
+        recipe = load_recipe([str(FOLDER / f"{name}.yaml")], [], "rl")
         kl, optimizer, sampling = recipe.kl, recipe.optimizer, recipe.rollout.sampling
-        assert recipe.credit.type == "brpo"
-        assert (kl.coefficient, kl.estimator, kl.apply_to) == (0.001, "k3", "loss")
+        assert (recipe.credit.type, kl.estimator, kl.apply_to) == ("brpo", "k3", "loss")
         assert (optimizer.learning_rate, optimizer.betas, optimizer.weight_decay) == (1e-6, (0.9, 0.999), 0.01)
         assert (sampling.temperature, sampling.top_p, recipe.entropy.coefficient) == (0.7, 0.95, 0.001)
         assert (recipe.rollout.tokens_per_turn, recipe.model.gradient_checkpointing) == (400, True)
-        assert recipe.learner.updates_per_step == recipe.learner.epochs_per_step == 1
-    assert [recipe.environment.max_turns for recipe in recipes] == [1, 5, 5]
-    groups = [(recipe.rollout.groups_per_step, recipe.rollout.episodes_per_group) for recipe in recipes]
-    assert groups == [(32, 1), (4, 8), (4, 8)]
 
 
 @pytest.mark.parametrize("name", ["sokoban_sft", "frozen_lake_sft"])

@@ -5,6 +5,7 @@ import pytest
 from posttrain.recipe.rollout import return_source
 from posttrain.recipe.stages import DpoRecipe, RlRecipe
 
+WEIGHTED = {"function": "contains", "weight": 0.5}
 TEXT = {"type": "text_task", "prompts": "prompts.jsonl"}
 
 
@@ -12,12 +13,7 @@ TEXT = {"type": "text_task", "prompts": "prompts.jsonl"}
     ("keys", "source"),
     [
         ({"environment": {"type": "bandit"}}, "bandit"),
-        ({"environment": TEXT | {"reward": "contains"}}, "text_task (contains)"),
-        (
-            {"environment": TEXT | {"reward": ["exact", {"function": "contains", "weight": 0.5}]}},
-            "text_task (exact, 0.5 x contains)",
-        ),
-        ({"environment": TEXT, "reward": {"path": "rm"}}, "reward model rm"),
+        ({"environment": TEXT | {"reward": ["exact", WEIGHTED]}}, "text_task (exact, 0.5 x contains)"),
         ({"environment": TEXT | {"reward": "exact", "score_weight": 0}, "reward": {"path": "rm"}}, "reward model rm"),
         (
             {"environment": TEXT | {"reward": "exact", "score_weight": 0.5}, "reward": {"path": "rm"}},
@@ -26,7 +22,6 @@ TEXT = {"type": "text_task", "prompts": "prompts.jsonl"}
         ({"environment": TEXT, "reward": {"path": "rm", "normalize": "none"}}, "reward model rm, raw"),
         ({"environment": TEXT, "reward": {"path": "rm", "clip": None}}, "reward model rm, not clipped"),
         ({"environment": TEXT, "reward": {"path": "rm", "clip": 2.5}}, "reward model rm, clipped to 2.5"),
-        ({"environment": {"type": "bandit"}, "reward": {"path": "rm"}}, "bandit + reward model rm"),
     ],
 )
 def test_the_name_has_all_that_changes_a_return(keys, source):

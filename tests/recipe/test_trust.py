@@ -28,31 +28,21 @@ def keys():
     return marked_keys()
 
 
-def test_every_key_that_takes_text_has_a_mark(keys):
+def test_every_key_that_takes_text_has_a_mark_and_is_found_in_the_values_of_a_recipe(keys):
     plain = (bool, int, float, type(None))
-    unmarked = {
-        leaf.key
-        for found in keys.values()
-        for leaf in found
-        if leaf.mark is None and leaf.part not in plain and get_origin(leaf.part) is not Literal
-    }
-    assert unmarked == set()
+    unmarked = [leaf for found in keys.values() for leaf in found if leaf.mark is None and leaf.part not in plain]
+    assert [leaf.key for leaf in unmarked if get_origin(leaf.part) is not Literal] == []
     assert sum(leaf.mark is not None for leaf in keys["rl"]) > 150
-
-
-def test_every_marked_key_is_found_in_the_values_of_a_recipe(keys):
     for stage, schema in STAGES.items():
         for key, part, mark, wrap in keys[stage]:
             if mark is None:
                 continue
-            value: Any = (
-                True if part is bool else "x.y:z" if part is str else ["wandb"] if key == "sinks" else {"x": "y"}
-            )
+            other: Any = ["wandb"] if key == "sinks" else {"x": "y"}
+            value = {bool: True, str: "x.y:z"}.get(part, other)
             found = [(use.does, use.value) for use in uses(schema, wrap(value))]
             if mark.needs_trust:
-                assert (mark.does if not key.endswith("environment.type") else "executes") in [
-                    does for does, _ in found
-                ], key
+                does = "executes" if key.endswith("environment.type") else mark.does
+                assert does in [one for one, _ in found], key
                 assert any(value == used or value in used.values() for _, used in found if used), key
             else:
                 assert found == [], key
@@ -61,18 +51,15 @@ def test_every_marked_key_is_found_in_the_values_of_a_recipe(keys):
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"environment": {"type": "text_task", "reward": "exact"}}, []),
         ({"environment": {"type": "text_task", "reward": ["exact", {"function": "final_number"}]}}, []),
         ({"environment": {"type": "text_task", "reward": ["exact", "a.py:f"]}}, ["environment.reward.1"]),
         ({"environment": {"type": "text_task", "mcp": [{"url": "http://x"}]}}, ["environment.mcp.0.url"]),
         ({"environment": {"type": "gymnasium", "id": "FrozenLake-v1", "keys": {}}}, []),
         ({"environment": {"type": "gymnasium", "keys": {"size": 4}}}, ["environment.keys"]),
         ({"environment": {"type": "x.y:Own", "letters": "ab", "n": 1}}, ["environment.type", "environment.letters"]),
-        ({"environment": {"type": "text_task.py"}}, ["environment.type"]),
         ({"environment": {"type": ["bandit"]}}, ["environment.type"]),
         ({"environment": "x.py"}, ["environment"]),
         ({"evaluation": {"environment": {"tools": ["os:system"]}}}, ["evaluation.environment.tools"]),
-        ({"engine": {"python": "x"}}, ["engine.python"]),
         ({"engine": {"type": "vllm", "python": "x", "urls": "http://x"}}, ["engine.urls", "engine.python"]),
         ({"engine": {"type": "vllm", "python": None}, "model": {"trust_remote_code": False}}, []),
         ({"hardware": {"ray": "auto"}}, []),
@@ -86,7 +73,7 @@ def test_uses_of_values_as_they_stand_in_a_file(values, named):
     assert list(dict.fromkeys(use.key for use in uses(STAGES["rl"], values))) == named
 
 
-def test_an_unmarked_text_of_a_plugin_counts_as_code():
+def test_an_unmarked_text_of_a_plugin_counts_as_code_and_the_name_of_a_built_in_reward_does_not():
     class Plugin(BaseConfig):
         script: str = ""
         options: dict[str, object] = {}
@@ -94,9 +81,6 @@ def test_an_unmarked_text_of_a_plugin_counts_as_code():
 
     found = uses(Plugin, {"script": "x", "options": {"a": [1, "b"]}, "count": 2})
     assert [(use.key, use.does) for use in found] == [("script", "executes"), ("options.a", "executes")]
-
-
-def test_the_names_of_built_in_rewards_need_no_trust():
     assert set(get_args(get_args(WeightedRewardRecipe.model_fields["function"].annotation)[0])) == set(BUILT_IN)
 
 
@@ -206,13 +190,6 @@ def test_code_of_a_model_and_keys_of_servers_belong_to_their_model_and_server(fo
         assert (refused({"environment": {**base, "judge": server}}) == "") == trusted
 
 
-def test_a_state_folder_that_cannot_be_written_does_not_stop_a_run(folder, monkeypatch, capsys):
-    (folder / "file").write_text("")
-    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "file"))
-    remember(own())
-    assert "will need --trust" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("state", ["state", "~", ""])
 def test_a_state_folder_that_may_come_with_a_run_is_not_used(state, folder, monkeypatch, capsys):
     monkeypatch.setenv("XDG_STATE_HOME", state)
@@ -220,6 +197,10 @@ def test_a_state_folder_that_may_come_with_a_run_is_not_used(state, folder, monk
     remember(own())
     assert "the home directory is unknown" in capsys.readouterr().err
     assert refused(own().model_dump(mode="json"))
+    (folder / "file").write_text("")  # and one that cannot be written does not stop a run
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "file"))
+    remember(own())
+    assert "will need --trust" in capsys.readouterr().err
     assert sorted(path.name for path in Path().iterdir()) == ["own.py", "rows.jsonl", "runs"]
 
 
@@ -233,16 +214,15 @@ def test_a_run_that_a_pipeline_or_a_study_names_needs_trust_too(folder):
     objective = "objective: {metric: success, direction: maximize}"
     Path("study.yaml").write_text(f"name: s\nrecipe: [{FILE}]\n{objective}\n{search}\n")
     reward = "environment.reward=own.py:f"
-    for load, allowed in ((load_pipeline, f"stages.one.{reward}"), (load_study, f"keys.{reward}")):
-        name = "pipeline.yaml" if load is load_pipeline else "study.yaml"
-        with trusting([]), pytest.raises(InputError, match=r"environment\.reward: own\.py:f \(executes\)"):
-            load(name, [])
-        with trusting([]):
-            load(name, [allowed])
-    remember(own())
+    named = ((load_pipeline, "pipeline.yaml", f"stages.one.{reward}"), (load_study, "study.yaml", f"keys.{reward}"))
     with trusting([]):
-        load_pipeline("pipeline.yaml", [])
-        load_study("study.yaml", [])
+        for load, name, allowed in named:
+            with pytest.raises(InputError, match=r"environment\.reward: own\.py:f \(executes\)"):
+                load(name, [])
+            load(name, [allowed])
+        remember(own())
+        for load, name, _ in named:
+            load(name, [])
 
 
 @pytest.mark.parametrize(
@@ -253,14 +233,11 @@ def test_values_that_only_become_texts_later_are_refused(tag):
         read_text(f"engine:\n  python: {tag}\n", "f")
 
 
-def test_recipes_without_such_values_leave_nothing(folder):
+def test_recipes_without_such_values_leave_nothing_and_python_callers_are_not_restricted(folder):
     recipe = load_recipe([], ["environment.type=bandit"], "rl")
     remember(recipe)
     assert not (folder / "state").exists()
     assert refused(recipe.model_dump(mode="json")) == ""
-
-
-def test_python_callers_are_not_restricted(folder):
     require_trust_of_run(FILE, own().model_dump(mode="json"), "rl")
 
 

@@ -17,27 +17,23 @@ def test_the_engine_of_each_stage_may_be_vllm():
         recipe = load_recipe([], [*given, *(["environment.type=bandit"] if stage == "sft" else [])], stage)
         assert isinstance(recipe.engine, VllmEngineRecipe)
         assert recipe.engine.slots == 32
+    given = ["engine.type=vllm", "engine.adapters=adapter_only", "model.lora.rank=4"]
+    assert load_recipe([], given, "rl").engine.adapters == "adapter_only"
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["engine.urls=[http://a:1]", "engine.servers=2"], "set only one of them"),
+        (["engine.urls=[http://a:1]", "engine.servers=2"], "`servers` has no effect: urls is"),
         (["engine.urls=[a:1]"], "must begin with http"),
         (["engine.adapters=adapter_only"], "set `model.lora`"),
         ([*COOL, "loss.old=rollout"], "`loss.old: rollout` would treat truncation"),
         ([*COOL, "loss.correction.weights=sequence"], "`loss.correction.weights: sequence` would treat"),
-        ([*COOL, "loss.correction.reject=geometric"], "`loss.correction.reject: geometric` would treat"),
     ],
 )
 def test_incompatible_keys_are_refused(given, words):
     with pytest.raises(InputError, match=words):
         load_recipe([], ["engine.type=vllm", *given], "rl")
-
-
-def test_adapters_go_with_lora():
-    given = ["engine.type=vllm", "engine.adapters=adapter_only", "model.lora.rank=4"]
-    assert load_recipe([], given, "rl").engine.adapters == "adapter_only"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import openai
 import pytest
 
+from posttrain.data.messages import messages_of
 from posttrain.data.rendering import Renderer
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Completion, EngineCounters
@@ -20,7 +21,9 @@ from posttrain.episode import StopReason
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.rollout.agents.endpoint import AgentEndpoint
 from posttrain.rollout.agents.session import AgentSession
+from posttrain.rollout.agents.worker import AgentWorker
 from posttrain.rollout.driver import EpisodeRequest
+from posttrain.serving.formats import ChatCall, read_chat
 
 from ..conftest import make_tokenizer
 
@@ -42,6 +45,9 @@ class RecordingEngine:
         self.sampled = []
         self.hold = None
 
+    def episode(self, group=0):
+        return contextlib.nullcontext()
+
     async def generate(self, request):
         if self.hold is not None:
             await self.hold.wait()
@@ -56,28 +62,34 @@ class RecordingEngine:
         return completion
 
 
+def session_of(engine, tokenizer, limit=2048, tokens_per_turn=24, seed=5):
+    renderer, rollout = (
+        Renderer(tokenizer, frozenset({tokenizer.eos_token_id})),
+        RolloutRecipe(tokens_per_turn=tokens_per_turn, tokens_per_episode=limit),
+    )
+    request = EpisodeRequest(seed, 0, 0, (0, "test", seed))
+    return AgentSession(engine, renderer, rollout, SamplingRecipe(), request, 0, lockstep=True)
+
+
+def called(loop, function, *arguments):
+    """The result of a function, called inside an event loop of another thread."""
+
+    async def call():
+        return function(*arguments)
+
+    return asyncio.run_coroutine_threadsafe(call(), loop).result()
+
+
 @contextmanager
 def served(engine, tokenizer, limit=2048):
-    """A session behind a real endpoint: yields it, the URL and its key. The engine runs in an event loop of its own."""
+    """A session behind a real endpoint, and its client. The engine runs in an event loop of its own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-
-    async def make():
-        return AgentSession(
-            engine,
-            Renderer(tokenizer, frozenset({tokenizer.eos_token_id})),
-            RolloutRecipe(tokens_per_turn=24, tokens_per_episode=limit),
-            SamplingRecipe(),
-            EpisodeRequest(5, 0, 0, (0, "test")),
-            0,
-            lockstep=True,
-        )
-
-    session = asyncio.run_coroutine_threadsafe(make(), loop).result()
+    session = called(loop, session_of, engine, tokenizer, limit)
     try:
         with AgentEndpoint() as endpoint:
-            yield session, endpoint.url, endpoint.open(session)
+            yield session, openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key=endpoint.open(session), max_retries=0)
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
@@ -85,10 +97,22 @@ def served(engine, tokenizer, limit=2048):
 
 
 def finish(session):
-    async def end():
-        return session.finish()
+    return called(session.loop, session.finish)
 
-    return asyncio.run_coroutine_threadsafe(end(), session.loop).result()
+
+@contextmanager
+def agent_worker(engine, environment, agent, rollout=None):
+    """A worker whose agents call a real endpoint."""
+    with AgentEndpoint() as endpoint:
+        yield AgentWorker(
+            engine=engine,
+            renderer=Renderer(engine.tokenizer, frozenset({engine.tokenizer.eos_token_id})),
+            environment=environment,
+            rollout=rollout or RolloutRecipe(),
+            sampling=SamplingRecipe(),
+            agent=agent,
+            endpoint=endpoint,
+        )
 
 
 def assert_streams_are_what_was_sampled(engine, streams, turns):
@@ -117,16 +141,21 @@ def tokenizer():
     return make_tokenizer()
 
 
-def client_of(url, key, **settings):
-    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, **{"max_retries": 0, **settings})
+def ask(client, messages, **settings):
+    """The first choice of a chat completion."""
+    return client.chat.completions.create(model="m", messages=messages, **settings).choices[0]
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
 
 
 def test_a_sampled_conversation_is_one_stream_of_the_engines_tokens(tiny_policy):
     engine = RecordingEngine(tiny_policy.tokenizer, LocalEngine(tiny_policy, slots=4))
-    with served(engine, tiny_policy.tokenizer) as (session, url, key):
-        client, messages = client_of(url, key), list(QUESTION)
+    with served(engine, tiny_policy.tokenizer) as (session, client):
+        messages = list(QUESTION)
         for turn in range(4):
-            choice = client.chat.completions.create(model="any", messages=messages).choices[0]
+            choice = ask(client, messages)
             assert choice.finish_reason == ("stop" if engine.sampled[-1][1].stop_reason == "end_token" else "length")
             messages += [choice.message.model_dump(), {"role": "user", "content": f"again {turn}"}]
         streams, turns, conversation = finish(session)
@@ -148,12 +177,9 @@ def test_ids_are_joined_even_where_the_text_encodes_to_others(tokenizer):
         return completion
 
     engine.generate = spelled
-    with served(engine, tokenizer) as (session, url, key):
-        client = client_of(url, key)
-        first = client.chat.completions.create(model="m", messages=QUESTION).choices[0].message
-        client.chat.completions.create(
-            model="m", messages=[*QUESTION, {"role": "assistant", "content": first.content}, *QUESTION]
-        )
+    with served(engine, tokenizer) as (session, client):
+        first = ask(client, QUESTION).message.content
+        ask(client, [*QUESTION, said(first), *QUESTION])
         streams, turns, _ = finish(session)
     assert len(streams) == 1
     assert streams[0].ids[turns[0].start : turns[0].stop].tolist() == ids
@@ -162,19 +188,10 @@ def test_ids_are_joined_even_where_the_text_encodes_to_others(tokenizer):
 
 def test_another_conversation_is_another_stream_and_the_last_call_ends_the_episode(tokenizer):
     engine = RecordingEngine(tokenizer, texts=["one", "sub", "two", "fork"])
-    with served(engine, tokenizer) as (session, url, key):
-        client = client_of(url, key)
-
-        def ask(messages):
-            return {
-                "role": "assistant",
-                "content": client.chat.completions.create(model="m", messages=messages).choices[0].message.content,
-            }
-
-        first = [*QUESTION, ask(QUESTION)]
-        ask([{"role": "user", "content": "a subagent"}])
-        ask([*first, {"role": "user", "content": "go on"}])
-        ask([*first, {"role": "user", "content": "another way"}])
+    with served(engine, tokenizer) as (session, client):
+        first = [*QUESTION, said(ask(client, QUESTION).message.content)]
+        for messages in ("a subagent",), (*first, "go on"), (*first, "another way"):
+            ask(client, [*messages[:-1], {"role": "user", "content": messages[-1]}])
         streams, turns, _ = finish(session)
     assert [turn.info["call"] for turn in turns] == [1, 0, 2, 3]
     assert [turn.stream for turn in turns] == [0, 1, 1, 2]
@@ -185,12 +202,9 @@ def test_another_conversation_is_another_stream_and_the_last_call_ends_the_episo
 
 
 def test_a_changed_answer_starts_a_stream(tokenizer):
-    engine = RecordingEngine(tokenizer, texts=["one", "two"])
-    with served(engine, tokenizer) as (session, url, key):
-        client = client_of(url, key)
-        client.chat.completions.create(model="m", messages=QUESTION)
-        edited = {"role": "assistant", "content": "One!"}
-        client.chat.completions.create(model="m", messages=[*QUESTION, edited, *QUESTION])
+    with served(RecordingEngine(tokenizer, texts=["one", "two"]), tokenizer) as (session, client):
+        for messages in (QUESTION, [*QUESTION, said("One!"), *QUESTION]):
+            ask(client, messages)
         streams, turns, _ = finish(session)
     assert len(streams) == 2
     assert not streams[1].sampled[: turns[1].start].any()
@@ -199,8 +213,7 @@ def test_a_changed_answer_starts_a_stream(tokenizer):
 def test_tools_stop_strings_and_streaming_of_openai(tokenizer):
     engine = RecordingEngine(tokenizer, texts=[f"I look. {CALL}", "done", "<tool_call>{oops</tool_call>"])
     tools = [{"type": "function", "function": TOOL}]
-    with served(engine, tokenizer) as (session, url, key):
-        client = client_of(url, key)
+    with served(engine, tokenizer) as (session, client):
         chunks = list(
             client.chat.completions.create(
                 model="m",
@@ -221,13 +234,12 @@ def test_tools_stop_strings_and_streaming_of_openai(tokenizer):
         made = {"id": call.id, "type": "function", "function": {"name": "look", "arguments": call.function.arguments}}
         messages = [
             *QUESTION,
-            {"role": "assistant", "content": "I look.", "tool_calls": [made]},
+            said("I look.") | {"tool_calls": [made]},
             {"role": "tool", "tool_call_id": call.id, "content": "gold"},
         ]
-        reply = client.chat.completions.create(model="m", messages=messages, tools=tools).choices[0]
+        reply = ask(client, messages, tools=tools)
         assert (reply.message.content, reply.finish_reason, reply.message.tool_calls) == ("done", "stop", None)
-        malformed = client.chat.completions.create(model="m", messages=[*QUESTION, *QUESTION], tools=tools)
-        assert malformed.choices[0].message.content == "<tool_call>{oops</tool_call>"
+        assert ask(client, [*QUESTION, *QUESTION], tools=tools).message.content == "<tool_call>{oops</tool_call>"
         streams, turns, _ = finish(session)
     assert len(streams) == 2
     assert session.info["malformed_calls"] == 1
@@ -240,12 +252,9 @@ def test_tools_stop_strings_and_streaming_of_openai(tokenizer):
 def test_a_retry_gets_the_answer_that_was_lost(tokenizer):
     """The client repeats a request whose answer it did not receive: the answer is sent again and not sampled again."""
     engine = RecordingEngine(tokenizer, texts=["one", "two"])
-    with served(engine, tokenizer) as (session, url, key):
-        client = client_of(url, key)
+    with served(engine, tokenizer) as (session, client):
         texts = [
-            client.chat.completions.create(model="m", messages=QUESTION, extra_headers=headers)
-            .choices[0]
-            .message.content
+            ask(client, QUESTION, extra_headers=headers).message.content
             for headers in ({}, {"x-stainless-retry-count": "1"}, {})
         ]
         _streams, turns, _ = finish(session)
@@ -258,14 +267,10 @@ def test_a_retry_gets_the_answer_that_was_lost(tokenizer):
 
 def test_a_client_that_gives_up_leaves_no_turn(tokenizer):
     engine = RecordingEngine(tokenizer, texts=["one"])
-    with served(engine, tokenizer) as (session, url, key):
-
-        async def close_the_gate():
-            engine.hold = asyncio.Event()
-
-        asyncio.run_coroutine_threadsafe(close_the_gate(), session.loop).result()
+    with served(engine, tokenizer) as (session, client):
+        engine.hold = called(session.loop, asyncio.Event)
         with pytest.raises(openai.APITimeoutError):
-            client_of(url, key, timeout=0.2).chat.completions.create(model="m", messages=QUESTION)
+            ask(client.with_options(timeout=0.2), QUESTION)
         for _ in range(100):
             if session.info["abandoned"]:
                 break
@@ -274,10 +279,12 @@ def test_a_client_that_gives_up_leaves_no_turn(tokenizer):
     assert (session.info["abandoned"], streams, turns) == (1, [], [])
 
 
-def refusal(url, key, body):
+def refusal(client, body=None, path="chat/completions", **headers):
     """Status and error of a refused request."""
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(f"{url}/v1/chat/completions", data, {"Authorization": f"Bearer {key}"})
+    data = json.dumps(body).encode() if isinstance(body, dict) else body
+    request = urllib.request.Request(
+        f"{client.base_url}{path}", data, {"Authorization": f"Bearer {client.api_key}"} | headers
+    )
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(request, timeout=10)
     return caught.value.code, json.load(caught.value)["error"]
@@ -286,21 +293,18 @@ def refusal(url, key, body):
 def test_refusals(tokenizer):
     engine = RecordingEngine(tokenizer, texts=["one"])
     good = {"model": "m", "messages": QUESTION}
-    with served(engine, tokenizer, limit=32) as (session, url, key):
-        assert refusal(url, "sk-wrong", good)[0] == 401
-        assert refusal(url, key, b"{")[1]["message"] == "the request is not valid JSON (JSONDecodeError)"
-        assert refusal(url, key, b"[" * 100_000)[0] == 400
-        assert refusal(url, key, {**good, "n": 2})[1]["message"] == "n must be 1; send several requests"
-        assert refusal(url, key, {"messages": []})[0] == 400
-        assert (
-            "image"
-            in refusal(url, key, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]})[1]["message"]
-        )
+    image = {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}
+    with served(engine, tokenizer, limit=32) as (session, client):
+        assert refusal(client.with_options(api_key="sk-wrong"), good)[0] == 401
+        assert refusal(client, b"{")[1]["message"] == "the request is not valid JSON (JSONDecodeError)"
+        assert refusal(client, good | {"n": 2})[1]["message"] == "n must be 1; send several requests"
+        for body in (b"[" * 100_000, {"messages": []}, good | {"max_tokens": 0}):
+            assert refusal(client, body)[0] == 400
+        assert "image" in refusal(client, image)[1]["message"]
         long = {"messages": [{"role": "user", "content": "arm " * 50}]}
-        assert refusal(url, key, long)[1]["code"] == "context_length_exceeded"
-        assert refusal(url, key, {**good, "max_tokens": 0})[0] == 400
+        assert refusal(client, long)[1]["code"] == "context_length_exceeded"
         finish(session)
-        status, error = refusal(url, key, good)
+        status, error = refusal(client, good)
     assert (status, error["message"]) == (403, "the episode of this key has ended")
     assert session.info["late"] == 1
     assert session.info["refused"] == 1
@@ -319,12 +323,11 @@ def test_a_body_that_never_ends_is_refused_and_its_connection_closed(
 ):
     for name, value in limit.items():
         monkeypatch.setattr(f"posttrain.serving.server.{name}", value)
-    with served(RecordingEngine(tokenizer), tokenizer) as (_, url, key):
-        address = url.removeprefix("http://")
-        head = (
-            f"POST /v1/chat/completions HTTP/1.1\r\nHost: {address}\r\nAuthorization: Bearer {key}\r\n{length}\r\n\r\n"
-        )
-        with socket.create_connection(("127.0.0.1", int(address.partition(":")[2])), timeout=20) as connection:
+    with served(RecordingEngine(tokenizer), tokenizer) as (_, client):
+        address = f"{client.base_url.host}:{client.base_url.port}"
+        key = f"Authorization: Bearer {client.api_key}"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {address}\r\n{key}\r\n{length}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", client.base_url.port), timeout=20) as connection:
             connection.sendall(head.encode() + body)
             answer = b""
             with contextlib.suppress(OSError):
@@ -337,33 +340,18 @@ def test_a_body_that_never_ends_is_refused_and_its_connection_closed(
 
 
 def test_another_host_name_is_refused(tokenizer):
-    with served(RecordingEngine(tokenizer), tokenizer) as (_, url, key):
-        request = urllib.request.Request(
-            f"{url}/v1/models", headers={"Host": "evil.test", "Authorization": f"Bearer {key}"}
-        )
-        with pytest.raises(urllib.error.HTTPError) as caught:
-            urllib.request.urlopen(request, timeout=10)
-        assert caught.value.code == 403
-        assert [model.id for model in client_of(url, key).models.list()] == ["policy"]
+    with served(RecordingEngine(tokenizer), tokenizer) as (_, client):
+        assert refusal(client, path="models", Host="evil.test")[0] == 403
+        assert [model.id for model in client.models.list()] == ["policy"]
 
 
 def test_random_agents_record_every_token(tiny_policy):
     """Agents that continue, fork, edit and forget conversations at random, through the session itself."""
-    from posttrain.serving.formats import ChatCall
 
     async def play(seed):
         draw = random.Random(seed)
-        inner = LocalEngine(tiny_policy, slots=4)
-        engine = RecordingEngine(tiny_policy.tokenizer, inner)
-        session = AgentSession(
-            engine,
-            Renderer(tiny_policy.tokenizer, tiny_policy.end_tokens),
-            RolloutRecipe(tokens_per_turn=6, tokens_per_episode=2048),
-            SamplingRecipe(),
-            EpisodeRequest(seed, 0, 0, (0, "test", seed)),
-            0,
-            lockstep=True,
-        )
+        engine = RecordingEngine(tiny_policy.tokenizer, LocalEngine(tiny_policy, slots=4))
+        session = session_of(engine, tiny_policy.tokenizer, tokens_per_turn=6, seed=seed)
         conversations = [[{"role": "user", "content": "start"}]]
         for number in range(20):
             messages = list(draw.choice(conversations))
@@ -375,7 +363,7 @@ def test_random_agents_record_every_token(tiny_policy):
                 messages[0] = {"role": "user", "content": f"compacted {number}"}
             tools = [{"type": "function", "function": TOOL}] if draw.random() < 0.3 else []
             answer = await session.complete(ChatCall(messages, tools))
-            conversations.append([*messages, {"role": "assistant", "content": answer.text}])
+            conversations.append([*messages, said(answer.text)])
         return engine, *session.finish()
 
     for seed in range(5):
@@ -385,9 +373,6 @@ def test_random_agents_record_every_token(tiny_policy):
 
 
 def test_messages_of_requests_are_read_as_those_of_rows():
-    from posttrain.data.messages import messages_of
-    from posttrain.serving.formats import read_chat
-
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "user", "content": "q"},

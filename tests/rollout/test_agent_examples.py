@@ -1,6 +1,5 @@
 """The agents of `examples/agents`, unmodified: what they call, the streams that their calls become, and their reward."""
 
-import contextlib
 import shlex
 import sys
 from pathlib import Path
@@ -11,12 +10,10 @@ from posttrain.environments.check import check_environment
 from posttrain.environments.make import make_env
 from posttrain.environments.tools import calling
 from posttrain.recipe.agent import AgentRecipe
-from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
-from posttrain.rollout.agents.endpoint import AgentEndpoint
-from posttrain.rollout.agents.worker import AgentWorker
+from posttrain.recipe.rollout import RolloutRecipe
 from posttrain.rollout.driver import EpisodeRequest, collect_episodes
-from tests.rollout.test_agent_calls import RecordingEngine, assert_streams_are_what_was_sampled
-from tests.rollout.test_driver import RENDERER, TOKENIZER
+from tests.rollout.test_agent_calls import RecordingEngine, agent_worker, assert_streams_are_what_was_sampled
+from tests.rollout.test_driver import TOKENIZER
 
 AGENTS = Path(__file__).parents[2] / "examples" / "agents"
 SEED = 3
@@ -26,26 +23,11 @@ BANDIT = make_env("bandit", format={"prime": False})
 """The task whose answer has the form that `chat_loop.py` asks for."""
 
 
-class Engine(RecordingEngine):
-    """Answers with texts."""
-
-    def episode(self, group=0):
-        return contextlib.nullcontext()
-
-
 def play(file, environment, texts):
-    engine = Engine(TOKENIZER, texts=texts)
-    with AgentEndpoint() as endpoint:
-        worker = AgentWorker(
-            engine=engine,
-            renderer=RENDERER,
-            environment=environment,
-            rollout=RolloutRecipe(tokens_per_episode=8192, tokens_per_turn=200),
-            sampling=SamplingRecipe(),
-            version=0,
-            agent=AgentRecipe(command=f"{shlex.quote(sys.executable)} {shlex.quote(str(AGENTS / file))}", timeout=120),
-            endpoint=endpoint,
-        )
+    engine = RecordingEngine(TOKENIZER, texts=texts)
+    agent = AgentRecipe(command=f"{shlex.quote(sys.executable)} {shlex.quote(str(AGENTS / file))}", timeout=120)
+    limits = RolloutRecipe(tokens_per_episode=8192, tokens_per_turn=200)
+    with agent_worker(engine, environment, agent, limits) as worker:
         (episode,) = collect_episodes(worker, [EpisodeRequest(SEED, 0, 0, (0, "test"))])
     assert episode.failure is None, episode.failure
     assert engine.texts == []

@@ -13,12 +13,10 @@ from posttrain.episode import Outcome
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.agent import AgentRecipe
 from posttrain.recipe.compose import load_recipe
-from posttrain.recipe.rollout import FailureRecipe, RolloutRecipe, SamplingRecipe
-from posttrain.rollout.agents.endpoint import AgentEndpoint
-from posttrain.rollout.agents.worker import AgentWorker
+from posttrain.recipe.rollout import FailureRecipe, RolloutRecipe
 from posttrain.rollout.driver import EpisodeRequest, collect_episodes
-from tests.rollout.test_agent_calls import RecordingEngine
-from tests.rollout.test_driver import RENDERER, TOKENIZER
+from tests.rollout.test_agent_calls import RecordingEngine, agent_worker
+from tests.rollout.test_driver import TOKENIZER
 from tests.training import small
 
 AGENT = f"{shlex.quote(sys.executable)} -I -S {shlex.quote(str(Path(__file__).parent / 'scripted_agent.py'))}"
@@ -30,16 +28,10 @@ class CountedEngine(RecordingEngine):
 
     def __init__(self):
         super().__init__(TOKENIZER)
-        self.open = 0
 
     async def generate(self, request):
         self.texts.append(f"answer {len(self.sampled)}")
         return await super().generate(request)
-
-    def episode(self, group=0):
-        from contextlib import nullcontext
-
-        return nullcontext()
 
 
 def length(answer, row_id=None):
@@ -47,19 +39,10 @@ def length(answer, row_id=None):
     return {"score": len(answer), "letters": 3}
 
 
-def play(kind, seeds=(3,), engine=None, failures=None, **settings):
+def play(kind, seeds=(3,), engine=None, failures=None, command=f"{AGENT} {{kind}}", **settings):
+    agent = AgentRecipe(command=command.replace("{kind}", kind), **settings)
     rollout = RolloutRecipe(failures=failures or FailureRecipe())
-    with AgentEndpoint() as endpoint:
-        worker = AgentWorker(
-            engine=engine or CountedEngine(),
-            renderer=RENDERER,
-            environment=make_env(LETTERS, max_turns=1),
-            rollout=rollout,
-            sampling=SamplingRecipe(),
-            version=4,
-            agent=AgentRecipe(command=f"{AGENT} {kind}", **settings),
-            endpoint=endpoint,
-        )
+    with agent_worker(engine or CountedEngine(), make_env(LETTERS, max_turns=1), agent, rollout) as worker:
         requests = [EpisodeRequest(seed, i, 0, (0, "test", i)) for i, seed in enumerate(seeds)]
         episodes = collect_episodes(worker, requests)
         started = time.monotonic()
@@ -87,18 +70,7 @@ def test_an_agent_that_does_not_finish_fails_its_episode_alone(kind, ending, rea
 
 
 def test_a_command_that_does_not_exist():
-    with AgentEndpoint() as endpoint:
-        worker = AgentWorker(
-            engine=CountedEngine(),
-            renderer=RENDERER,
-            environment=make_env(LETTERS, max_turns=1),
-            rollout=RolloutRecipe(),
-            sampling=SamplingRecipe(),
-            version=0,
-            agent=AgentRecipe(command="no-such-agent {task}"),
-            endpoint=endpoint,
-        )
-        (episode,) = collect_episodes(worker, [EpisodeRequest(1, 0, 0, (0,))])
+    (episode,) = play("", command="no-such-agent {task}")
     assert episode.info["ending"] == "not_started"
     assert "no-such-agent" in episode.failure
 

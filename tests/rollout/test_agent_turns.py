@@ -61,21 +61,14 @@ def recorded_turns(tiny_model, folder, calls, steps, groups):
     return stored, engine, streams
 
 
-def check(tiny_model, folder, calls, steps, groups):
-    stored, engine, streams = recorded_turns(tiny_model, folder, calls, steps, groups)
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("calls", "steps", "groups", "least"), [(24, 2, 2, 192), pytest.param(250, 5, 4, 10_000, marks=pytest.mark.slow)]
+)
+def test_turns_of_agents_are_stored_as_they_were_sampled(calls, steps, groups, least, tiny_model, tmp_path):
+    stored, engine, streams = recorded_turns(tiny_model, tmp_path, calls, steps, groups)
     assert stored == engine
     turns, tokens = stored.total(), sum(count * len(key[1]) for key, count in stored.items())
     assert len({key[3] for key in stored}) > 1, "the weights changed"
     print(f"{turns:,} turns in {streams:,} streams, {tokens:,} tokens: all equal what the engine sampled")
-    return turns
-
-
-def test_turns_of_agents_are_stored_as_they_were_sampled(tiny_model, tmp_path):
-    # Each agent is a process that imports the published clients.
-    assert check(tiny_model, tmp_path, calls=24, steps=2, groups=2) >= 192
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_ten_thousand_turns_of_agents_are_stored_as_they_were_sampled(tiny_model, tmp_path):
-    assert check(tiny_model, tmp_path, calls=250, steps=5, groups=4) >= 10_000
+    assert turns >= least

@@ -89,27 +89,18 @@ def play(seeds, engine=None, environment=Counting, **rollout):
 
 
 def test_an_episode_has_its_turns_rewards_and_streams():
-    (episode,) = play([1])
-    assert (episode.outcome, episode.success, episode.total_reward, episode.version) == (
-        Outcome.TERMINATED,
-        True,
-        3.0,
-        4,
-    )
+    engine = EchoEngine()
+    (episode,) = play([1], engine)
+    assert (episode.outcome, episode.success, episode.total_reward) == (Outcome.TERMINATED, True, 3.0)
+    assert episode.version == 4
     assert [turn.answer for turn in episode.turns] == ["answer 1", "answer 2", "answer 3"]
     (stream,) = episode.streams
     assert stream.rewards[[turn.stop - 1 for turn in episode.turns]].tolist() == [1.0, 1.0, 1.0]
     assert stream.rewards.sum() == 3.0
     assert len(stream) == episode.turns[-1].stop
     assert (stream.rollout_logprobs != 0).tolist() == stream.sampled.tolist()
-
-
-def test_each_turn_continues_the_tokens_of_the_one_before():
-    engine = EchoEngine()
-    play([1], engine)
-    first, second, third = (request.prompt_ids for request in engine.requests)
-    assert second[: len(first)] == first
-    assert third[: len(second)] == second
+    # Each turn continues the tokens of the one before, with another seed.
+    assert [request.prompt_ids for request in engine.requests] == [tuple(stream.ids[: t.start]) for t in episode.turns]
     assert len({request.seed for request in engine.requests}) == 3
 
 

@@ -1,9 +1,9 @@
-"""Filters on groups and the overlong penalty."""
+"""Filters on groups, the overlong penalty, and how old episodes are, in updates."""
 
 import pytest
 
 from posttrain.recipe.rollout import OverlongRecipe
-from posttrain.rollout.filters import has_signal, most_uncertain, overlong_penalty
+from posttrain.rollout.filters import has_signal, most_uncertain, overlong_penalty, staleness, token_staleness
 
 from .episodes import played
 
@@ -44,3 +44,17 @@ def test_signal_needs_returns_that_differ():
 @pytest.mark.parametrize(("tokens", "expected"), [(0, 0), (80, 0), (85, -0.5), (90, -1), (100, -2), (500, -2)])
 def test_overlong_penalty_is_linear_in_its_buffer(tokens, expected):
     assert overlong_penalty(tokens, OverlongRecipe(limit=100, buffer=20, penalty=2.0)) == pytest.approx(expected)
+
+
+def of_versions(group: int, index: int, *versions: int):
+    episode = played(group=group, index=index, tokens=len(versions), version=versions[0])
+    (stream,) = episode.streams
+    stream.versions = stream.versions.copy()
+    stream.versions[stream.sampled] = versions
+    return episode
+
+
+def test_an_episode_is_as_old_as_its_oldest_token():
+    assert staleness(of_versions(0, 0, 3, 5, 7), 9) == 6
+    assert token_staleness([of_versions(0, 0, 3, 5), of_versions(0, 1, 9)], 9).tolist() == [6, 4, 0]
+    assert token_staleness([], 9).tolist() == []

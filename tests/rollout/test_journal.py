@@ -6,7 +6,7 @@ import pytest
 
 from posttrain.rollout import journal as module
 from posttrain.rollout.driver import EpisodeRequest
-from posttrain.rollout.journal import EpisodeBuffer, buffer_file, remove_batches
+from posttrain.rollout.journal import EpisodeBuffer, remove_batches
 from posttrain.rollout.store import episode_record, json_line
 from tests.rollout.episodes import played
 
@@ -44,7 +44,7 @@ def test_a_complete_batch_is_read_instead_of_sampled(asked, tmp_path):
     assert sorted(asked) == [0, 1, 2, 3]
     assert [episode.seed for episode in first] == [0, 1, 2, 3]
     with EpisodeBuffer(tmp_path, 3, keep_partial=False) as journal:
-        assert journal.complete
+        assert journal.end is not None
         assert journal.end == {"tasks": {"drawn": 4}}
         assert lines(journal.collect_episodes(Counting(), PLACES)) == lines(first)
     assert len(asked) == 4
@@ -54,20 +54,21 @@ def test_a_complete_batch_is_read_instead_of_sampled(asked, tmp_path):
 def test_a_partial_batch_is_restarted_or_continued_without_duplicate_episodes(cut, asked, tmp_path):
     with EpisodeBuffer(tmp_path, 3, keep_partial=False) as journal:
         first = journal.collect_episodes(Counting(), PLACES)
-    whole = buffer_file(tmp_path, 3).read_bytes()
+    file = tmp_path / "batch_000003.jsonl"
+    whole = file.read_bytes()
     # The last line, of the episode of seed 0, is cut off.
     torn = whole[: max(len(whole) - cut, whole[:-1].rindex(b"\n") + 1)]
-    buffer_file(tmp_path, 3).write_bytes(torn)
+    file.write_bytes(torn)
     asked.clear()
     with EpisodeBuffer(tmp_path, 3, keep_partial=True) as journal:
-        assert not journal.complete
+        assert journal.end is None
         assert lines(journal.collect_episodes(Counting(), PLACES)) == lines(first)
         journal.finish({})
     assert asked == [0]
-    held = [json.loads(line) for line in buffer_file(tmp_path, 3).read_text().splitlines()]
+    held = [json.loads(line) for line in file.read_text().splitlines()]
     assert sorted(record["episode"]["seed"] for record in held if "episode" in record) == [0, 1, 2, 3]
 
-    buffer_file(tmp_path, 3).write_bytes(torn)
+    file.write_bytes(torn)
     asked.clear()
     with EpisodeBuffer(tmp_path, 3, keep_partial=False) as journal:
         assert lines(journal.collect_episodes(Counting(), PLACES)) == lines(first)

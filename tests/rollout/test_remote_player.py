@@ -51,8 +51,8 @@ class Words(Environment):
         return Step([{"role": "user", "content": "go on"}], 1.0, self.turn == 2, False, info, "later")
 
 
-@pytest.fixture
-def words():
+@pytest.fixture(autouse=True)
+def no_answers():
     Words.answers = []
 
 
@@ -78,6 +78,12 @@ def always(*replies):
     """Gives the replies in turn and repeats the last one."""
     left = list(replies)
     return lambda request: left.pop(0) if len(left) > 1 else left[0]
+
+
+def exchange(*replies, **keys):
+    """The episodes that the replies make, and the requests that the server got."""
+    with serving(always(*replies)) as server:
+        return play(server, **keys), server.asked
 
 
 @pytest.mark.parametrize("keys", [{}, {"follow_up": True}, {"thinking": False}])
@@ -108,7 +114,6 @@ def test_a_malformed_answer_is_rejected_and_not_failed():
     assert (found.success.value, found.failed, found.rejected_share, found.turns) == (0.0, 0, 1.0, 3.0)
 
 
-@pytest.mark.usefixtures("words")
 def test_the_content_of_a_request(monkeypatch):
     monkeypatch.setitem(os.environ, "SOME_KEY", "abc")
     with serving(always(Reply("one"), Reply("right"))) as server:
@@ -132,7 +137,6 @@ def test_the_content_of_a_request(monkeypatch):
     assert len(again) == 1
 
 
-@pytest.mark.usefixtures("words")
 def test_concurrent_requests_are_limited_by_the_recipe():
     with serving(lambda request: Reply("right", delay=0.05)) as server:
         episodes = play(server, range(6), max_concurrent=3)
@@ -140,16 +144,13 @@ def test_concurrent_requests_are_limited_by_the_recipe():
     assert all(episode.success for episode in episodes)
 
 
-@pytest.mark.usefixtures("words")
 @pytest.mark.parametrize("trouble", [Reply(status=429, body="{}"), Reply(status=503, body="busy")])
 def test_temporary_errors_are_retried(trouble):
-    with serving(always(trouble, trouble, Reply("right"))) as server:
-        (episode,) = play(server)
+    (episode,), asked = exchange(trouble, trouble, Reply("right"))
     assert episode.success
-    assert len(server.asked) == 4
+    assert len(asked) == 4
 
 
-@pytest.mark.usefixtures("words")
 @pytest.mark.parametrize(
     ("trouble", "said", "requests"),
     [
@@ -177,18 +178,15 @@ def test_a_server_error_fails_the_episode_and_is_not_an_answer(trouble, said, re
     assert summarize([good, bad, other]).failed == 1
 
 
-@pytest.mark.usefixtures("words")
 def test_turns_before_a_failure_are_kept_and_the_episode_is_retried_if_configured():
     fault = Reply(status=400, body="{}")
-    with serving(always(Reply("one"), fault, Reply("two"), Reply("right"))) as server:
-        (episode,) = play(server, rollout={"failures": {"action": "retry", "retries": 1}})
+    retried = {"failures": {"action": "retry", "retries": 1}}
+    (episode,), _ = exchange(Reply("one"), fault, Reply("two"), Reply("right"), rollout=retried)
     assert [turn.answer for turn in episode.turns] == ["two", "right"]
-    with serving(always(Reply("one"), fault, Reply("two"))) as server:
-        first, _, _ = play(server, (1, 2, 3), max_concurrent=1)
+    (first, *_), _ = exchange(Reply("one"), fault, Reply("two"), seeds=(1, 2, 3), max_concurrent=1)
     assert (first.outcome, [turn.answer for turn in first.turns]) == (Outcome.FAILED, ["one"])
 
 
-@pytest.mark.usefixtures("words")
 def test_too_many_failures_end_the_evaluation_early():
     with serving(lambda request: Reply(status=401, body="{}")) as server:
         with pytest.raises(RunError, match=r"3 of 4 episodes failed, the first on environment seed 5: .*status 401"):
@@ -198,53 +196,44 @@ def test_too_many_failures_end_the_evaluation_early():
             play(server, (5, 6), rollout={"failures": {"max_share": 1.0}})
 
 
-@pytest.mark.usefixtures("words")
 def test_a_truncated_answer_is_reported_as_truncated():
-    with serving(always(Reply("half a", "length", tokens=64), Reply("right", tokens=None))) as server:
-        (episode,) = play(server)
+    (episode,), _ = exchange(Reply("half a", "length", tokens=64), Reply("right", tokens=None))
     assert [turn.stop_reason for turn in episode.turns] == [StopReason.TURN_BUDGET, StopReason.END_TOKEN]
     assert [turn.stop for turn in episode.turns] == [64, 0]
     assert summarize([episode]).tokens_per_answer == 64  # what the server does not count is not averaged
 
 
-@pytest.mark.usefixtures("words")
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
 def test_separate_thoughts_are_restored_where_the_format_has_them(name):
-    thought = {name: "hm"}
+    thought, thinking = {name: "hm"}, make_env(Words, max_turns=2, thinking=True)
     replies = [Reply("<answer>", message=thought), Reply(None, "length", message=thought)]
-    with serving(always(*replies)) as server:
-        (episode,) = play(server, environment=make_env(Words, max_turns=2, thinking=True))
+    (episode,), asked = exchange(*replies, environment=thinking)
     assert Words.answers == ["<think>hm</think><answer>", "<think>hm"]
-    assert server.asked[1]["messages"][1]["content"] == "<think>hm</think><answer>"
+    assert asked[1]["messages"][1]["content"] == "<think>hm</think><answer>"
     assert not any(THOUGHTS in turn.info for turn in episode.turns)
-    with serving(always(Reply(" <think>own</think>", message=thought))) as server:
-        play(server, environment=make_env(Words, max_turns=2, thinking=True))
+    exchange(Reply(" <think>own</think>", message=thought), environment=thinking)
     assert Words.answers[-1] == " <think>own</think>"
-    with serving(always(Reply("right", message=thought))) as server:
-        (episode,) = play(server)
+    (episode,), _ = exchange(Reply("right", message=thought))
     assert Words.answers[-1] == "right"
     assert [turn.info[THOUGHTS] for turn in episode.turns] == ["hm", "hm"]
     assert episode.success
 
 
-@pytest.mark.usefixtures("words")
 def test_stop_strings_cut_locally():
     stops = {"stop_strings": ["</a>", "</b>"]}
     replies = [Reply("x</b> y</a>", message={"reasoning_content": "</a>"}), Reply("no end, right")]
-    with serving(always(*replies)) as server:
-        (episode,) = play(server, rollout=stops, environment=make_env(Words, max_turns=2, thinking=True))
-    assert "stop" not in server.asked[0]
+    thinking = make_env(Words, max_turns=2, thinking=True)
+    (episode,), asked = exchange(*replies, rollout=stops, environment=thinking)
+    assert "stop" not in asked[0]
     assert [turn.answer for turn in episode.turns] == ["<think></a></think>x</b>", "no end, right"]
     assert [turn.stop_reason for turn in episode.turns] == [StopReason.STOP_STRING, StopReason.END_TOKEN]
 
 
-@pytest.mark.usefixtures("words")
 def test_null_removes_a_field_of_the_request():
-    removed = {"extra_body": {"temperature": None, "seed": None}}
-    with serving(always(Reply("right"))) as server:
-        play(server, sampling=SamplingRecipe(temperature=0.7))
-        play(server, sampling=SamplingRecipe(temperature=0.7), **removed)
-    whole, *_, less = server.asked
+    whole, less = (
+        exchange(Reply("right"), sampling=SamplingRecipe(temperature=0.7), extra_body=removed)[1][0]
+        for removed in ({}, {"temperature": None, "seed": None})
+    )
     assert set(whole) - set(less) == {"temperature", "seed"}
     with pytest.raises(ValidationError, match="null removes"):
         OpenAIEngineRecipe(url="http://a", model="m", extra_body={"messages": None})

@@ -53,7 +53,9 @@ def episodes_of(draw: st.DrawFn) -> Episode:
         place = st.integers(0, len(parts[stream]) if parts else 99)  # without tokens, a turn counts those of its server
         start, stop = sorted((draw(place), draw(place)))
         reason, reward = draw(st.sampled_from(StopReason)), draw(st.floats(allow_nan=False))
-        turns.append(Turn(stream, start, stop, reward, reason, draw(st.text()), draw(INFO)))
+        turns.append(
+            Turn(stream, start, stop, reward, reason, draw(st.text()), draw(INFO), draw(st.none() | st.text()))
+        )
     return draw(
         st.builds(
             Episode,

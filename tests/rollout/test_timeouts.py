@@ -225,12 +225,19 @@ def test_whatever_an_environment_raises_or_returns_fails_its_episode_by_name(tim
     assert raised[5].failure.endswith("raised TimeoutError: mine")
 
 
-def test_numbers_of_numpy_are_numbers():
-    class Numpy(Wrong):
-        STEPS = (Step([], np.float32(0.5), np.True_, np.False_, {"success": np.True_, "scores": {"a": np.int64(2)}}),)
-        RAISED = ()
+def ended_with(*step):
+    """An episode whose environment returned this step."""
 
-    (episode,) = play([0], environment=Numpy)
+    class One(Wrong):
+        RAISED = ()
+        STEPS = (Step([], *step),)
+
+    (episode,) = play([0], environment=One)
+    return episode
+
+
+def test_numbers_of_numpy_are_numbers():
+    episode = ended_with(np.float32(0.5), np.True_, np.False_, {"success": np.True_, "scores": {"a": np.int64(2)}})
     assert (episode.total_reward, episode.success, episode.scores) == (0.5, True, {"a": 2.0})
     assert type(episode.turns[0].info["success"]) is bool
 
@@ -336,11 +343,7 @@ def test_baselines_that_exit_are_named(tmp_path):
 
 @pytest.mark.parametrize("score", [1e39, -1e39, float("nan"), float("inf"), 10**400, np.float64(1e300), True, "1"])
 def test_a_score_that_float32_does_not_hold_fails_its_episode_by_name(score):
-    class Scored(Wrong):
-        RAISED = ()
-        STEPS = (Step([], 1.0, True, False, {"success": True, "scores": {"close": score}}),)
-
-    (episode,) = play([0], environment=Scored)
+    episode = ended_with(1.0, True, False, {"success": True, "scores": {"close": score}})
     if score is True:
         assert episode.scores == {"close": 1.0}
     else:
@@ -350,15 +353,9 @@ def test_a_score_that_float32_does_not_hold_fails_its_episode_by_name(score):
 
 def test_scores_keep_their_digits_in_the_episode_file(tmp_path):
     values = {"a": 0.1, "b": 1 / 3, "c": 16777217.0, "d": np.float64(1e-300), "e": np.int64(3), "f": None}
-
-    class Scored(Wrong):
-        RAISED = ()
-        STEPS = (Step([], 1.0, True, False, {"success": True, "scores": values}),)
-
-    episodes = play([0], environment=Scored)
-    path = write_episodes(tmp_path, 1, "train", episodes, None)
-    (stored,) = read_episodes(path).episodes
-    assert stored.scores == episodes[0].scores == {key: value for key, value in values.items() if value is not None}
+    episode = ended_with(1.0, True, False, {"success": True, "scores": values})
+    (stored,) = read_episodes(write_episodes(tmp_path, 1, "train", [episode], None)).episodes
+    assert stored.scores == episode.scores == {key: value for key, value in values.items() if value is not None}
 
 
 HUNG = """

@@ -1,5 +1,6 @@
-"""Weights on their way to another thread, and the bound on their age."""
+"""Weights on their way to another thread, the bound on their age, and episodes in flight that are cancelled."""
 
+import asyncio
 import threading
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from posttrain.engines.protocol import EngineCounters
 from posttrain.errors import RunError
+from posttrain.rollout import in_flight
 from posttrain.rollout.in_flight import InFlight
 from posttrain.rollout.weight_sync import PublishedWeights, SamplingStopped, WeightSnapshot, WeightSync
 
@@ -113,3 +115,28 @@ def test_waiting_workers_are_stopped():
     published.stop()
     thread.join(10)
     assert found == ["stopped"]
+
+
+async def for_ever():
+    await asyncio.sleep(60)
+
+
+def test_a_stop_before_the_first_episode_is_handled():
+    flown = InFlight()
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(asyncio.wait_for(flown.run(for_ever), 0.01))
+    flown.stop()  # between two event loops
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(flown.run(for_ever))
+
+
+def test_an_error_while_fetching_weights_ends_the_episodes(monkeypatch):
+    monkeypatch.setattr(in_flight, "POLL_SECONDS", 0.01)
+    flown = InFlight()
+
+    def watch():
+        raise RunError("the engine does not take the weights")
+
+    flown.poll = watch
+    with pytest.raises(RunError, match="does not take the weights"):
+        asyncio.run(asyncio.wait_for(flown.run(for_ever), 20))

@@ -4,7 +4,6 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,34 +25,25 @@ from posttrain.runs.directory import (
 )
 
 
-def test_a_run_stores_its_recipe_and_its_machine(recipe: RlRecipe, run: RunDirectory) -> None:
+def test_a_run_stores_its_recipe_and_its_machine(recipe, run):
     assert run.path == Path(recipe.runs) / "tossing"
     assert run.load_recipe(to_run=True) == recipe
     assert RlRecipe.model_validate(yaml.safe_load(run.recipe_file.read_text())) == recipe
     machine = run.load_environment()
-    assert machine["recipe_hash"] == recipe_hash(recipe)
+    assert machine["recipe_hash"] == recipe_hash(recipe) == recipe_hash(recipe.model_copy())
+    assert recipe_hash(recipe) != recipe_hash(recipe.model_copy(update={"seed": 1}))
     assert machine["packages"]["torch"]
     assert machine["packages"]["vllm"] is None or isinstance(machine["packages"]["vllm"], str)
     assert {"python", "platform", "cpu_count", "git", "command", "started", "id"} <= machine.keys()
-    assert sorted(p.name for p in run.path.iterdir()) == sorted(
-        ["recipe.yaml", "environment.json", "episodes", "checkpoints", "plots", "logs"]
-    )
-
-
-def test_the_hash_follows_the_recipe(recipe: RlRecipe) -> None:
-    assert recipe_hash(recipe) == recipe_hash(recipe.model_copy())
-    assert recipe_hash(recipe) != recipe_hash(recipe.model_copy(update={"seed": 1}))
-
-
-def test_a_used_name_is_refused_with_both_remedies(recipe: RlRecipe, run: RunDirectory) -> None:
-    run.metrics.write_text("kept")
-    with pytest.raises(InputError, match=r"--resume .*tossing.*--overwrite"):
-        RunDirectory.create(recipe)
-    assert run.metrics.read_text() == "kept"
+    parts = {"recipe.yaml", "environment.json", "episodes", "checkpoints", "plots", "logs"}
+    assert {path.name for path in run.path.iterdir()} == parts
 
 
 @pytest.mark.parametrize("begun", ["metrics.jsonl", "episodes/step_000000.train.jsonl.zst", "checkpoints/step_000000"])
-def test_a_run_without_records_frees_its_name(recipe: RlRecipe, run: RunDirectory, begun: str) -> None:
+def test_a_run_without_records_frees_its_name(recipe, run, begun):
+    with run.lock(), pytest.raises(InputError, match="is training in"):
+        RunDirectory.create(recipe)
+    assert run.load_recipe(to_run=True) == recipe
     run.metrics.touch()
     corrected = recipe.model_copy(update={"seed": 1})
     assert RunDirectory.create(corrected).load_recipe(to_run=True) == corrected
@@ -61,68 +51,45 @@ def test_a_run_without_records_frees_its_name(recipe: RlRecipe, run: RunDirector
     with pytest.raises(InputError, match=r"--resume .*tossing.*--overwrite"):
         RunDirectory.create(recipe)
     assert (run.path / begun).read_text() == "precious"
-
-
-def test_a_run_that_is_starting_keeps_its_name(recipe: RlRecipe, run: RunDirectory) -> None:
-    with run.lock(), pytest.raises(InputError, match="is training in"):
-        RunDirectory.create(recipe)
-    assert run.load_recipe(to_run=True) == recipe
-
-
-def test_overwrite_starts_a_new_run(recipe: RlRecipe, run: RunDirectory) -> None:
-    run.metrics.write_text("old")
     again = RunDirectory.create(recipe, overwrite=True)
     assert again.path == run.path
-    assert not again.metrics.exists()
+    assert not (again.path / begun).exists()
     assert [p.name for p in run.path.parent.iterdir()] == ["tossing"]
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_other_directories_are_never_deleted(recipe: RlRecipe, overwrite: bool) -> None:
+def test_other_directories_are_never_deleted(recipe, overwrite):
     path = Path(recipe.runs) / recipe.name
     path.mkdir(parents=True)
     (path / "recipe.yaml").write_text("thesis: precious")
     with pytest.raises(InputError, match="not a posttrain run"):
         RunDirectory.create(recipe, overwrite=overwrite)
     assert (path / "recipe.yaml").read_text() == "thesis: precious"
-
-
-def test_a_link_to_a_run_is_never_deleted(recipe: RlRecipe, run: RunDirectory) -> None:
+    (path / "recipe.yaml").unlink()
+    run = RunDirectory.create(recipe)  # an empty directory may be used
     link = run.path.parent / "link"
     link.symlink_to(run.path)
     with pytest.raises(InputError, match="is not a posttrain run"):
-        RunDirectory.create(recipe.model_copy(update={"name": "link"}), overwrite=True)
+        RunDirectory.create(recipe.model_copy(update={"name": "link"}), overwrite=overwrite)
     assert run.recipe_file.exists()
 
 
-def test_an_empty_directory_may_be_used(recipe: RlRecipe) -> None:
-    (Path(recipe.runs) / recipe.name).mkdir(parents=True)
-    assert RunDirectory.create(recipe).recipe_file.exists()
-
-
-def test_open_refuses_a_directory_without_a_run(tmp_path: Path, run: RunDirectory) -> None:
+def test_what_is_no_run_or_has_a_damaged_recipe_is_named(tmp_path, run):
     assert RunDirectory.open(str(run.path)) == run
-    with pytest.raises(InputError, match="there is no run"):
-        RunDirectory.open(tmp_path / "nowhere")
-    with pytest.raises(InputError, match="not a posttrain run"):
-        RunDirectory.open(tmp_path)
+    for folder, message in ((tmp_path / "nowhere", "there is no run"), (tmp_path, "not a posttrain run")):
+        with pytest.raises(InputError, match=message):
+            RunDirectory.open(folder)
+    values = yaml.safe_load(run.recipe_file.read_text())
+    for content, message in ((yaml.safe_dump(values | {"stepps": 3}).encode(), "stepps"), (b"a: [\xff", "")):
+        run.recipe_file.write_bytes(content)
+        with pytest.raises(InputError, match=rf"recipe\.yaml.*{message}"):
+            run.load_recipe()
     run.environment_file.write_text("{}")
     with pytest.raises(InputError, match="not a posttrain run"):
         RunDirectory.open(run.path)
 
 
-def test_the_error_of_an_invalid_recipe_names_the_key(run: RunDirectory) -> None:
-    values = yaml.safe_load(run.recipe_file.read_text())
-    values["stepps"] = 3
-    run.recipe_file.write_text(yaml.safe_dump(values))
-    with pytest.raises(InputError, match=r"recipe\.yaml.*stepps"):
-        run.load_recipe()
-    run.recipe_file.write_bytes(b"a: [\xff")
-    with pytest.raises(InputError, match=r"recipe\.yaml"):
-        run.load_recipe()
-
-
-def test_two_processes_cannot_train_in_one_run(recipe: RlRecipe, run: RunDirectory) -> None:
+def test_two_processes_cannot_train_in_one_run(recipe, run):
     code = f"""
 import sys
 from posttrain.runs.directory import RunDirectory
@@ -131,7 +98,6 @@ with RunDirectory.open({str(run.path)!r}).lock():
     sys.stdin.read()
 """
     other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert other.stdout is not None
     try:
         assert other.stdout.readline() == "locked\n"
         with pytest.raises(InputError, match=f"process {other.pid} is training"), run.lock():
@@ -142,69 +108,45 @@ with RunDirectory.open({str(run.path)!r}).lock():
     finally:
         other.kill()
         other.communicate()
-    with run.lock(), pytest.raises(InputError, match=f"process {os.getpid()} "), run.lock():
-        pass
-
-
-def test_the_lock_removes_files_of_a_killed_process(run: RunDirectory) -> None:
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    torn = run.checkpoints / f".step_4.{dead.pid}.partial"
+    # The lock removes files of killed processes.
+    torn = run.checkpoints / f".step_4.{other.pid}.partial"
     torn.mkdir()
     (torn / "weights").write_text("half")
     busy = run.plots / f".curve.png.{os.getppid()}.partial"
     busy.write_text("being drawn by a living process")
-    with run.lock():
-        assert not torn.exists()
-        assert busy.exists()
+    with run.lock(), pytest.raises(InputError, match=f"process {os.getpid()} "), run.lock():
+        pass
+    assert not torn.exists()
+    assert busy.exists()
 
 
-def test_write_atomically_keeps_the_old_file_when_the_disk_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "state"
+def full(descriptor):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_leaves_the_old_file_and_no_run(recipe, tmp_path, monkeypatch):
+    path = tmp_path / "folder" / "state"
     write_atomically(path, "old")
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     monkeypatch.setattr(directory.os, "fsync", full)
     with pytest.raises(RunError, match=r"state.*disk is full.*--resume"):
         write_atomically(path, b"new")
     assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
+    assert list(path.parent.iterdir()) == [path]
+    with pytest.raises(RunError, match="disk is full"):
+        RunDirectory.create(recipe)
+    assert list(Path(recipe.runs).iterdir()) == []
 
 
-def test_write_atomically_writes_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "state"
-    seen = []
-    rename = os.replace
+def test_write_atomically_writes_aside(tmp_path, monkeypatch):
+    path, seen, rename = tmp_path / "state", [], os.replace
     monkeypatch.setattr(directory.os, "replace", lambda a, b: (seen.append((a, path.exists())), rename(a, b)))
     write_atomically(path, "größe")
     assert seen == [(partial_path(path), False)]
     assert path.read_bytes() == "größe".encode()
 
 
-def test_a_run_that_cannot_be_created_leaves_no_directory(recipe: RlRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(directory.os, "fsync", full)
-    with pytest.raises(RunError, match="disk is full"):
-        RunDirectory.create(recipe)
-    assert list(Path(recipe.runs).iterdir()) == []
-
-
-def test_a_permission_error_names_the_path(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"/some/file.*permission denied"), storage_errors(Path("/some/file")):
-        raise PermissionError(errno.EACCES, "Permission denied")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="file/inside"):
-        write_atomically(tmp_path / "file" / "inside", "x")
-
-
 @contextmanager
-def no_file_over(size: int) -> Iterator[None]:
+def no_file_over(size):
     """Let the kernel refuse every write past `size` bytes of a file, as a full disk does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
@@ -214,28 +156,28 @@ def no_file_over(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize(("writer", "reason"), [("safetensors", "limit of file sizes"), ("torch", "free some space")])
-def test_disk_errors_of_libraries_are_reported(tmp_path: Path, writer: str, reason: str) -> None:
+def test_storage_errors_have_their_path_and_a_remedy(tmp_path):
     import torch
     from safetensors.torch import save_file
 
+    with pytest.raises(RunError, match=r"/some/file.*permission denied"), storage_errors(Path("/some/file")):
+        raise PermissionError(errno.EACCES, "Permission denied")
     file = tmp_path / "weights"
-    save = save_file if writer == "safetensors" else torch.save
-    with pytest.raises(RunError, match=f"cannot write .*weights: .*{reason}.*--resume"):  # noqa: SIM117
-        with storage_errors(file), no_file_over(20_000):
-            save({"weight": torch.zeros(10_000)}, file)
-
-
-def test_a_full_disk_is_recognized_in_safetensors_errors() -> None:
-    said = "Error while serializing: I/O error: No space left on device (os error 28)"
-    assert storage_error(ValueError(said)) == "the disk is full; free some space"
+    for save, reason in ((save_file, "limit of file sizes"), (torch.save, "free some space")):
+        with pytest.raises(RunError, match=f"cannot write .*weights: .*{reason}.*--resume"):  # noqa: SIM117
+            with storage_errors(file), no_file_over(20_000):
+                save({"weight": torch.zeros(10_000)}, file)
+    with pytest.raises(RunError, match="weights/inside"):
+        write_atomically(file / "inside", "x")
+    message = "Error while serializing: I/O error: No space left on device (os error 28)"
+    assert storage_error(ValueError(message)) == "the disk is full; free some space"
     assert storage_error(ValueError("a bug of ours")) is None
 
 
-def test_a_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_folder_is_written_whole_or_not_at_all(tmp_path):
     target = tmp_path / "out" / "model"
 
-    def interrupted() -> None:
+    def interrupted():
         with atomic_folder(target) as aside:
             (aside / "config.json").write_text("{}")
             raise KeyboardInterrupt
@@ -255,10 +197,10 @@ def test_a_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model"]
 
 
-def test_of_runs_of_one_name_that_start_at_once_one_is_made(recipe: RlRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_runs_of_one_name_that_start_at_once_one_is_made(recipe, monkeypatch):
     fill = RunDirectory._fill
 
-    def fill_after_another(run: RunDirectory, recipe: RlRecipe) -> None:
+    def fill_after_another(run, recipe):
         fill(run, recipe)
         shutil.copytree(run.path, Path(recipe.runs) / recipe.name)  # what the other process makes
 
@@ -268,11 +210,11 @@ def test_of_runs_of_one_name_that_start_at_once_one_is_made(recipe: RlRecipe, mo
     assert [path.name for path in Path(recipe.runs).iterdir()] == [recipe.name]
 
 
-def test_the_lock_of_a_run_that_was_replaced_is_refused(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lock_of_a_run_that_was_replaced_is_refused(run, monkeypatch):
     """Another process deletes the run between the opening and the locking of `.lock`."""
     lock = locks.fcntl.flock
 
-    def replace_and_lock(descriptor: int, how: int) -> None:
+    def replace_and_lock(descriptor, how):
         os.rename(run.path, run.path.with_name("deleted"))
         run.path.mkdir()
         (run.path / ".lock").touch()

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -14,49 +13,40 @@ from posttrain.runs.directory import LineLog
 LINE = b'{"a": 1}\n'
 
 
-def contents(log: LineLog, start: int = 0) -> list[bytes]:
-    return [line for _, line in log.lines(start)]
-
-
 @pytest.mark.parametrize("torn", [b"", b"{", LINE[:-1], b"x" * 200_000])
-def test_an_incomplete_last_line_is_skipped_and_cut(tmp_path: Path, torn: bytes) -> None:
+def test_an_incomplete_last_line_is_skipped_and_cut(tmp_path, torn):
     path = tmp_path / "log"
-    path.write_bytes(LINE * 3 + torn)
-    with LineLog(path) as log:
-        assert [end for end, _ in log.lines()] == [9, 18, 27]
-        assert contents(log, 9) == [LINE] * 2
-        log.cut()
-        assert log.size == 27
-        assert log.append(b"last\n") == 32
-        assert log.read(27, 32) == b"last\n"
-        log.truncate(9)
-    assert path.read_bytes() == LINE
+    for whole in (3, 0):
+        path.write_bytes(LINE * whole + torn)
+        with LineLog(path) as log:
+            assert [end for end, _ in log.lines()] == [9, 18, 27][:whole]
+            assert [line for _, line in log.lines(9)] == [LINE] * max(whole - 1, 0)
+            log.cut()
+            assert log.size == 9 * whole
+            assert log.append(b"last\n") == 9 * whole + 5
+            assert log.read(9 * whole, log.size) == b"last\n"
+            log.truncate(9 * whole)
+        assert path.read_bytes() == LINE * whole
 
 
-def test_a_file_that_is_one_torn_line_becomes_empty(tmp_path: Path) -> None:
-    (tmp_path / "log").write_bytes(b"y" * 100_000)
-    with LineLog(tmp_path / "log") as log:
-        log.cut()
-        assert (log.size, contents(log)) == (0, [])
-
-
-def test_replaced_lines_are_followed_by_new_ones(tmp_path: Path) -> None:
+def test_replaced_lines_are_followed_by_new_ones_and_links_by_nothing(tmp_path):
     with LineLog(tmp_path / "log") as log:
         log.append(b"1\n")
         log.replace([b"2\n", b"3\n"])
         log.append(b"4\n")
     assert (tmp_path / "log").read_bytes() == b"2\n3\n4\n"
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunError, match="link"):
+        LineLog(tmp_path / "link")
+    assert not (tmp_path / "elsewhere").exists()
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0, [1, 2, 3]), (3600, [0, 0, 1]), (None, [0, 0, 1])])
-def test_lines_are_synced_as_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float | None, expected: list[int]
-) -> None:
-    synced: list[int] = []
+def test_lines_are_synced_as_asked(tmp_path, monkeypatch, seconds, expected):
+    synced, counts = [], []
     log = LineLog(tmp_path / "log", sync_seconds=seconds)
     monkeypatch.setattr(os, "fsync", synced.append)
-    counts = []
     for number in range(3):
         log.append(b"x\n", sync=number == 2)
         counts.append(len(synced))
@@ -66,14 +56,7 @@ def test_lines_are_synced_as_asked(
     log.close()
 
 
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "log").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(RunError, match="log"):
-        LineLog(tmp_path / "log")
-    assert not (tmp_path / "elsewhere").exists()
-
-
-def test_a_killed_writer_leaves_whole_lines(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_whole_lines(tmp_path):
     path = tmp_path / "log"
     code = (
         "import sys; from pathlib import Path; from posttrain.runs.directory import LineLog\n"
@@ -86,6 +69,6 @@ def test_a_killed_writer_leaves_whole_lines(tmp_path: Path) -> None:
         writer.kill()
     with LineLog(path) as log:
         log.cut()
-        lines = contents(log)
+        lines = [line for _, line in log.lines()]
         assert len(lines) > 200
         assert set(lines) == {b"z" * 5000 + b"\n"}

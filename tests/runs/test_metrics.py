@@ -2,8 +2,7 @@ import errno
 import json
 import math
 import os
-from pathlib import Path
-from typing import Any
+import sys
 
 import numpy as np
 import pytest
@@ -11,49 +10,46 @@ import torch
 
 from posttrain.errors import InputError, RunError
 from posttrain.runs import sinks
-from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog, read_metrics
 
 
-def steps(path: Path) -> list[int]:
+def steps(path):
     return [line["step"] for line in read_metrics(path)]
 
 
-def test_each_call_is_one_line_on_the_disk_at_once(run: RunDirectory) -> None:
+def kinds(run):
+    return [line["kind"] for line in read_metrics(run.metrics)]
+
+
+def test_each_call_is_one_line_on_the_disk_at_once(run):
     log = MetricsLog(run, [])
     values = {"loss/policy": np.float32(0.5), "tokens": torch.tensor(3), "note": "é\ud800", "list": (1, 2.0)}
     log.write(1, "train", values)
     assert run.metrics.read_bytes().count(b"\n") == 1
     (line,) = read_metrics(run.metrics)
     assert line.pop("time/run") >= 0
-    plain = {"loss/policy": 0.5, "tokens": 3, "note": "é\ud800", "list": [1, 2.0]}
-    assert line == {"step": 1, "kind": "train", **plain}
+    assert line == {"step": 1, "kind": "train", "loss/policy": 0.5, "tokens": 3, "note": "é\ud800", "list": [1, 2.0]}
+    for values, message in (({"kind": 1.0}, "kind"), ({"x": {}}, "'x' is a dict")):
+        with pytest.raises(ValueError, match=message):
+            log.write(1, "train", values)
+    assert len(read_metrics(run.metrics)) == 1
     log.close()
     log.close()
 
 
-def test_not_finite_values_are_null_and_named(run: RunDirectory) -> None:
+def test_not_finite_values_are_null_and_named(run):
     with MetricsLog(run, []) as log:
         log.write(2, "train", {"a": math.nan, "b": [1.0, -math.inf], "c": np.float32("inf"), "d": 1.0, "e": None})
 
-    def refuse(text: str) -> None:
+    def refuse(text):
         raise AssertionError(text)
 
     line = json.loads(run.metrics.read_text(), parse_constant=refuse)
-    assert (line["a"], line["b"], line["c"], line["d"], line["e"]) == (None, [1.0, None], None, 1.0, None)
+    assert [line[key] for key in "abcde"] == [None, [1.0, None], None, 1.0, None]
     assert line["nonfinite"] == ["a", "b", "c"]
 
 
-def test_the_log_keeps_its_own_keys(run: RunDirectory) -> None:
-    with MetricsLog(run, []) as log:
-        with pytest.raises(ValueError, match="kind"):
-            log.write(1, "train", {"kind": 1.0})
-        with pytest.raises(ValueError, match="'x' is a dict"):
-            log.write(1, "train", {"x": {}})
-    assert read_metrics(run.metrics) == []
-
-
-def test_truncation_drops_later_steps_and_continues(run: RunDirectory) -> None:
+def test_truncation_drops_later_steps_and_continues(run):
     with MetricsLog(run, []) as log:
         for step in range(5):
             log.write(step, "train", {"x": step / 3})
@@ -65,37 +61,22 @@ def test_truncation_drops_later_steps_and_continues(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 2, "ki', b'{"step": 2, "kind": "train"}', b"\xc3"])
-def test_a_line_torn_by_a_kill_is_dropped(run: RunDirectory, torn: bytes) -> None:
-    with MetricsLog(run, []) as log:
-        log.write(1, "train", {})
-    with open(run.metrics, "ab") as file:
-        file.write(torn)
+def test_a_line_torn_by_a_kill_is_dropped_and_time_counts_across_a_resume(run, torn):
+    run.metrics.write_bytes(b'{"step": 1, "kind": "train", "time/run": 100.0}\n' + torn)
     assert steps(run.metrics) == [1]
     with MetricsLog(run, []) as log:
         log.truncate_after(1)
         log.write(2, "train", {})
     assert steps(run.metrics) == [1, 2]
-
-
-def test_a_damaged_line_in_the_middle_is_named(run: RunDirectory) -> None:
-    run.metrics.write_text('{"step": 1, "kind": "train"}\nrubbish\n{"step": 2, "kind": "train"}\n')
-    with pytest.raises(RunError, match=r"metrics\.jsonl, line 2"):
-        read_metrics(run.metrics)
-
-
-def test_the_time_limit_counts_across_a_resume(run: RunDirectory) -> None:
-    run.metrics.write_text('{"step": 1, "kind": "train", "time/run": 100.0}\n')
-    with MetricsLog(run, []) as log:
-        log.write(2, "train", {})
     assert 100.0 <= read_metrics(run.metrics)[-1]["time/run"] < 160.0
 
 
-def test_a_full_disk_is_reported_and_leaves_whole_lines(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_and_leaves_whole_lines(run, monkeypatch):
     log = MetricsLog(run, [])
     log.write(1, "train", {})
     pwrite = os.pwrite
 
-    def full(descriptor: int, data: memoryview, offset: int) -> int:
+    def full(descriptor, data, offset):
         pwrite(descriptor, data[:7], offset)
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -109,32 +90,33 @@ def test_a_full_disk_is_reported_and_leaves_whole_lines(run: RunDirectory, monke
 class Recorder:
     """A sink that fails from its n-th write on."""
 
-    def __init__(self, fails_at: int) -> None:
-        self.fails_at = fails_at
-        self.calls: list[Any] = []
+    def __init__(self, fails_at=99, stuck=False):
+        self.fails_at, self.stuck, self.calls = fails_at, stuck, []
 
-    def write(self, step: int, values: Any) -> None:
+    def write(self, step, values):
         self.calls.append((step, dict(values)))
         if len(self.calls) >= self.fails_at:
             raise ConnectionError("the service is away, api_key=0123456789abcdef")
 
-    def completions(self, step: int, rows: Any) -> None:
-        raise NotImplementedError
-
-    def rewind(self, step: int) -> bool:
+    def rewind(self, step):
         self.calls.append(("rewind", step))
         return False
 
-    def close(self) -> None:
+    def close(self):
         self.calls.append("close")
+        if self.stuck:
+            raise RuntimeError("cannot send")
 
 
-def test_a_failing_sink_is_reported_once_and_dropped(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bad, good = Recorder(fails_at=2), Recorder(fails_at=99)
-    monkeypatch.setitem(sinks._SINKS, "wandb", lambda run: bad)
-    monkeypatch.setitem(sinks._SINKS, "trackio", lambda run: good)
+@pytest.fixture
+def use(monkeypatch):
+    """Replaces sinks by name."""
+    return lambda **given: [monkeypatch.setitem(sinks._SINKS, name, lambda run, s=s: s) for name, s in given.items()]
+
+
+def test_a_failing_sink_is_reported_once_and_dropped(run, use, capsys):
+    bad, good = Recorder(fails_at=2), Recorder()
+    use(wandb=bad, trackio=good)
     with MetricsLog(run, ["wandb", "trackio"]) as log:
         for step in range(1, 5):
             log.write(step, "train", {"x": 1.0})
@@ -145,41 +127,41 @@ def test_a_failing_sink_is_reported_once_and_dropped(
     assert "0123456789abcdef" not in warning["message"]
     assert capsys.readouterr().err.count("wandb") == 1
     assert len(bad.calls) == 2
-    assert [call[0] for call in good.calls if call != "close" and call[1] == {"train/x": 1.0}] == [1, 2, 3, 4]
-    assert good.calls[-1] == "close"
+    assert good.calls == [*((step, {"train/x": 1.0}) for step in range(1, 5)), "close"]
 
 
-def test_a_sink_that_cannot_start_or_stop_is_dropped_too(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def start(run: RunDirectory) -> sinks.Sink:
+def test_a_sink_that_cannot_start_or_stop_is_dropped_too(run, use, monkeypatch, capsys):
+    def start(run):
         raise OSError("not logged in")
 
-    class Stuck(Recorder):
-        def close(self) -> None:
-            raise RuntimeError("cannot send")
-
+    use(trackio=Recorder(stuck=True))
     monkeypatch.setitem(sinks._SINKS, "wandb", start)
-    monkeypatch.setitem(sinks._SINKS, "trackio", lambda run: Stuck(99))
     with MetricsLog(run, ["wandb", "trackio"]) as log:
         log.write(1, "train", {"x": 1.0})
-    assert [line["kind"] for line in read_metrics(run.metrics)] == ["warning", "train", "warning"]
+    assert kinds(run) == ["warning", "train", "warning"]
     assert "not logged in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio", "tensorboard"])
-def test_a_sink_that_is_not_installed_is_an_input_error(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, name, None)
+def test_a_sink_that_is_not_installed_is_an_input_error(run, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(InputError, match=rf"pip install 'posttrain\[{name}\]'"):
         MetricsLog(run, [name])
 
 
-def test_rewinding_reaches_the_sinks(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    sink = Recorder(99)
-    monkeypatch.setitem(sinks._SINKS, "wandb", lambda run: sink)
+def test_rewinding_reaches_the_sinks(run, use):
+    sink = Recorder()
+    use(wandb=sink)
     with MetricsLog(run, ["wandb"]) as log:
         log.write(1, "train", {"x": math.nan, "y": 2.0})
         log.truncate_after(0)
     assert sink.calls == [(1, {"train/y": 2.0}), ("rewind", 0), "close"]
+
+
+def test_a_damaged_record_of_what_was_sent_drops_the_sinks(run, use, capsys):
+    use(wandb=Recorder())
+    (run.logs / "sinks.json").write_text("[]")
+    with MetricsLog(run, ["wandb"]) as log:
+        log.write(1, "train", {"x": 2.0})
+    assert "sinks.json is damaged" in capsys.readouterr().err
+    assert kinds(run) == ["warning", "train"]

@@ -9,7 +9,14 @@ TRAIN = {"rollout/success": 0.25, "rollout/return": -0.5, "speed/tokens_per_seco
 EVALUATION = {"success": 0.5, "success_low": 0.4, "success_high": 0.6, "n": 128, "return": 0.75}
 
 
-def test_without_a_terminal_each_update_is_one_plain_line() -> None:
+@pytest.fixture
+def now(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr("posttrain.runs.metrics.time.monotonic", lambda: clock[0])
+    return clock
+
+
+def test_without_a_terminal_each_update_is_one_plain_line():
     out = io.StringIO()
     with Progress(100, "tossing", start_step=10, console=Console(file=out, width=40)) as progress:
         progress.update(11, TRAIN)
@@ -26,9 +33,7 @@ def test_without_a_terminal_each_update_is_one_plain_line() -> None:
     assert all(line.isprintable() for line in lines)
 
 
-def test_remaining_time_counts_only_steps_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr("posttrain.runs.metrics.time.monotonic", lambda: now[0])
+def test_remaining_time_counts_only_steps_of_this_process(now):
     with Progress(30, "t", start_step=10, console=Console(file=io.StringIO())) as progress:
         assert progress.time_left() == "estimating"
         now[0] += 60
@@ -36,29 +41,18 @@ def test_remaining_time_counts_only_steps_of_this_process(monkeypatch: pytest.Mo
         assert progress.time_left() == "3:00"
         progress.update(30, {})
         assert progress.time_left() == "0:00"
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3600, "1:00:00"), (86399, "23:59:59")])
-def test_duration(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert [duration(seconds) for seconds in (59.6, 3600, 86399)] == ["1:00", "1:00:00", "23:59:59"]
 
 
 @pytest.mark.parametrize(
     ("report", "what"),
-    [
-        (Progress.played, "evaluated"),
-        (Progress.sampled, "sampled"),
-        (Progress.trained, "trained on"),
-        (Progress.updated, "made update"),
-    ],
+    [("played", "evaluated"), ("sampled", "sampled"), ("trained", "trained on"), ("updated", "made update")],
 )
-def test_a_long_evaluation_or_step_says_how_far_it_is(report, what, monkeypatch) -> None:
+def test_a_long_evaluation_or_step_says_how_far_it_is(report, what, now):
     """A line every five seconds in a pipe."""
-    now = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    out = io.StringIO()
+    now[0], out = 0.0, io.StringIO()
     with Progress(9, "tossing", console=Console(file=out, width=40)) as progress:
         for done in range(1, 13):
             now[0] += 1
-            report(progress, done, 12)
+            getattr(progress, report)(done, 12)
     assert out.getvalue().splitlines()[1:] == [f"{what} 5 of 12", f"{what} 10 of 12"]

@@ -27,8 +27,17 @@ def test_only_regular_files_below_the_run_are_read(tmp_path):
     os.mkfifo(run / "pipe")
     (run / "device").symlink_to("/dev/zero")
     assert read_text(run / "inner" / "file", run=run) == "inside"
-    refused = ("link", "loop", "pipe", "device", "inner", "linked/file", "inner/../../outside/file", "inner/file/x")
-    refused = (*refused, "a\0b")
+    refused = (
+        "link",
+        "loop",
+        "pipe",
+        "device",
+        "inner",
+        "linked/file",
+        "inner/../../outside/file",
+        "inner/file/x",
+        "a\0b",
+    )
     for name in refused:
         with pytest.raises(InputError, match="cannot be read"):
             open_file(run / name, run)

@@ -10,20 +10,21 @@ from posttrain.errors import InputError
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.samples import read_samples
 from posttrain.view.report import write_html
+from posttrain.view.run_pages import Logs, facts
 from posttrain.view.server import Pages
 
-ROWS = {
-    "sft": lambda n: {"prompt": f"Say {n}.", "completion": f"{n}."},
-    "dpo": lambda n: {"prompt": f"Say {n}.", "chosen": f"{n}.", "rejected": f"{n + 1}."},
-}
-ROWS["reward"] = ROWS["dpo"]
 NAMES = {"sft": ["reference"], "dpo": ["chosen", "rejected"], "reward": ["chosen", "rejected"]}
 
 
-@pytest.mark.parametrize("stage", ROWS)
+def row(stage, n):
+    answers = {"completion": f"{n}."} if stage == "sft" else {"chosen": f"{n}.", "rejected": f"{n + 1}."}
+    return {"prompt": f"Say {n}.", **answers}
+
+
+@pytest.mark.parametrize("stage", NAMES)
 def test_a_run_keeps_rows_with_scores_before_and_after(stage, tiny_model, tmp_path):
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(ROWS[stage](n)) + "\n" for n in range(30)))
+    rows.write_text("".join(json.dumps(row(stage, n)) + "\n" for n in range(30)))
     keys = {"data": {"train": str(rows), "held_out": 12}, "model": {"path": str(tiny_model)}, "runs": str(tmp_path)}
     keys |= {"optimizer": {"learning_rate": 1e-2}, "steps": 2, "name": stage, "plots": False, "export": "last"}
 
@@ -46,20 +47,10 @@ def test_a_run_keeps_rows_with_scores_before_and_after(stage, tiny_model, tmp_pa
     assert scores == sorted(scores)
     if stage == "sft":
         assert samples[0].answers[0].after < result.evaluation[-1]["test/loss"] < samples[-1].answers[0].after
-    page = write_html([run.path])[0].read_text()
-    assert page.count('<span class="role">prompt</span>') == 6
-    assert (
-        "Held-out rows"
-        in Pages(tmp_path)
-        .render("run.html.j2", run=Pages(tmp_path).scanner.summary(stage, run.path), about=section_of_path(run))
-        .body.decode()
-    )
-
-
-def section_of_path(run):
-    from posttrain.view.run_pages import Logs, facts
-
-    return facts(Logs(), run.path)
+    assert write_html([run.path])[0].read_text().count('<span class="role">prompt</span>') == 6
+    pages = Pages(tmp_path)
+    about = {"run": pages.scanner.summary(stage, run.path), "about": facts(Logs(), run.path)}
+    assert "Held-out rows" in pages.render("run.html.j2", **about).body.decode()
 
 
 @pytest.mark.parametrize("content", ["[]", '{"rows": [{"origin": 1}]}', '{"rows": 3}', "{"])

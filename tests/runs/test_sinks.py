@@ -3,10 +3,7 @@
 import json
 import sqlite3
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,67 +12,31 @@ from posttrain.cli.main import main
 from posttrain.episode import Advantages, Episode, Outcome, StopReason, Stream, Turn
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.run import TrackingRecipe
-from posttrain.recipe.stages import RlRecipe
 from posttrain.recipe.warnings import recipe_warnings
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog, read_metrics
 
 
-def test_tensorboard_gets_every_number_and_drops_rewound_steps(run: RunDirectory) -> None:
-    with MetricsLog(run, ["tensorboard"]) as log:
-        for step in range(1, 5):
-            log.write(step, "train", {"loss/policy": step / 4, "note": "text", "flag": True, "bad": float("nan")})
-        log.truncate_after(2)
-        log.write(3, "train", {"loss/policy": 9.0})
-        log.write(3, "evaluation", {"success": 0.5})
-        for policy in ("random", "optimal"):
-            log.write(0, "baseline", {"policy": policy, "success": 0.25})
-    events = _events(run)
-    names = ["baseline/optimal/success", "baseline/random/success", "evaluation/success", "train/loss/policy"]
-    assert sorted(events.Tags()["scalars"]) == names
-    read = [(event.step, event.value) for event in events.Scalars("train/loss/policy")]
-    assert read == [(1, 0.25), (2, 0.5), (3, 9.0)]
-
-
-def test_tensorboard_shows_no_completions_of_rewound_steps(run: RunDirectory) -> None:
-    """As its text tab reads them: its accumulator ignores the first start of a session."""
-    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
-
-    with MetricsLog(run, ["tensorboard"]) as log:
-        for step in range(1, 5):
-            log.completions(step, *batch())
-    with MetricsLog(run, ["tensorboard"]) as log:
-        log.truncate_after(2)
-        log.completions(3, *batch())
-    events = EventAccumulator(str(run.logs / "tensorboard"))
-    events.Reload()
-    assert [event.step for event in events.Tensors("completions/text_summary")] == [1, 2, 3]
-
-
-def _events(run: RunDirectory) -> Any:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(run.logs / "tensorboard"))
+def events_of(run, accumulator="event_accumulator"):
+    module = __import__(f"tensorboard.backend.event_processing.{accumulator}", fromlist=[""])
+    events = module.EventAccumulator(str(run.logs / "tensorboard"))
     events.Reload()
     return events
 
 
-def episode(number: int, answer: str, outcome: Outcome = Outcome.TERMINATED) -> tuple[Episode, list[np.ndarray]]:
+def episode(number, answer, outcome=Outcome.TERMINATED):
     """Two prompt tokens and two sampled ones, with advantages whose mean is `number`."""
     sampled = np.array([False, False, True, True])
     stream = Stream(np.arange(4), sampled, np.zeros(4), np.zeros(4), sampled - 1, sampled - 1)
     turn = Turn(0, 2, 4, number / 2, StopReason.END_TOKEN, answer, {"success": number > 0})
-    messages = [
-        {"role": "system", "content": "Toss."},
-        {"role": "user", "content": "heads | tails?"},
-        {"role": "assistant", "content": answer},
-    ]
+    texts = {"system": "Toss.", "user": "heads | tails?", "assistant": answer}
+    messages = [{"role": role, "content": content} for role, content in texts.items()]
     failure = "the coin is lost" if outcome is Outcome.FAILED else None
     made = Episode(7, 5, number, 0, [stream], [turn], outcome, failure, messages)
     return made, [np.array([9.0, 9.0, number - 1.0, number + 1.0])]
 
 
-def batch() -> tuple[list[Episode], Advantages]:
+def batch():
     """An episode that failed, and one with markup in its answer."""
     made = [episode(0, "tails", Outcome.FAILED), episode(1, "<b>heads</b>\nagain")]
     return [one for one, _ in made], Advantages([values for _, values in made])
@@ -88,18 +49,33 @@ ROWS = [
 SHARED = {"group": 5, "task": 7, "prompt": "[system]\nToss.\n\n[user]\nheads | tails?"}
 
 
-def test_tensorboard_shows_completions_in_its_text_tab(run: RunDirectory) -> None:
+def test_tensorboard_gets_every_number_and_drops_rewound_steps(run):
     with MetricsLog(run, ["tensorboard"]) as log:
+        for step in range(1, 5):
+            log.write(step, "train", {"loss/policy": step / 4, "note": "text", "flag": True, "bad": float("nan")})
+            log.completions(step, *batch())
+    with MetricsLog(run, ["tensorboard"]) as log:
+        log.truncate_after(2)
+        log.write(3, "train", {"loss/policy": 9.0})
         log.completions(3, *batch())
-    (event,) = _events(run).Tensors("completions/text_summary")
-    lines = event.tensor_proto.string_val[0].decode().splitlines()
-    assert event.step == 3
+        log.write(3, "evaluation", {"success": 0.5})
+        for policy in ("random", "optimal"):
+            log.write(0, "baseline", {"policy": policy, "success": 0.25})
+    events = events_of(run)
+    names = ["baseline/optimal/success", "baseline/random/success", "evaluation/success", "train/loss/policy"]
+    assert sorted(events.Tags()["scalars"]) == names
+    read = [(event.step, event.value) for event in events.Scalars("train/loss/policy")]
+    assert read == [(1, 0.25), (2, 0.5), (3, 9.0)]
+    # As its text tab reads them: its accumulator ignores the first start of a session.
+    texts = events_of(run, "plugin_event_accumulator").Tensors("completions/text_summary")
+    assert [event.step for event in texts] == [1, 2, 3]
+    lines = texts[2].tensor_proto.string_val[0].decode().splitlines()
     assert [line.count("|") for line in lines] == [9, 9, 9, 9], "a cell ends at its own bar"
     prompt = "[system] Toss.  [user] heads &#124; tails?"
     assert lines[3] == f"| 5 | 7 | {prompt} | &lt;b>heads&lt;/b> again | 0.5 | 1 | True | terminated |"
 
 
-def trackio_lines(run: RunDirectory, folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def trackio_lines(run, folder):
     """(step, values) of every line that trackio has stored."""
     with sqlite3.connect(folder / "trackio" / "games.db") as stored:
         (config,) = stored.execute("select config from configs group by config").fetchone()
@@ -112,7 +88,7 @@ def trackio_lines(run: RunDirectory, folder: Path) -> Iterator[tuple[int, dict[s
             yield step, values
 
 
-def wandb_lines(run: RunDirectory, folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def wandb_lines(run, folder):
     """(step, values) of every line in the files of W&B's offline runs."""
     from wandb.proto import wandb_internal_pb2
 
@@ -146,66 +122,42 @@ def wandb_lines(run: RunDirectory, folder: Path) -> Iterator[tuple[int, dict[str
     # W&B starts its own service, which takes seconds.
     [pytest.param("wandb", wandb_lines, marks=pytest.mark.slow), ("trackio", trackio_lines)],
 )
-def test_a_resumed_run_sends_no_step_twice(
-    recipe: RlRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, stored: Any
-) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+def test_a_resumed_run_sends_no_step_twice(recipe, tmp_path, monkeypatch, name, stored):
+    settings = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "TRACKIO_DIR": str(tmp_path / "trackio")}
+    for variable, value in settings.items():
+        monkeypatch.setenv(variable, value)
     pytest.importorskip(name, reason=f"needs posttrain[{name}]")
     if name == "trackio":  # it reads its folder at import
         for module in [module for module in sys.modules if module.partition(".")[0] == "trackio"]:
             monkeypatch.delitem(sys.modules, module)
     tracking = TrackingRecipe(project="games", group="seeds")
     run = RunDirectory.create(recipe.model_copy(update={"tracking": tracking}))
-    with MetricsLog(run, [name]) as log:
-        for step in range(1, 5):
-            log.completions(step, *batch())
-            log.write(step, "train", {"x": step / 4, "text": "t"})
-    with MetricsLog(run, [name]) as log:
-        log.truncate_after(2)
-        for step in range(3, 6):
-            log.completions(step, *batch())
-            log.write(step, "train", {"x": step / 4})
-    found = [(step, values) for step, values in stored(run, tmp_path)]
-    assert [(step, values["train/x"]) for step, values in found if "completions" not in values] == [
-        (step, step / 4) for step in range(1, 6)
-    ]
-    tables = [(step, values["completions"]) for step, values in found if "completions" in values]
+    for first, stop, kept in ((1, 5, 0), (3, 6, 2)):
+        with MetricsLog(run, [name]) as log:
+            log.truncate_after(kept)
+            for step in range(first, stop):
+                log.completions(step, *batch())
+                log.write(step, "train", {"x": step / 4, "text": "t"})
+    lines = list(stored(run, tmp_path))
+    numbers = [(step, values["train/x"]) for step, values in lines if "completions" not in values]
+    assert numbers == [(step, step / 4) for step in range(1, 6)]
+    tables = [(step, values["completions"]) for step, values in lines if "completions" in values]
     assert tables == [(step, [SHARED | row for row in ROWS]) for step in range(1, 6)]
     assert not [line for line in read_metrics(run.metrics) if line["kind"] == "warning"]
 
 
-def test_a_damaged_record_of_what_was_sent_drops_the_sinks(run: RunDirectory, capsys: Any) -> None:
-    (run.logs / "sinks.json").write_text("[]")
-    with MetricsLog(run, ["tensorboard"]) as log:
-        log.write(1, "train", {"x": 2.0})
-    assert "sinks.json is damaged" in capsys.readouterr().err
-    assert [line["kind"] for line in read_metrics(run.metrics)] == ["warning", "train"]
-
-
-def test_a_training_run_sends_the_completions_of_its_first_groups(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_run_sends_the_completions_of_its_first_groups(tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["rl", "environment.type=bandit", f"model.path={tiny_model}", "steps=2", "plots=false", "name=shown"]
     words += ["rollout.groups_per_step=2", "rollout.episodes_per_group=2", "rollout.tokens_per_turn=4"]
     words += ["evaluation.seeds.count=2", "evaluation.final_seeds.count=2", "learner.updates_per_step=1"]
     assert main([*words, "sinks=[tensorboard]", "tracking.completions=3"]) == 0
     run = RunDirectory.open("runs/shown")
-    events = _events(run).Tensors("completions/text_summary")
+    events = events_of(run).Tensors("completions/text_summary")
     assert [event.step for event in events] == [1, 2]
     rows = [line.split(" | ") for line in events[1].tensor_proto.string_val[0].decode().splitlines()[2:]]
     assert [row[0].strip("| ") for row in rows] == ["0", "0", "1"]
     assert json.loads((run.logs / "sinks.json").read_text())["tensorboard"]["completions"] == 2
-
-
-class FakeRun:
-    def define_metric(self, name: str, step_metric: str | None = None) -> None: ...
-
-    def log(self, values: dict[str, float], step: int | None = None) -> None: ...
-
-    def finish(self) -> None: ...
 
 
 OWN = {"project": "mine", "entity": "lab", "run_name": "third", "group": "seeds"}
@@ -217,47 +169,41 @@ VARIABLES = {"WANDB_PROJECT": "set", "WANDB_NAME": "called"}
     [
         ("wandb", {}, {}, {"project": "posttrain", "entity": None, "name": "tossing"}),
         ("wandb", {}, VARIABLES, {"project": "set", "entity": None, "name": "called"}),
-        (
-            "wandb",
-            OWN,
-            VARIABLES,
-            {"project": "mine", "entity": "lab", "name": "third", "group": "seeds"},
-        ),
+        ("wandb", OWN, VARIABLES, {"project": "mine", "entity": "lab", "name": "third", "group": "seeds"}),
         ("trackio", {}, VARIABLES, {"project": "posttrain", "name": "tossing-ID"}),
         ("trackio", OWN, {}, {"project": "mine", "name": "third-ID", "group": "seeds"}),
     ],
 )
-def test_project_entity_name_and_tags(
-    recipe: RlRecipe, monkeypatch: pytest.MonkeyPatch, sink: str, tracking: dict, variables: dict, expected: dict
-) -> None:
-    given: dict[str, Any] = {}
+def test_project_entity_name_and_tags(recipe, monkeypatch, sink, tracking, variables, expected):
+    given = {}
 
-    def init(**arguments: Any) -> FakeRun:
+    def init(**arguments):
         given.update(arguments)
-        return FakeRun()
+        return SimpleNamespace(define_metric=lambda *names, **more: None, log=print, finish=lambda: None)
 
-    monkeypatch.setitem(sys.modules, sink, SimpleNamespace(init=init))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, sink, SimpleNamespace(init=init))
     for name in ("WANDB_PROJECT", "WANDB_NAME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     run = RunDirectory.create(recipe.model_copy(update={"tracking": TrackingRecipe(**tracking)}))
-    with MetricsLog(run, [sink]) as log:
-        log.write(1, "train", {"x": 2.0})
-    found = {key: given[key] for key in expected}
-    found["name"] = found["name"].replace(run.load_environment()["id"], "ID")
-    assert found == expected
+    MetricsLog(run, [sink]).close()
+    settings = {key: given[key] for key in expected}
+    settings["name"] = settings["name"].replace(run.load_environment()["id"], "ID")
+    assert settings == expected
 
 
-def test_tracking_keys_that_no_sink_reads_give_a_warning() -> None:
-    def warned(*words: str) -> list[str]:
-        found = recipe_warnings(load_recipe([], [*words], "rl"))
-        return [line.split()[0] for line in found if line.startswith("tracking.")]
-
-    assert warned("tracking.project=p") == ["tracking.project"]
-    assert warned("tracking.project=p", "tracking.entity=e", "sinks=[trackio]") == ["tracking.entity"]
-    assert warned("tracking.project=p", "tracking.entity=e", "sinks=[wandb]") == []
-    assert warned("tracking.completions=4", "tracking.group=g", "sinks=[tensorboard]") == ["tracking.group"]
-    assert warned("tracking.completions=4") == ["tracking.completions"]
-    found = recipe_warnings(load_recipe([], ["tracking.completions=4", "sinks=[wandb]", "data.train=x.jsonl"], "sft"))
-    assert any(line.startswith("tracking.completions has no effect") for line in found), found
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (["tracking.project=p"], ["project"]),
+        (["tracking.project=p", "tracking.entity=e", "sinks=[trackio]"], ["entity"]),
+        (["tracking.project=p", "tracking.entity=e", "sinks=[wandb]"], []),
+        (["tracking.completions=4", "tracking.group=g", "sinks=[tensorboard]"], ["group"]),
+        (["tracking.completions=4"], ["completions"]),
+        (["tracking.completions=4", "sinks=[wandb]", "data.train=x.jsonl"], ["completions"]),
+    ],
+)
+def test_tracking_keys_that_no_sink_reads_give_a_warning(words, keys):
+    warnings = recipe_warnings(load_recipe([], words, "sft" if "data.train=x.jsonl" in words else "rl"))
+    assert [line.split()[0] for line in warnings if line.startswith("tracking.")] == [f"tracking.{key}" for key in keys]

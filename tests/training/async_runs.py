@@ -14,7 +14,6 @@ from posttrain.recipe.stages import Recipe
 from posttrain.rollout.driver import RolloutWorker
 from posttrain.rollout.weight_sync import WeightSnapshot
 from posttrain.runs.directory import RunDirectory
-from posttrain.stages import run_stage
 from posttrain.training import rl
 from posttrain.training.rollouts import collect, counters_since
 
@@ -31,8 +30,7 @@ def values(tiny, runs, name: str, rollout: dict[str, Any], **changes: Any) -> di
 
 def train(recipe: dict[str, Any], resume: bool = False):
     """Run in this process; returns the run."""
-    console = Console(file=io.StringIO(), width=200)
-    return run_stage(TypeAdapter(Recipe).validate_python(recipe), resume=resume, console=console)
+    return small.train(recipe, resume=resume)[0]
 
 
 def train_with(rollouts, recipe: dict[str, Any]):
@@ -63,15 +61,9 @@ class OneThread:
         weights = self.weights[max(0, step - 1 - self.recipe.rollout.async_rollouts)]
         weights.load_into(self.replica)
         self.engine.load_weights(weights.version)
-        worker = RolloutWorker(
-            self.engine,
-            Renderer(self.replica.tokenizer, self.replica.end_tokens),
-            self.manager.environment,
-            self.recipe.rollout,
-            self.recipe.rollout.sampling,
-            weights.version,
-            self.manager.scorer,
-        )
+        renderer, rollout = Renderer(self.replica.tokenizer, self.replica.end_tokens), self.recipe.rollout
+        settings = (self.manager.environment, rollout, rollout.sampling, weights.version, self.manager.scorer)
+        worker = RolloutWorker(self.engine, renderer, *settings)
         before = replace(self.engine.counters)
         batch = collect(worker, self.tasks, step)
         batch.counters = counters_since(before, self.engine)

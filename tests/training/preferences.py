@@ -11,17 +11,12 @@ def pair_rows(count: int, start: int = 0) -> list[dict]:
     rows = []
     for number in range(start, start + count):
         word, other = WORDS[number % 10], WORDS[(number * 7 + 3) % 10]
-        prompt = [{"role": "user", "content": f"Task {number}: say {word}."}]
+        prompt = {"role": "user", "content": f"Task {number}: say {word}."}
         good = " ".join([word] * (1 + number % 4))
         bad = " ".join([other, WORDS[(number * 3 + 1) % 10]] * (1 + number % 3))
-        rows.append(
-            {
-                "chosen": [*prompt, {"role": "assistant", "content": good}],
-                "rejected": [*prompt, {"role": "assistant", "content": bad}],
-                "margin": number % 3,
-                "domain": "even" if number % 2 == 0 else "odd",
-            }
-        )
+        chosen, rejected = ([prompt, {"role": "assistant", "content": text}] for text in (good, bad))
+        row = {"chosen": chosen, "rejected": rejected, "margin": number % 3}
+        rows.append(row | {"domain": "even" if number % 2 == 0 else "odd"})
     return rows
 
 
@@ -32,37 +27,24 @@ def write_jsonl(path: Path, rows: list[dict]) -> str:
 
 def unpaired_rows(count: int) -> list[dict]:
     """The two answers of each pair as separate rows."""
-    found = []
-    for row in pair_rows(count):
-        for name, label in (("chosen", True), ("rejected", False)):
-            found.append(
-                {"prompt": row[name][:1], "completion": row[name][1:], "label": label, "domain": row["domain"]}
-            )
-    return found
+    return [
+        {"prompt": row[side][:1], "completion": row[side][1:], "label": side == "chosen", "domain": row["domain"]}
+        for row in pair_rows(count)
+        for side in ("chosen", "rejected")
+    ]
 
 
 def recipe_values(stage: str, tiny: Path, folder: Path, **changes) -> dict:
     """A run of a stage on small data, with everything that has state."""
-    data = {"train": write_jsonl(folder / "train.jsonl", pair_rows(26)), "max_tokens": 200}
-    data |= {
-        "validation": write_jsonl(folder / "validation.jsonl", pair_rows(8, 100)),
-        "cache": str(folder / "cache" / "tokens"),
-    }
+    train, validation = pair_rows(26), pair_rows(8, 100)
     if stage == "sft":
         rows = [{"messages": row["chosen"], "domain": row["domain"]} for row in pair_rows(34)]
-        data |= {"train": write_jsonl(folder / "train.jsonl", rows[:26])}
-        data |= {"validation": write_jsonl(folder / "validation.jsonl", rows[26:])}
-    values = {
-        "stage": stage,
-        "name": "small",
-        "runs": str(folder),
-        "model": {"path": str(tiny), "threads": 1},
-        "data": data,
-        "epochs": 2,
-        "rows_per_update": 8,
-        "optimizer": {"learning_rate": 3e-3, "weight_decay": 0.1, "schedule": "cosine", "warmup_updates": 2},
-        "learner": {"tokens_per_batch": 500},
-        "evaluation": {"every": 3},
-        "checkpoint": {"every": 1, "keep": 2, "keep_state": "always"},
-    }
+        train, validation = rows[:26], rows[26:]
+    values: dict = {"stage": stage, "name": "small", "runs": str(folder), "model": {"path": str(tiny), "threads": 1}}
+    values["data"] = {"train": write_jsonl(folder / "train.jsonl", train), "max_tokens": 200}
+    values["data"]["validation"] = write_jsonl(folder / "validation.jsonl", validation)
+    values["data"]["cache"] = str(folder / "cache" / "tokens")
+    values |= {"epochs": 2, "rows_per_update": 8, "learner": {"tokens_per_batch": 500}, "evaluation": {"every": 3}}
+    values["optimizer"] = {"learning_rate": 3e-3, "weight_decay": 0.1, "schedule": "cosine", "warmup_updates": 2}
+    values["checkpoint"] = {"every": 1, "keep": 2, "keep_state": "always"}
     return values | changes

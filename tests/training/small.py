@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import io
 import itertools
 import json
 import multiprocessing
@@ -10,19 +11,13 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-PRELOAD = [
-    "torch",
-    "torch.distributed.checkpoint",
-    "transformers",
-    "peft",
-    "posttrain.cli.main",
-    "posttrain.distributed.sharding",
-    *(f"posttrain.training.{stage}" for stage in ("rl", "sft", "dpo", "reward", "distill", "generate")),
-]
+PRELOAD = ["torch", "torch.distributed.checkpoint", "transformers", "peft", "posttrain.cli.main"]
+PRELOAD += [f"posttrain.training.{stage}" for stage in ("rl", "sft", "dpo", "reward", "distill", "generate")]
+PRELOAD.append("posttrain.distributed.sharding")
 """What runs import, so that each run need not."""
 
 
@@ -39,40 +34,20 @@ def fork_server() -> Any:
 
 def recipe_values(tiny: Path, runs: Path, **changes: Any) -> dict[str, Any]:
     """Four steps on a toy task with everything that has state: dynamic sampling, adaptive KL, entropy target, schedule, guards."""
-    values = {
-        "stage": "rl",
-        "name": "small",
-        "runs": str(runs),
-        "model": {"path": str(tiny), "threads": 1},
-        "environment": {"type": f"{Path(__file__).parent / 'letters.py'}", "max_turns": 3},
-        "steps": 4,
-        "seeds": {"start": 0, "count": 5},
-        "engine": {"type": "local", "slots": 6},
-        "rollout": {
-            "groups_per_step": 2,
-            "episodes_per_group": 3,
-            "tokens_per_turn": 6,
-            "tokens_per_episode": 700,
-            "filter": {"type": "dynamic", "max_rounds": 2},
-        },
-        "kl": {"coefficient": 0.1, "target": 0.01, "horizon": 50},
-        "entropy": {
-            "coefficient": 0.01,
-            "target": 8.0,
-            "step": 0.01,
-            "covariance": {"type": "clip_cov", "share": 0.1, "low": 0.0},
-        },
-        "optimizer": {"learning_rate": 1e-3, "weight_decay": 0.1, "schedule": "cosine", "warmup_updates": 2},
-        "learner": {"tokens_per_batch": 1500, "updates_per_step": 2},
-        "evaluation": {
-            "every": 2,
-            "seeds": {"start": 1000, "count": 3},
-            "final_seeds": {"start": 2000, "count": 4},
-            "sampling": {"temperature": 1.0},
-            "metric": "return",
-        },
-        "checkpoint": {"every": 1, "keep": 2, "keep_state": "always"},
-    }
+    values: dict[str, Any] = {"stage": "rl", "name": "small", "runs": str(runs), "steps": 4}
+    values["model"] = {"path": str(tiny), "threads": 1}
+    values["environment"] = {"type": f"{Path(__file__).parent / 'letters.py'}", "max_turns": 3}
+    values |= {"seeds": {"start": 0, "count": 5}, "engine": {"type": "local", "slots": 6}}
+    values["rollout"] = {"groups_per_step": 2, "episodes_per_group": 3, "tokens_per_turn": 6, "tokens_per_episode": 700}
+    values["rollout"]["filter"] = {"type": "dynamic", "max_rounds": 2}
+    values["kl"] = {"coefficient": 0.1, "target": 0.01, "horizon": 50}
+    values["entropy"] = {"coefficient": 0.01, "target": 8.0, "step": 0.01}
+    values["entropy"]["covariance"] = {"type": "clip_cov", "share": 0.1, "low": 0.0}
+    values["optimizer"] = {"learning_rate": 1e-3, "weight_decay": 0.1, "schedule": "cosine", "warmup_updates": 2}
+    values["learner"] = {"tokens_per_batch": 1500, "updates_per_step": 2}
+    held_out = {"seeds": {"start": 1000, "count": 3}, "final_seeds": {"start": 2000, "count": 4}}
+    values["evaluation"] = {"every": 2, **held_out, "sampling": {"temperature": 1.0}, "metric": "return"}
+    values["checkpoint"] = {"every": 1, "keep": 2, "keep_state": "always"}
     return values | changes
 
 
@@ -196,6 +171,71 @@ def jumping_clock(draw: random.Random) -> None:
     time.time = now
 
 
+def finished(values: dict[str, Any], figures: bool = False) -> Path:
+    """Run the recipe in a process to its end, from where an earlier process left it; returns the folder of the run."""
+    folder = Path(values["runs"]) / values["name"]
+    code = run(values, resume=folder.exists(), figures=figures)
+    assert code == 0, (folder.parent / "log.txt").read_text()
+    return folder
+
+
+def killed(
+    values: dict[str, Any], *deaths: tuple[str, int], number: int = signal.SIGKILL, figures: bool = False
+) -> list[int]:
+    """Die at each of `deaths` in turn, in processes that go on where the one before ended; returns their exit codes."""
+    folder = Path(values["runs"]) / values["name"]
+    return [run(values, folder.exists(), death, figures, number=number) for death in deaths]
+
+
+def stopped(values: dict[str, Any], number: int, at: str) -> str:
+    """Send the signal `number` to a run when its output has the text `at`; returns the whole output."""
+    process = fork_server().Process(target=_child, args=(values, False, None))
+    process.start()
+    log, deadline = Path(values["runs"]) / "log.txt", time.monotonic() + 120
+    while time.monotonic() < deadline and not (log.exists() and at in log.read_text()):
+        time.sleep(0.005)
+    os.kill(process.pid, number)
+    process.join()
+    return log.read_text()
+
+
+def train(values: dict[str, Any], **options: Any) -> tuple[Any, str]:
+    """Run the recipe in this process with the options of `run_stage`; returns the run and its output."""
+    from pydantic import TypeAdapter
+    from rich.console import Console
+
+    from posttrain.recipe.stages import Recipe
+    from posttrain.stages import run_stage
+
+    printed = io.StringIO()
+    recipe = TypeAdapter(Recipe).validate_python(values)
+    return run_stage(recipe, console=Console(file=printed, width=200), **options), printed.getvalue()
+
+
+def lines(run: Any, kind: str) -> list[dict[str, Any]]:
+    """The lines of a kind, such as `train`, in the metrics of a run or of its folder."""
+    from posttrain.runs.metrics import read_metrics
+
+    return [line for line in read_metrics(getattr(run, "path", run) / "metrics.jsonl") if line["kind"] == kind]
+
+
+def messages(run: Any) -> list[str]:
+    """The warnings of a run."""
+    return [line["message"] for line in lines(run, "warning")]
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`changes` whose sections have the other keys of the sections of `base`."""
+    return {key: base[key] | value if isinstance(base.get(key), dict) else value for key, value in changes.items()}
+
+
+def cases(table: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """Parameters of a test, of which those that are not in `quick` are marked slow."""
+    import pytest
+
+    return [pytest.param(case, marks=[] if case in quick else pytest.mark.slow) for case in table]
+
+
 def weights(run: Path) -> dict[str, bytes]:
     """The exported model and the last checkpoint's state, as bytes."""
     from posttrain.distributed.tensors import read_all
@@ -220,12 +260,9 @@ def episodes(run: Path) -> dict[str, list]:
     found = {}
     for file in sorted((run / "episodes").iterdir()):
         stored = read_episodes(file)
+        streams = [s for episode in stored.episodes for s in episode.streams]
         found[file.name] = [
-            [
-                (s.ids.tolist(), s.rollout_logprobs.tobytes(), s.rewards.tobytes())
-                for e in stored.episodes
-                for s in e.streams
-            ],
+            [(s.ids.tolist(), s.rollout_logprobs.tobytes(), s.rewards.tobytes()) for s in streams],
             stored.advantages and [[a.tobytes() for a in streams] for streams in stored.advantages.values],
             [u and (u.spans.cuts.tolist(), u.credits.tobytes(), u.outcome, u.empty_value) for u in stored.units],
         ]
@@ -251,3 +288,47 @@ def kept_gradients(monkeypatch: Any) -> dict[str, Any]:
 
     monkeypatch.setattr(Optimizer, "step", keep)
     return found
+
+
+def gradients(
+    model: Any, forward: Any, samples: list[Any], objective: Any, monkeypatch: Any, budget: int = 4096
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """The gradients of one update in micro-batches of at most `budget` tokens, which changes no weights, and its metrics."""
+    from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
+    from posttrain.training.optimizer import Optimizer
+    from posttrain.training.updater import Updater, means
+
+    for _, parameter in model.trainable():
+        parameter.grad = None
+    optimizer = Optimizer(model.trainable(), OptimizerRecipe(), 10)
+    updater = Updater(model, optimizer, LearnerRecipe(tokens_per_batch=budget), forward)
+    version = model.version
+    with monkeypatch.context() as patch:
+        found = kept_gradients(patch)
+        totals = updater.update(samples, objective)
+    model.version = version
+    return found, means(totals)
+
+
+def assert_no_split_changes_gradients(
+    model: Any,
+    forward: Any,
+    make_samples: Callable[[], list[Any]],
+    objective: Any,
+    monkeypatch: Any,
+    budgets: tuple[int, ...] = (70, 150),
+    atol: float = 3e-6,
+    rtol: float = 2e-4,
+) -> dict[str, Any]:
+    """The gradients of an update are the same in one micro-batch and in several; returns them."""
+    import torch
+
+    from posttrain.training.updater import pack
+
+    whole, _ = gradients(model, forward, make_samples(), objective, monkeypatch)
+    assert len(pack(make_samples(), 4096)) == 1
+    for budget in budgets:
+        assert len(pack(make_samples(), budget)) > 1
+        parts, _ = gradients(model, forward, make_samples(), objective, monkeypatch, budget)
+        torch.testing.assert_close(parts, whole, atol=atol, rtol=rtol)
+    return whole

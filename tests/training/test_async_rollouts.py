@@ -2,41 +2,19 @@
 
 import random
 import time
-from contextlib import contextmanager
-from unittest.mock import patch
 
 import pytest
 
-from posttrain.errors import RunError
 from posttrain.rollout.store import read_episodes
-from posttrain.runs.metrics import read_metrics
-from posttrain.training import rl
-from posttrain.training.rollouts import SyncRollouts
 
 from . import async_runs, small
-
-
-def train_lines(run):
-    return [line for line in read_metrics(run.metrics) if line["kind"] == "train"]
-
+from .small import lines, messages
 
 CONTINUE = {"async_rollouts": 2, "on_new_weights": "continue", "environment_timeout": 30.0}
 
 
-@pytest.fixture(scope="module")
-def module(tiny_model, tmp_path_factory):
-    """The module in which recipes find the toy task."""
-    import sys
-
-    from posttrain.recipe.components import environment_class
-
-    runs = tmp_path_factory.mktemp("module")
-    environment_class(small.recipe_values(tiny_model, runs)["environment"]["type"])
-    return sys.modules["posttrain_user_letters"]
-
-
-@contextmanager
-def unsteady(module):
+@pytest.fixture
+def noisy(module, monkeypatch):
     """The toy task takes a random time."""
     original, waits = module.Letters.step, random.SystemRandom()
 
@@ -45,61 +23,23 @@ def unsteady(module):
             time.sleep(waits.uniform(0, 0.15))
         return original(self, action)
 
-    with patch.object(module.Letters, "step", step):
-        yield
+    monkeypatch.setattr(module.Letters, "step", step)
 
 
-@pytest.fixture
-def noisy(module):
-    with unsteady(module):
-        yield
-
-
-@pytest.fixture(scope="module")
-def continued(module, tiny_model, tmp_path_factory):
-    """A run whose episodes continue with new weights."""
-    runs = tmp_path_factory.mktemp("continued")
-    with unsteady(module):
-        return async_runs.train(async_runs.values(tiny_model, runs, "live", CONTINUE))
-
-
-@pytest.mark.parametrize("n", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("n", small.cases([0, 1, 2], [2]))
 def test_training_matches_one_thread_with_weights_of_n_steps_before(n, tiny_model, tmp_path):
     """0 compares the synchronous loop with an independent form of itself, which validates the comparison for 1 and 2."""
-    run = async_runs.train(async_runs.values(tiny_model, tmp_path, "threads", {"async_rollouts": n}))
-    other = async_runs.train_with(
-        async_runs.OneThread, async_runs.values(tiny_model, tmp_path, "one", {"async_rollouts": n})
-    )
+    threads, one = (async_runs.values(tiny_model, tmp_path, name, {"async_rollouts": n}) for name in ("threads", "one"))
+    run, other = async_runs.train(threads), async_runs.train_with(async_runs.OneThread, one)
     assert async_runs.results(run) == async_runs.results(other)
-    oldest = [line.get("policy/staleness_max", 0.0) for line in train_lines(run)]
+    oldest = [line.get("policy/staleness_max", 0.0) for line in lines(run, "train")]
     assert oldest == [2.0 * min(n, step) for step in range(5)]
 
 
-def test_async_rollouts_0_is_the_synchronous_loop(tiny_model, tmp_path):
-    made = []
-
-    def make(*arguments):
-        made.append(rl.make_rollouts(*arguments))
-        return made[0]
-
-    run = async_runs.train_with(make, async_runs.values(tiny_model, tmp_path, "plain", {"async_rollouts": 0}))
-    assert isinstance(made[0], SyncRollouts)
-    assert not (run.path / "async_rollouts").exists()
-    for step in range(1, 6):
-        stored = read_episodes(run.episodes / f"step_{step:06d}.train.jsonl.zst")
-        assert {v for e in stored.episodes for v in e.versions.tolist()} == {2 * (step - 1)}
-
-
 @pytest.mark.slow
-def test_restarted_episodes_and_their_tokens_are_counted(tiny_model, tmp_path, noisy):
-    run = async_runs.train(async_runs.values(tiny_model, tmp_path, "live", CONTINUE | {"on_new_weights": "restart"}))
-    assert sum(line["rollout/restarted"] for line in train_lines(run)) > 0
-    assert sum(line["tokens/discarded"] for line in train_lines(run)) > 0
-
-
-@pytest.mark.slow
-def test_tokens_store_the_version_that_sampled_them(continued):
-    mixed = 0
+def test_tokens_store_the_version_that_sampled_them(tiny_model, tmp_path, noisy):
+    """In a run whose episodes continue with new weights."""
+    continued, mixed = async_runs.train(async_runs.values(tiny_model, tmp_path, "live", CONTINUE)), 0
     for step in range(1, 6):
         for episode in read_episodes(continued.episodes / f"step_{step:06d}.train.jsonl.zst").episodes:
             own = episode.versions
@@ -112,16 +52,10 @@ def test_tokens_store_the_version_that_sampled_them(continued):
     assert mixed
 
 
-def test_exceptions_of_the_environment_are_raised_unchanged(tiny_model, tmp_path, module, monkeypatch):
-    monkeypatch.setattr(module.Letters, "step", lambda self, action: 1 / 0)
-    with pytest.raises(RunError, match=r"4 of 4 evaluation episodes failed, the first .*ZeroDivisionError"):
-        async_runs.train(async_runs.values(tiny_model, tmp_path, "fails", {"async_rollouts": 1}))
-
-
 def test_a_guard_stops_both_sides(tiny_model, tmp_path):
     guards = {"action": "stop", "patience": 2, "thresholds": {"max_ratio_kl": 0.0}}
     run = async_runs.train(async_runs.values(tiny_model, tmp_path, "guarded", {"async_rollouts": 2}, guards=guards))
-    assert [line["step"] for line in train_lines(run)] == [1, 2]
+    assert [line["step"] for line in lines(run, "train")] == [1, 2]
     assert (run.path / "model" / "model.safetensors").is_file()
 
 
@@ -129,11 +63,11 @@ def test_a_guard_stops_both_sides(tiny_model, tmp_path):
 def test_episodes_that_are_too_old_are_dropped_and_counted(tiny_model, tmp_path, noisy):
     rollout = {"async_rollouts": 1, "on_new_weights": "continue", "max_staleness": 0, "environment_timeout": 30.0}
     run = async_runs.train(async_runs.values(tiny_model, tmp_path, "drops", rollout | {"filter": {"type": "none"}}))
-    lines = train_lines(run)
-    assert lines[0]["rollout/stale"] == 0
-    assert sum(line["rollout/stale"] for line in lines) > 0
-    assert all(line["rollout/kept"] == 6 - line["rollout/stale"] for line in lines)
-    assert all(line.get("policy/staleness_max", 0) == 0 for line in lines)
+    trained = lines(run, "train")
+    assert trained[0]["rollout/stale"] == 0
+    assert sum(line["rollout/stale"] for line in trained) > 0
+    assert all(line["rollout/kept"] == 6 - line["rollout/stale"] for line in trained)
+    assert all(line.get("policy/staleness_max", 0) == 0 for line in trained)
 
 
 @pytest.mark.parametrize("credit", ["rloo", "gae"])
@@ -142,32 +76,28 @@ def test_a_step_with_only_stale_episodes_makes_no_update_and_gives_a_warning(cre
     monkeypatch.setattr("posttrain.rollout.weight_sync.WeightSync.poll", lambda self: None)
     rollout = {"async_rollouts": 1, "on_new_weights": "continue", "max_staleness": 0, "filter": {"type": "none"}}
     run = async_runs.train(async_runs.values(tiny_model, tmp_path, "drops", rollout, credit={"type": credit}))
-    assert [line["rollout/stale"] for line in train_lines(run)] == [0, 6, 0, 6, 0]
-    assert ["optimizer/gradient_norm" in line for line in train_lines(run)] == [True, False, True, False, True]
-    told = [line["message"] for line in read_metrics(run.metrics) if line["kind"] == "warning"]
-    assert sum("every episode is older than rollout.max_staleness = 0 updates" in message for message in told) == 2
+    assert [line["rollout/stale"] for line in lines(run, "train")] == [0, 6, 0, 6, 0]
+    assert ["optimizer/gradient_norm" in line for line in lines(run, "train")] == [True, False, True, False, True]
+    assert sum("every episode is older than rollout.max_staleness = 0 updates" in line for line in messages(run)) == 2
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"credit": {"type": "remax"}},
-        {"model": {"lora": {"rank": 2}}},
-        pytest.param({"model": {"dtype": "bfloat16"}}, marks=pytest.mark.slow),
-        pytest.param({"credit": {"type": "gae"}}, marks=pytest.mark.slow),
-        {"credit": {"type": "gae"}, "critic": {"backbone": "shared"}},
-        {"rollout": {"filter": {"type": "uncertainty", "keep": 0.5}}},
-        {"loss": {"type": "ppo", "correction": {"weights": "token"}}},
-        {"kl": {"coefficient": 0.1, "estimator": "k1", "apply_to": "reward"}},
-    ],
-    ids=str,
-)
+AHEAD = [
+    {"credit": {"type": "remax"}},
+    {"model": {"lora": {"rank": 2}}},
+    {"credit": {"type": "gae"}, "critic": {"backbone": "shared"}},
+    {"rollout": {"filter": {"type": "uncertainty", "keep": 0.5}}},
+    {"loss": {"type": "ppo", "correction": {"weights": "token"}}},
+    {"kl": {"coefficient": 0.1, "estimator": "k1", "apply_to": "reward"}},
+]
+ALSO = [{"model": {"dtype": "bfloat16"}}, {"credit": {"type": "gae"}}]
+
+
+@pytest.mark.parametrize("changes", small.cases(AHEAD + ALSO, AHEAD), ids=str)
 def test_every_algorithm_takes_steps_ahead(changes, tiny_model, tmp_path, monkeypatch):
     # New weights never come during a batch, so the second batch is sampled with the weights of the first.
     monkeypatch.setattr("posttrain.rollout.weight_sync.WeightSync.poll", lambda self: None)
     base = async_runs.values(tiny_model, tmp_path, "small", {"async_rollouts": 1, "on_new_weights": "continue"})
-    merged = {key: base[key] | value if isinstance(base.get(key), dict) else value for key, value in changes.items()}
-    run = async_runs.train(base | merged | small.two_steps(base) | {"steps": 3})
-    lines = train_lines(run)
-    assert all(line["optimizer/gradient_norm"] > 0 for line in lines)
-    assert lines[0]["policy/staleness_max"] == 0 < lines[1]["policy/staleness_max"]
+    run = async_runs.train(base | small.merged(base, changes) | small.two_steps(base) | {"steps": 3})
+    trained = lines(run, "train")
+    assert all(line["optimizer/gradient_norm"] > 0 for line in trained)
+    assert trained[0]["policy/staleness_max"] == 0 < trained[1]["policy/staleness_max"]

@@ -1,10 +1,8 @@
 """A run that samples ahead and is killed at any instant resumes to the same bits; its buffer survives."""
 
-import os
 import random
 import shutil
 import signal
-import time
 
 import pytest
 
@@ -26,8 +24,6 @@ PLACES = {
 }
 """Where a process dies, and about how often that place is passed in a whole run."""
 CHECKPOINT = {"every": 2, "keep": 2, "keep_state": "always"}
-QUICK = ("journal",)
-"""Places that are not slow tests."""
 
 
 def recipe(tiny, runs):
@@ -36,53 +32,41 @@ def recipe(tiny, runs):
 
 @pytest.fixture(scope="module")
 def uninterrupted(tiny_model, tmp_path_factory):
-    runs = tmp_path_factory.mktemp("whole")
-    assert small.run(recipe(tiny_model, runs)) == 0, (runs / "log.txt").read_text()
-    return runs / "small"
+    return small.finished(recipe(tiny_model, tmp_path_factory.mktemp("whole")))
 
 
-def _same(run, reference):
+def _resumes_to(reference, values):
+    """The run ends with the bits of `reference`, and without its buffer."""
+    run = small.finished(values)
     small.assert_same(run, reference)
     assert list((run / "async_rollouts").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "place", [pytest.param(place, marks=[] if place in QUICK else pytest.mark.slow) for place in PLACES]
-)
+@pytest.mark.parametrize("place", small.cases(PLACES, ["journal"]))
 def test_it_resumes_to_the_same_bits_after_a_kill_there(place, tiny_model, tmp_path, uninterrupted):
-    draw, values = random.Random(place), recipe(tiny_model, tmp_path)
-    what, most = PLACES[place]
-    for _ in range(2):
-        small.run(values, resume=(tmp_path / "small").exists(), die_at=(what, draw.randint(1, most)))
-    assert small.run(values, resume=(tmp_path / "small").exists()) == 0, (tmp_path / "log.txt").read_text()
-    _same(tmp_path / "small", uninterrupted)
+    draw, (what, most) = random.Random(place), PLACES[place]
+    values = recipe(tiny_model, tmp_path)
+    small.killed(values, *((what, draw.randint(1, most)) for _ in range(2)))
+    _resumes_to(uninterrupted, values)
 
 
 @pytest.mark.slow
 def test_it_resumes_from_an_older_checkpoint_without_its_buffer(tiny_model, tmp_path, uninterrupted):
     values, run = recipe(tiny_model, tmp_path), tmp_path / "small"
     # Its fifth step is trained on, and the checkpoint of the fourth has had the buffer of the third and fourth removed.
-    assert small.run(values, die_at=("posttrain.training.updater:Optimizer.step", 10)) == -9
+    assert small.killed(values, ("posttrain.training.updater:Optimizer.step", 10)) == [-9]
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
     assert [path.name for path in (run / "async_rollouts").iterdir()] == ["batch_000005.jsonl"]
     shutil.rmtree(run / "checkpoints" / "step_000004")
-    assert small.run(values, resume=True) == 0, (tmp_path / "log.txt").read_text()
-    _same(run, uninterrupted)
+    _resumes_to(uninterrupted, values)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", small.cases([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
 def test_a_signal_stops_both_sides_with_a_checkpoint(number, tiny_model, tmp_path, uninterrupted):
     values = recipe(tiny_model, tmp_path)
-    process = small.fork_server().Process(target=small._child, args=(values, False, None))
-    process.start()
-    log, deadline = tmp_path / "log.txt", time.monotonic() + 120
-    while time.monotonic() < deadline and not (log.exists() and "step 2/5" in log.read_text()):
-        time.sleep(0.005)
-    os.kill(process.pid, number)
-    process.join()
-    assert f"stopped by {signal.Signals(number).name} after step" in log.read_text()
-    assert small.run(values, resume=True) == 0, log.read_text()
-    _same(tmp_path / "small", uninterrupted)
+    text = small.stopped(values, number, "step 2/5")
+    assert f"stopped by {signal.Signals(number).name} after step" in text
+    _resumes_to(uninterrupted, values)
 
 
 @pytest.mark.slow
@@ -90,37 +74,35 @@ def test_complete_batches_of_a_killed_run_are_not_sampled_again(tiny_model, tmp_
     values = recipe(tiny_model, tmp_path)
     values["checkpoint"] = CHECKPOINT | {"every": 50}
     values["evaluation"] = values["evaluation"] | {"every": 0}  # whose best one would be saved
+    folder = tmp_path / "small" / "async_rollouts"
+
+    def buffered():
+        return {path.name: path.read_bytes() for path in folder.iterdir() if b'{"end"' in path.read_bytes()}
+
     # The learner dies in its third step: the batches of steps 1 to 3 exist, but no checkpoint.
-    assert small.run(values, die_at=("posttrain.training.updater:Optimizer.step", 5)) == -9
-    left = {path.name: path.read_bytes() for path in (tmp_path / "small" / "async_rollouts").iterdir()}
-    complete = [name for name, content in left.items() if b'{"end"' in content]
+    assert small.killed(values, ("posttrain.training.updater:Optimizer.step", 5)) == [-9]
+    complete = buffered()
     assert len(complete) >= 3
     # Killed again before anything is sampled: complete batches are unchanged.
-    small.run(values, resume=True, die_at=("posttrain.engines.local.engine:LocalEngine._step", 1))
-    assert {name: (tmp_path / "small" / "async_rollouts" / name).read_bytes() for name in complete} == {
-        name: left[name] for name in complete
-    }
-    assert small.run(values, resume=True) == 0
-    mine, whole = (small.episodes(run) for run in (tmp_path / "small", uninterrupted))
+    small.killed(values, ("posttrain.engines.local.engine:LocalEngine._step", 1))
+    assert complete.items() <= buffered().items()
+    mine, whole = (small.episodes(run) for run in (small.finished(values), uninterrupted))
     steps = [f"step_{step:06d}.train.jsonl.zst" for step in range(1, 6)]
     assert [mine[step] for step in steps] == [whole[step] for step in steps]
 
 
 def test_a_resumed_run_replays_the_experts_of_its_buffered_episodes(tmp_path):
     """They were chosen by weights that the run has no more."""
-    values = {}
-    for name in ("whole", "killed"):
-        values[name] = recipe(save_family(tmp_path / "experts", "mixtral"), tmp_path / name)
+
+    def values(name):
         (tmp_path / name).mkdir()
-        values[name]["model"] |= {"router_replay": True, "router_aux_loss": 0.01}
-        values[name]["optimizer"]["learning_rate"] = 0.03
-        values[name]["evaluation"]["every"] = 0
-    assert small.run(values["whole"]) == 0, (tmp_path / "whole" / "log.txt").read_text()
-    place, most = PLACES["journal"]
-    assert small.run(values["killed"], die_at=(place, most)) == -9
-    assert small.run(values["killed"], resume=True) == 0, (tmp_path / "killed" / "log.txt").read_text()
-    _same(tmp_path / "killed" / "small", tmp_path / "whole" / "small")
-    changed = [
-        line["router/changed"] for line in small.metrics(tmp_path / "whole" / "small") if line["kind"] == "train"
-    ]
-    assert max(changed) > 0.01
+        made = recipe(save_family(tmp_path / "experts", "mixtral"), tmp_path / name)
+        made["model"] |= {"router_replay": True, "router_aux_loss": 0.01}
+        made["optimizer"]["learning_rate"] = 0.03
+        made["evaluation"]["every"] = 0
+        return made
+
+    whole, values = small.finished(values("whole")), values("killed")
+    assert small.killed(values, PLACES["journal"]) == [-9]
+    _resumes_to(whole, values)
+    assert max(line["router/changed"] for line in small.lines(whole, "train")) > 0.01

@@ -5,19 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.episode import Stream
 from posttrain.errors import RunError
 from posttrain.models.packing import pack_row, prompt_length
+from posttrain.training.rows import stream_of
 from posttrain.training.updater import Sample, pack
 
 
 def sample(prompt, answer, label="step 1 group 0 episode 0"):
     ids = np.array([*prompt, *answer], dtype=np.int64)
-    sampled = np.arange(len(ids)) >= len(prompt)
-    zeros = np.zeros(len(ids), dtype=np.float32)
-    stream = Stream(
-        ids, sampled, zeros, zeros, np.where(sampled, 0, -1).astype(np.int32), np.full(len(ids), -1, np.int32)
-    )
+    stream = stream_of(ids, np.arange(len(ids)) >= len(prompt))
     return Sample(stream, label, np.ones(len(answer), dtype=np.float32))
 
 

@@ -1,31 +1,26 @@
 """Callbacks run between two steps: whatever they raise, the run resumes to the same bits."""
 
-import io
+from types import SimpleNamespace
 
 import pytest
-from pydantic import TypeAdapter
-from rich.console import Console
 
-from posttrain.recipe.stages import Recipe
-from posttrain.stages import run_stage
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.trainer import Callback
 
 from . import async_runs, small
-from .test_distill import teacher_model  # noqa: F401
-from .test_resume_distill import recipe as distillation
 from .test_resume_rows import values as of_rows
+from .test_resume_state import distill
 
 ERRORS = {"interrupt": KeyboardInterrupt, "error": ZeroDivisionError, "exit": SystemExit}
-QUICK = [("rl_async", "interrupt"), ("rl_guarded", "interrupt")]
-"""Runs and errors that are not slow tests."""
 RUNS = ["rl", "rl_async", "rl_async_continue", "rl_guarded", "distill", "sft", "dpo", "bco", "dpo_moving", "reward"]
+CASES = [(kind, error) for kind in RUNS for error in ERRORS]
+QUICK = [("rl_async", "interrupt"), ("rl_guarded", "interrupt")]
 
 
 def recipe(kind, tiny, teacher, runs):
     common = {"checkpoint": {"every": 2, "keep": 2, "keep_state": "always"}, "plots": False}
     if kind == "distill":
-        return distillation(tiny, teacher, runs) | common
+        return distill(SimpleNamespace(tiny=tiny, teacher=teacher), runs) | common
     if not kind.startswith("rl"):
         return of_rows(kind, tiny, runs) | common
     rollout = {} if kind in ("rl", "rl_guarded") else {"async_rollouts": 2}
@@ -58,20 +53,12 @@ class Raises(Callback):
 
 
 def play(values, callback, resume=False):
-    validated = TypeAdapter(Recipe).validate_python(values)
-    console = Console(file=io.StringIO(), width=200)
-    return run_stage(validated, resume=resume, console=console, callbacks=[callback]).path
+    return small.train(values, resume=resume, callbacks=[callback])[0].path
 
 
-@pytest.mark.parametrize(
-    ("kind", "error"),
-    [
-        pytest.param(kind, error, marks=[] if (kind, error) in QUICK else pytest.mark.slow)
-        for kind in RUNS
-        for error in ERRORS
-    ],
-)
-def test_a_run_resumes_from_every_callback(kind, error, tiny_model, teacher_model, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("case", small.cases(CASES, QUICK), ids=" ".join)
+def test_a_run_resumes_from_every_callback(case, tiny_model, teacher_model, tmp_path):
+    kind, error = case
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     whole.mkdir()
     broken.mkdir()
@@ -87,23 +74,12 @@ def test_a_run_resumes_from_every_callback(kind, error, tiny_model, teacher_mode
             resume = True
     assert callback.raised == set(silent.calls)
     if kind != "rl_async_continue":  # the moment at which weights arrive is not part of a resume
-        small.assert_same(run, reference, stored=False)
-        if kind.startswith("rl"):
-            assert small.episodes(run) == small.episodes(reference)
+        small.assert_same(run, reference, stored=kind.startswith("rl"))
 
 
-def test_callbacks_see_a_step_before_its_evaluation(tiny_model, tmp_path):
-    seen = Raises(None)
-    play(recipe("rl", tiny_model, None, tmp_path), seen)
-    assert seen.calls == [
-        ("evaluation", 0),
-        *(("episodes", 1), ("step", 1)),
-        *(("episodes", 2), ("step", 2), ("evaluation", 2)),
-        *(("episodes", 3), ("step", 3), ("evaluation", 3)),
-    ]
-
-
-def test_an_error_within_an_update_saves_no_checkpoint(tiny_model, tmp_path, monkeypatch):
+def test_callbacks_see_a_step_before_its_evaluation_and_an_error_within_an_update_saves_no_checkpoint(
+    tiny_model, tmp_path, monkeypatch
+):
     """The weights are then between two steps."""
     step, calls = Optimizer.step, []
 
@@ -116,7 +92,14 @@ def test_an_error_within_an_update_saves_no_checkpoint(tiny_model, tmp_path, mon
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     whole.mkdir()
     broken.mkdir()
-    reference = play(recipe("rl", tiny_model, None, whole), Callback())
+    seen = Raises(None)
+    reference = play(recipe("rl", tiny_model, None, whole), seen)
+    assert seen.calls == [
+        ("evaluation", 0),
+        *(("episodes", 1), ("step", 1)),
+        *(("episodes", 2), ("step", 2), ("evaluation", 2)),
+        *(("episodes", 3), ("step", 3), ("evaluation", 3)),
+    ]
     values = recipe("rl", tiny_model, None, broken)
     monkeypatch.setattr(Optimizer, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):

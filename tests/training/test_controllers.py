@@ -35,18 +35,11 @@ def test_the_kl_coefficient_is_steered_to_the_target():
     assert resumed.coefficient == pytest.approx(0.101 * 1.1 * 0.8)
 
 
-@pytest.mark.parametrize("kl", [None, math.nan])
-def test_without_a_measurement_the_kl_coefficient_is_unchanged(kl):
-    controller = KlController(KlRecipe(coefficient=0.1, target=2.0))
-    controller.update(kl, 10)
-    assert controller.coefficient == 0.1
-
-
 def test_without_a_target_or_a_measurement_coefficients_stay():
-    controller = KlController(KlRecipe(coefficient=0.1))
-    controller.update(50.0, 10)
-    assert controller.coefficient == 0.1
-
+    for target, kl in ((2.0, None), (2.0, math.nan), (None, 50.0)):
+        controller = KlController(KlRecipe(coefficient=0.1, target=target))
+        controller.update(kl, 10)
+        assert controller.coefficient == 0.1
     entropy = EntropyController(EntropyRecipe(coefficient=0.01))
     entropy.update({"policy/entropy": 0.0})
     assert entropy.coefficient == 0.01
@@ -61,52 +54,48 @@ def test_the_entropy_coefficient_follows_the_target():
     copy = EntropyController(controller.recipe)
     copy.load_state_dict(controller.state_dict())
     assert copy.coefficient == controller.coefficient
+    # It is about the tokens that get the bonus.
+    low = {"policy/entropy": 0.2}
+    of_answers = {"policy/entropy": 2.0, "policy/bonus_entropy": 0.2}
+    for tokens, metrics, expected in (("answer", low, 0.0), ("answer", of_answers, 0.1), ("all", low, 0.1)):
+        controller = EntropyController(EntropyRecipe(target=1.0, step=0.1, tokens=tokens))
+        controller.update(metrics)
+        assert controller.coefficient == pytest.approx(expected)
 
 
-def test_the_target_is_about_the_tokens_that_get_the_bonus():
-    controller = EntropyController(EntropyRecipe(target=1.0, step=0.1, tokens="answer"))
-    controller.update({"policy/entropy": 0.2})
-    assert controller.coefficient == 0.0
-    controller.update({"policy/entropy": 2.0, "policy/bonus_entropy": 0.2})
-    assert controller.coefficient == pytest.approx(0.1)
-    of_all = EntropyController(EntropyRecipe(target=1.0, step=0.1))
-    of_all.update({"policy/entropy": 0.2})
-    assert of_all.coefficient == pytest.approx(0.1)
+def alarms(metrics, **keys):
+    """Step -> the sentences of guards with these keys, where there are any."""
+    guards = guards_with(**keys)
+    found = {step: guards.check(values, step) for step, values in enumerate(metrics, 1)}
+    return {step: sentences for step, sentences in found.items() if sentences}
 
 
-@pytest.mark.parametrize(
-    ("key", "metric", "threshold", "bad", "good"),
-    [
+def test_a_guard_fires_after_its_patience():
+    for key, metric, threshold, bad, good in [
         ("max_zero_groups", "credit/zero_groups", 0.8, 0.9, 0.8),
         ("min_reward_spread", "reward/group_spread", 0.1, 0.05, 0.1),
         ("min_entropy", "policy/entropy", 0.1, 0.05, 0.1),
         ("max_gradient_norm", "optimizer/gradient_norm", 10.0, math.inf, 10.0),
         ("max_same_answers", "rollout/same_answer_share", 0.5, 0.6, 0.5),
-    ],
-)
-def test_a_guard_fires_after_its_patience(key, metric, threshold, bad, good):
-    guards = guards_with(patience=2, thresholds={key: threshold})
-    assert guards.check({metric: bad}, 1) == []
-    assert guards.check({metric: good}, 2) == []
-    assert guards.check({metric: bad}, 3) == []
-    (sentence,) = guards.check({metric: bad}, 4)
-    assert sentence.startswith(f"{metric} = {bad:.4g}")
-    assert f"guards.thresholds.{key} = {threshold:g} since step 3" in sentence
-    assert guards.check({metric: bad}, 5) == []
-    (again,) = guards.check({metric: bad}, 6)
-    assert "since step 3" in again
+    ]:
+        values = [{metric: value} for value in (bad, good, bad, bad, bad, bad)]
+        found = alarms(values, patience=2, thresholds={key: threshold})
+        assert list(found) == [4, 6]
+        ((first,), (again,)) = found.values()
+        assert first.startswith(f"{metric} = {bad:.4g}")
+        assert f"guards.thresholds.{key} = {threshold:g} since step 3" in first
+        assert "since step 3" in again
 
 
-def test_a_missing_metric_does_not_count_for_a_guard():
-    guards = guards_with(patience=2, thresholds={"min_entropy": 0.1})
-    guards.check({"policy/entropy": 0.0}, 1)
-    assert guards.check({}, 2) == guards.check({"policy/entropy": math.nan}, 3) == []
-    assert "since step 1" in guards.check({"policy/entropy": 0.0}, 4)[0]
-
-
-def test_a_guard_without_threshold_is_off():
-    guards = guards_with(patience=1, thresholds={"max_repeated_share": None, "min_entropy": None})
-    assert guards.check({"policy/repeated_share": 1.0, "policy/entropy": 0.0}, 1) == []
+def test_missing_metrics_do_not_count_a_guard_without_threshold_is_off_and_failures_are_per_episode():
+    values = [{"policy/entropy": 0.0}, {}, {"policy/entropy": math.nan}, {"policy/entropy": 0.0}]
+    assert "since step 1" in alarms(values, patience=2, thresholds={"min_entropy": 0.1})[4][0]
+    off = {"max_repeated_share": None, "min_entropy": None}
+    assert alarms([{"policy/repeated_share": 1.0, "policy/entropy": 0.0}], patience=1, thresholds=off) == {}
+    values = [{"rollout/failed": 3.0, "rollout/episodes": 16.0}, {"rollout/failed": 4.0, "rollout/episodes": 16.0}]
+    found = alarms([*values, {"rollout/failed": 4.0}], patience=1, thresholds={"max_failed": 0.2})
+    assert list(found) == [2]
+    assert "= 0.25 " in found[2][0]
 
 
 def test_thresholds_that_are_not_given_keep_their_defaults():
@@ -132,67 +121,42 @@ def test_shares_that_are_large_from_the_start_have_not_grown(key, metric, first,
     resumed = guards_with(patience=3)
     resumed.load_state_dict(guards.state_dict())
     assert resumed.first[key] == first
+    counted, resumed = guards_with(patience=2), guards_with(patience=2)
+    counted.check({metric: 0.1}, 6)
+    counted.check({metric: 1.0}, 7)
+    resumed.load_state_dict(counted.state_dict())
+    assert "since step 7" in resumed.check({metric: 1.0}, 8)[0]
 
 
-HEALTHY = {
-    "credit/zero_groups": 0.3,
-    "reward/group_spread": 0.3,
-    "policy/entropy": 0.5,
-    "optimizer/gradient_norm": 0.4,
-    "policy/repeated_share": 0.02,
-    "rollout/same_answer_share": 0.3,
-    "rollout/truncated_share": 0.1,
-    "rollout/rejected_share": 0.1,
-    "policy/kl_rollout_k3": 0.001,
-    "rollout/failed": 0.0,
-    "rollout/episodes": 24.0,
-    "rollout/return": 0.4,
-}
+HEALTHY = {"credit/zero_groups": 0.3, "reward/group_spread": 0.3, "policy/entropy": 0.5, "policy/kl_rollout_k3": 0.001}
+HEALTHY |= {"optimizer/gradient_norm": 0.4, "policy/repeated_share": 0.02, "rollout/same_answer_share": 0.3}
+HEALTHY |= {"rollout/truncated_share": 0.1, "rollout/rejected_share": 0.1, "rollout/failed": 0.0}
+HEALTHY |= {"rollout/episodes": 24.0, "rollout/return": 0.4}
 
 
-@pytest.mark.parametrize(
-    ("key", "values"),
-    [
-        ("min_entropy", {"policy/entropy": 0.003}),
-        ("max_same_answers", {"rollout/same_answer_share": 1.0}),
-        ("max_failed", {"rollout/failed": 5.0}),
-        ("max_ratio_kl", {"policy/kl_rollout_k3": 0.5}),
-        ("max_gradient_norm", {"optimizer/gradient_norm": 40.0}),
-        ("min_reward_spread", {"reward/group_spread": 0.0}),
-    ],
-)
-def test_each_collapse_alarms_by_default(key, values):
-    guards = guards_with()
-    fired = [line for step in range(1, 8) for line in guards.check(HEALTHY | (values if step > 2 else {}), step)]
-    assert len(fired) == 1
-    assert f"guards.thresholds.{key} " in fired[0]
-    assert not [line for step in range(1, 30) for line in guards_with().check(HEALTHY, step)]
+def test_each_collapse_alarms_by_default():
+    assert alarms([HEALTHY] * 29) == {}
+    for key, metric, value in [
+        ("min_entropy", "policy/entropy", 0.003),
+        ("max_same_answers", "rollout/same_answer_share", 1.0),
+        ("max_failed", "rollout/failed", 5.0),
+        ("max_ratio_kl", "policy/kl_rollout_k3", 0.5),
+        ("max_gradient_norm", "optimizer/gradient_norm", 40.0),
+        ("min_reward_spread", "reward/group_spread", 0.0),
+    ]:
+        ((sentence,),) = alarms([HEALTHY] * 2 + [HEALTHY | {metric: value}] * 5).values()
+        assert f"guards.thresholds.{key} " in sentence
 
 
-@pytest.mark.parametrize(
-    ("first", "now", "remedy"),
-    [
-        (0.2, 0.0, "optimizer.learning_rate"),
-        (0.2, 0.5, "rollout.episodes_per_group"),
-        (1.0, 0.0, "rollout.episodes_per_group"),
-    ],
-    ids=["lost both", "lost the signal by success", "never had a signal"],
-)
-def test_a_policy_that_training_has_broken_needs_smaller_updates(first, now, remedy):
-    guards = guards_with(patience=2)
-    guards.check({"credit/zero_groups": first, "rollout/return": 0.3}, 1)
-    lost = {"credit/zero_groups": 1.0, "rollout/return": now}
-    (sentence,) = guards.check(lost, 2) or guards.check(lost, 3)
-    assert remedy in sentence
-
-
-def test_counts_survive_a_resume():
-    first, second = guards_with(patience=2), guards_with(patience=2)
-    first.check({"policy/repeated_share": 0.1}, 6)
-    first.check({"policy/repeated_share": 1.0}, 7)
-    second.load_state_dict(first.state_dict())
-    (sentence,) = second.check({"policy/repeated_share": 1.0}, 8)
-    assert "since step 7" in sentence
+def test_a_policy_that_training_has_broken_needs_smaller_updates():
+    for case, first, now, remedy in [
+        ("lost both", 0.2, 0.0, "optimizer.learning_rate"),
+        ("lost the signal by success", 0.2, 0.5, "rollout.episodes_per_group"),
+        ("never had a signal", 1.0, 0.0, "rollout.episodes_per_group"),
+    ]:
+        lost = {"credit/zero_groups": 1.0, "rollout/return": now}
+        found = alarms([{"credit/zero_groups": first, "rollout/return": 0.3}, lost, lost], patience=2)
+        assert remedy in next(iter(found.values()))[0], case
 
 
 def test_a_solved_task_is_no_collapse():
@@ -208,14 +172,6 @@ def test_a_solved_task_is_no_collapse():
     (sentence,) = guards.check(failing, 5)
     assert "zero_groups" in sentence
     assert "since step 4" in sentence
-
-
-def test_a_share_of_failed_episodes_is_per_episode():
-    guards = guards_with(patience=1, thresholds={"max_failed": 0.2})
-    assert guards.check({"rollout/failed": 3.0, "rollout/episodes": 16.0}, 1) == []
-    (sentence,) = guards.check({"rollout/failed": 4.0, "rollout/episodes": 16.0}, 2)
-    assert "= 0.25 " in sentence
-    assert guards.check({"rollout/failed": 4.0}, 3) == []
 
 
 def test_every_guard_watches_a_declared_metric():

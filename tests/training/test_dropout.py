@@ -1,12 +1,9 @@
 """Adapter dropout, gradient checkpointing and random states: every mask is a function of named counters."""
 
-import contextlib
-import io
+from types import SimpleNamespace
 
 import pytest
 import torch
-from pydantic import TypeAdapter
-from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, OPTConfig
 
@@ -17,8 +14,6 @@ from posttrain.models.reward import RewardModel
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.loss import EntropyRecipe
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
-from posttrain.recipe.stages import Recipe
-from posttrain.stages import run_stage
 from posttrain.training.objectives import PolicyObjective, token_forward
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.trainer import random_states, set_random_states
@@ -114,8 +109,7 @@ def test_the_dropout_of_a_configuration_is_never_applied(config, checkpointing, 
 def run(values, folder):
     """The adapters after one step."""
     values |= {"runs": str(folder), "steps": 1, "seed": 3}
-    with contextlib.redirect_stdout(io.StringIO()):
-        run_stage(TypeAdapter(Recipe).validate_python(values), console=Console(file=io.StringIO()))
+    small.train(values)
     return load_file(folder / "small" / "checkpoints" / "step_000001" / "policy" / "adapter_model.safetensors")
 
 
@@ -130,9 +124,7 @@ def values_of(stage, tiny, folder):
     return rl_values(tiny, folder) if stage == "rl" else recipe_values(stage, tiny, folder)
 
 
-@pytest.mark.parametrize(
-    "stage", ["sft", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("dpo", "kto", "reward", "rl", "ppo"))]
-)
+@pytest.mark.parametrize("stage", small.cases(["sft", "dpo", "kto", "reward", "rl", "ppo"], ["sft"]))
 def test_every_stage_trains_with_both(stage, tiny_model, tmp_path):
     made = {}
     for checkpointing in (False, True):
@@ -142,8 +134,7 @@ def test_every_stage_trains_with_both(stage, tiny_model, tmp_path):
         values["evaluation"]["every"] = 0
         values["model"] |= {"lora": DROPOUT, "gradient_checkpointing": checkpointing}
         made[checkpointing] = run(values, folder)
-    for name, tensor in made[False].items():
-        torch.testing.assert_close(made[True][name], tensor, atol=1e-5, rtol=0)
+    torch.testing.assert_close(made[True], made[False], atol=1e-5, rtol=0)
     assert max(float(tensor.abs().max()) for name, tensor in made[True].items() if "lora_B" in name) > 1e-4
 
 
@@ -153,33 +144,15 @@ def test_a_skipped_update_names_the_episodes_of_both_models(tiny_model):
     chosen[2].advantages[:] = float("nan")
     subject.update(chosen, PolicyObjective(PpoLoss(), entropy=EntropyRecipe(coefficient=0.0)))
     assert subject.take_warnings() == [f"update skipped: loss or gradient is not finite for {chosen[2].label}"]
-
-
-def test_reward_models_checkpoint_too(tiny_model):
     model = RewardModel(str(tiny_model), lora=DROPOUT, gradient_checkpointing=True)
-    batch = samples()[:2]
     with model.training_mode("x"):
-        model.rewards([s.stream.ids for s in batch], [s.stream.sampled for s in batch]).sum().backward()
-
-
-class Generators:
-    """Two accelerators, each with a generator."""
-
-    def __init__(self):
-        self.states = [torch.tensor([1, 2], dtype=torch.uint8), torch.tensor([3, 4], dtype=torch.uint8)]
-
-    def device_count(self):
-        return 2
-
-    def get_rng_state(self, device):
-        return self.states[device]
-
-    def set_rng_state(self, state, device):
-        self.states[device.index] = state
+        model.rewards([s.stream.ids for s in chosen], [s.stream.sampled for s in chosen]).sum().backward()
 
 
 def test_the_random_state_of_every_device_is_kept(monkeypatch):
-    devices = Generators()
+    devices = SimpleNamespace(states=[torch.tensor([1, 2]), torch.tensor([3, 4])], device_count=lambda: 2)
+    devices.get_rng_state = lambda device: devices.states[device]
+    devices.set_rng_state = lambda state, device: devices.states.__setitem__(device.index, state)
     monkeypatch.setattr(torch, "get_device_module", lambda device: devices)
     states = random_states(torch.device("cuda"))
     assert list(states) == ["cpu", "cuda:0", "cuda:1"]

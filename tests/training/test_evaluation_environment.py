@@ -8,8 +8,8 @@ from posttrain.cli.main import main
 from posttrain.environments.protocol import task_split
 from posttrain.recipe.compose import load_recipe
 from posttrain.rollout.store import read_episodes, stored_steps
-from posttrain.runs.metrics import read_metrics
-from tests.training import letters
+from tests.training import letters, small
+from tests.training.preferences import write_jsonl
 
 SHORT = ["steps=1", "rollout.groups_per_step=2", "rollout.episodes_per_group=2", "rollout.tokens_per_turn=4"]
 SHORT += ["rollout.tokens_per_episode=400", "evaluation.every=1", "evaluation.seeds.count=2"]
@@ -26,13 +26,8 @@ def turns_by_split(run):
 @pytest.fixture
 def prompts(tmp_path):
     """Two files of prompts with one prompt in common."""
-
-    def write(name, first, count):
-        rows = [{"prompt": f"Say {number}.", "label": str(number)} for number in range(first, first + count)]
-        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
-        return f"{tmp_path / name}"
-
-    return write("train.jsonl", 0, 12), write("held_out.jsonl", 11, 7)
+    rows = [{"prompt": f"Say {number}.", "label": str(number)} for number in range(18)]
+    return write_jsonl(tmp_path / "train.jsonl", rows[:12]), write_jsonl(tmp_path / "held_out.jsonl", rows[11:])
 
 
 def test_training_and_evaluation_have_their_own_number_of_turns(tiny_model, tmp_path):
@@ -40,8 +35,7 @@ def test_training_and_evaluation_have_their_own_number_of_turns(tiny_model, tmp_
     words += ["environment.max_turns=1", "evaluation.environment.max_turns=3"]
     assert main(["rl", *words, *SHORT]) == 0
     assert turns_by_split(tmp_path / "two") == {"train": {1}, "evaluation": {3}, "final": {3}}
-    rollout = next(line for line in read_metrics(tmp_path / "two" / "metrics.jsonl") if line["kind"] == "train")
-    assert rollout["rollout/turns"] == 1
+    assert small.lines(tmp_path / "two", "train")[0]["rollout/turns"] == 1
     assert "environment of the evaluations" in (tmp_path / "two" / "report.md").read_text()
     # The trained model in the recipe of its training: the environment of its evaluations.
     again = [str(tmp_path / "two" / "recipe.yaml"), f"model.path={tmp_path / 'two' / 'model'}"]
@@ -72,12 +66,8 @@ def test_held_out_prompts_come_from_the_file_of_the_evaluations(prompts, tiny_mo
     }
     assert played["evaluation"] | played["final"] == {f"Say {number}." for number in range(11, 18)}
     assert played["train"] <= {f"Say {number}." for number in range(11)}
-
-
-def test_the_same_file_in_both_is_divided(prompts):
-    train, _ = prompts
-    words = ["environment.type=text_task", f"environment.prompts={train}", "environment.reward=exact"]
-    recipe = load_recipe([], [*words, "evaluation.environment.success_reward=0.5"], "rl")
+    # The same file in both is divided.
+    recipe = load_recipe([], [*words[:3], "evaluation.environment.success_reward=0.5"], "rl")
     tasks = task_split(recipe.environment, recipe.evaluation, recipe.seeds)
     assert not set(tasks.training) & {*tasks.validation, *tasks.test}
     assert len({*tasks.training, *tasks.validation, *tasks.test}) == 12
@@ -85,9 +75,8 @@ def test_the_same_file_in_both_is_divided(prompts):
 
 def test_rows_are_evaluated_in_a_separate_environment(tiny_model, tmp_path):
     rows = [{"prompt": f"Say {number}.", "completion": str(number)} for number in range(4)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    words = [f"data.train={tmp_path / 'rows.jsonl'}", f"data.cache={tmp_path / 'cache'}", f"model.path={tiny_model}"]
+    train = write_jsonl(tmp_path / "rows.jsonl", rows)
+    words = [f"data.train={train}", f"data.cache={tmp_path / 'cache'}", f"model.path={tiny_model}"]
     words += [f"evaluation.environment.type={letters.__file__}", f"runs={tmp_path}", "name=rows", "steps=1"]
     assert main(["sft", *words, *SHORT[3:]]) == 0
-    final = [line for line in read_metrics(tmp_path / "rows" / "metrics.jsonl") if line["kind"] == "final"]
-    assert all("return" in line for line in final)
+    assert all("return" in line for line in small.lines(tmp_path / "rows", "final"))

@@ -18,6 +18,7 @@ from posttrain.rollout.store import episodes_file, read_episodes
 from posttrain.runs.metrics import read_metrics
 from posttrain.training.evaluators import EpisodeEvaluator
 from posttrain.training.experts import SETTINGS_COLUMN, expert_episodes, settings_text, settings_warnings
+from tests.training import small
 
 
 def lake(**keys):
@@ -41,11 +42,11 @@ def test_settings_that_differ_are_named(tmp_path, suffix):
     assert settings_warnings(environment_recipe({"type": "bandit"}), sources) == []
 
 
-@pytest.mark.parametrize("cell", [None, 3, "no JSON", "[1]", json.dumps({"type": "frozen_lake", "gone": 1})])
-def test_rows_without_settings_give_no_warning(tmp_path, cell):
+def test_rows_without_settings_give_no_warning(tmp_path):
     file = tmp_path / "rows.jsonl"
-    file.write_text("broken\n" + json.dumps({"messages": [], SETTINGS_COLUMN: cell}) + "\n")
-    assert settings_warnings(lake(), [SourceRecipe(path=str(file)), SourceRecipe(path="some/hub-id")]) == []
+    for cell in (None, 3, "no JSON", "[1]", json.dumps({"type": "frozen_lake", "gone": 1})):
+        file.write_text("broken\n" + json.dumps({"messages": [], SETTINGS_COLUMN: cell}) + "\n")
+        assert settings_warnings(lake(), [SourceRecipe(path=str(file)), SourceRecipe(path="some/hub-id")]) == []
 
 
 HELD_OUT = ["environment.type=frozen_lake", "experts.seeds.count=10", "rows_per_update=3", "steps=3"]
@@ -53,16 +54,22 @@ HELD_OUT += ["rollout.tokens_per_episode=1500", "rollout.tokens_per_turn=4", "ev
 HELD_OUT += ["evaluation.seeds.count=1", "evaluation.final_seeds.count=1"]
 
 
-def test_the_loss_of_traces_that_are_not_trained_on_is_measured(tiny_model, tmp_path):
+@pytest.mark.parametrize("metric", ["loss", "return"])
+def test_the_loss_of_traces_that_are_not_trained_on_is_measured(metric, tiny_model, tmp_path):
+    """It selects the checkpoint, also where all returns are equal."""
     words = [f"model.path={tiny_model}", f"runs={tmp_path}", "name=traces", "experts.held_out=4", *HELD_OUT]
-    assert main(["sft", *words, "optimizer.learning_rate=1e-3", "evaluation.metric=loss"]) == 0
+    assert main(["sft", *words, "optimizer.learning_rate=1e-3", f"evaluation.metric={metric}"]) == 0
     run = tmp_path / "traces"
     trained = read_episodes(episodes_file(run / "episodes", 0, "train")).episodes
     assert [episode.seed for episode in trained] == list(range(200_000, 200_006))
     lines = read_metrics(run / "metrics.jsonl")
     losses = {line["step"]: line["validation/loss"] for line in lines if line["kind"] == "evaluation"}
     assert list(losses) == [0, 2, 3]
-    assert losses[3] < losses[0]
+    assert losses[3] == min(losses.values()) < losses[0]
+    assert [line["best_step"] for line in lines if line["kind"] == "final"] == [3]
+    if metric == "return":
+        assert len({line["return"] for line in lines if line["kind"] == "evaluation"}) == 1
+        return
     start, end = (line for line in lines if "test/rows" in line)
     assert (start["test/rows"], end["test/loss"] < start["test/loss"]) == (4, True)
     # The same number by hand: the mean negative log-likelihood of the answers' tokens.
@@ -91,20 +98,6 @@ def test_held_out_traces_may_select_the_checkpoint(tiny_model, tmp_path, capsys)
     assert "the last 4 for their loss alone" in said
 
 
-BALANCED = ["environment.type=bandit", "experts.expert=random"]
-
-
-def test_equal_returns_export_the_step_with_the_lowest_loss(tiny_model, tmp_path):
-    words = [f"model.path={tiny_model}", f"runs={tmp_path}", "name=traces", "experts.held_out=4", *HELD_OUT]
-    assert main(["sft", *words, "optimizer.learning_rate=1e-3", "evaluation.metric=return"]) == 0
-    lines = read_metrics(tmp_path / "traces" / "metrics.jsonl")
-    curve = {line["step"]: line for line in lines if line["kind"] == "evaluation"}
-    assert len({line["return"] for line in curve.values()}) == 1
-    lowest = min(curve, key=lambda step: curve[step]["validation/loss"])
-    (final,) = [line for line in lines if line["kind"] == "final"]
-    assert (final["best_step"], lowest) == (3, 3)
-
-
 def test_a_share_of_the_optimal_turns_is_random(tiny_model):
     """Of the first actions on 80 lakes."""
 
@@ -123,18 +116,17 @@ def test_a_share_of_the_optimal_turns_is_random(tiny_model):
 
 
 def test_the_random_traces_of_a_seed_take_each_action_once(tiny_model):
-    recipe = load_recipe([], [f"model.path={tiny_model}", *BALANCED, "experts.per_seed=2"], "sft")
+    words = [f"model.path={tiny_model}", "environment.type=bandit", "experts.expert=random"]
+    recipe = load_recipe([], [*words, "experts.per_seed=2"], "sft")
     policy = Policy(recipe.model, 0)
-    renderer = Renderer(policy.tokenizer, policy.end_tokens)
-    episodes = expert_episodes(recipe, range(200_000, 200_020), renderer)
+    renderer, seeds = Renderer(policy.tokenizer, policy.end_tokens), range(200_000, 200_020)
+    episodes = expert_episodes(recipe, seeds, renderer)
     for one, other in zip(episodes[::2], episodes[1::2], strict=True):
         assert one.seed == other.seed
         assert (one.index, other.index) == (0, 1)
         assert {"phoenix", "dragon"} == {re.sub("<.*?>", "", e.turns[0].answer) for e in (one, other)}
     # The first trace of each seed is the one it has alone, and both arms come first in some.
-    single = expert_episodes(
-        load_recipe([], [f"model.path={tiny_model}", *BALANCED], "sft"), range(200_000, 200_020), renderer
-    )
+    single = expert_episodes(load_recipe([], words, "sft"), seeds, renderer)
     firsts = [e.turns[0].answer for e in episodes[::2]]
     assert firsts == [e.turns[0].answer for e in single]
     assert len(set(firsts)) == 2
@@ -146,22 +138,18 @@ def test_the_same_model_is_not_played_twice_on_the_same_seeds(tiny_model, tmp_pa
     """Where everything that the episodes depend on is the same, the next run takes the rates of the run that made its model."""
     words = ["environment.type=bandit", "rollout.tokens_per_turn=4", f"runs={tmp_path}"]
     words += ["evaluation.final_seeds.count=3", "evaluation.seeds.count=1", "evaluation.every=1", "model.threads=1"]
-    assert (
-        main(["sft", *words, f"model.path={tiny_model}", "name=a", "experts.seeds.count=4", "rows_per_update=4"]) == 0
-    )
+    first = [f"model.path={tiny_model}", "name=a", "experts.seeds.count=4", "rows_per_update=4"]
+    assert main(["sft", *words, *first]) == 0
     made = [*words, f"model.path={tmp_path / 'a' / 'model'}", "steps=1", "rollout.groups_per_step=1"]
     made += ["rollout.episodes_per_group=2"]
-
-    def rows(name):
-        lines = read_metrics(tmp_path / name / "metrics.jsonl")
-        return {line["policy"]: line for line in lines if "policy" in line}
-
     capsys.readouterr()
-    steps = []
-    play = EpisodeEvaluator.curve
-    monkeypatch.setattr(
-        EpisodeEvaluator, "curve", lambda self, step, played: steps.append(step) or play(self, step, played)
-    )
+    steps, play = [], EpisodeEvaluator.curve
+
+    def noted(self, step, played):
+        steps.append(step)
+        return play(self, step, played)
+
+    monkeypatch.setattr(EpisodeEvaluator, "curve", noted)
     for name, change, played in (("b", "seed=0", 1), ("c", "seed=1", 2), ("d", "rollout.tokens_per_turn=3", 2)):
         steps.clear()
         assert main(["rl", *made, change, f"name={name}"]) == 0
@@ -169,22 +157,20 @@ def test_the_same_model_is_not_played_twice_on_the_same_seeds(tiny_model, tmp_pa
         assert steps == [0, 1][2 - played :], change
     assert main(["rl", *made, "evaluation.start=false", "name=e"]) == 0
     assert "with the initial model" not in capsys.readouterr().out
+
+    def rows(name):
+        return {line["policy"]: line for line in read_metrics(tmp_path / name / "metrics.jsonl") if "policy" in line}
+
     assert "trained" in rows("e")
     assert "start of this run" not in rows("e")
-    assert {key: rows("b")["start of this run"][key] for key in ("success", "return", "n")} == {
-        key: rows("a")["trained"][key] for key in ("success", "return", "n")
-    }
+    start, trained = rows("b")["start of this run"], rows("a")["trained"]
+    assert all(start[key] == trained[key] for key in ("success", "return", "n"))
 
     def of_curve(name, step):
-        lines = read_metrics(tmp_path / name / "metrics.jsonl")
-        line = next(x for x in lines if x["kind"] == "evaluation" and x["step"] == step)
-        return {key: value for key, value in line.items() if key not in ("step", "time/run")}
-
-    def sampled(name, step):
+        (line,) = [one for one in small.lines(tmp_path / name, "evaluation") if one["step"] == step]
         stored = read_episodes(episodes_file(tmp_path / name / "episodes", step, "evaluation")).episodes
-        return [(e.seed, turn.answer, turn.reward) for e in stored for turn in e.turns]
+        values = {key: value for key, value in line.items() if key not in ("step", "time/run")}
+        return values, [(e.seed, turn.answer, turn.reward) for e in stored for turn in e.turns]
 
     # The model of `a` is that of its only step.
-    step = rows("a")["trained"]["best_step"]
-    assert of_curve("b", 0) == of_curve("a", step)
-    assert sampled("b", 0) == sampled("a", step)
+    assert of_curve("b", 0) == of_curve("a", trained["best_step"])

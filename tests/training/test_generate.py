@@ -3,13 +3,21 @@
 import json
 import random
 import signal
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from posttrain.cli.main import main
 from posttrain.data.rendering import Renderer
+from posttrain.episode import Episode, Outcome, StopReason, Turn
 from posttrain.evaluation.predictions import read_predictions
+from posttrain.recipe.stages import GenerateRecipe
+from posttrain.training.generate import PromptRow, prediction
 from tests.training import small
+from tests.training.preferences import write_jsonl
 
 TEXTS = ["Reach the goal and keep off the holes.", "You walk on a frozen lake.", "Left or Right?", "reward", "0 1 2 3"]
 
@@ -18,11 +26,6 @@ TEXTS = ["Reach the goal and keep off the holes.", "You walk on a frozen lake.",
 def _here(monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "250")
     monkeypatch.chdir(tmp_path)
-
-
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def some_rows(count):
@@ -36,26 +39,15 @@ def lines_of(path):
 
 def values(tiny, folder, rows, **changes):
     folder.mkdir(exist_ok=True)
-    given = {
-        "stage": "generate",
-        "name": "small",
-        "runs": str(folder),
-        "model": {"path": str(tiny), "threads": 1},
-        "data": {"test": [{"path": write_rows(folder / "rows.jsonl", some_rows(rows))}]},
-        "engine": {"type": "local", "slots": 5},
-        "rollout": {"tokens_per_turn": 24, "tokens_per_episode": 700},
-        "sampling": {"temperature": 1.0},
-        "samples": 2,
-        "window": 7,
-    }
+    given = {"stage": "generate", "name": "small", "runs": str(folder), "samples": 2, "window": 7}
+    given |= {"model": {"path": str(tiny), "threads": 1}, "engine": {"type": "local", "slots": 5}}
+    given |= {"data": {"test": [{"path": write_jsonl(folder / "rows.jsonl", some_rows(rows))}]}}
+    given |= {"rollout": {"tokens_per_turn": 24, "tokens_per_episode": 700}, "sampling": {"temperature": 1.0}}
     return given | changes
 
 
 def test_greedy_answers_are_those_of_transformers(tiny_policy, tiny_model, tmp_path, capsys):
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    data = write_rows(tmp_path / "rows.jsonl", some_rows(9))
+    data = write_jsonl(tmp_path / "rows.jsonl", some_rows(9))
     words = [f"model.path={tiny_model}", f"data.test={data}", "rollout.tokens_per_turn=20", "engine.slots=4"]
     assert main(["generate", *words, "out=p.jsonl"]) == 0
     found = lines_of(tmp_path / "p.jsonl")
@@ -67,13 +59,9 @@ def test_greedy_answers_are_those_of_transformers(tiny_policy, tiny_model, tmp_p
         assert row["reference"] == given["completion"]
         ids = torch.tensor([renderer.prompt(row["prompt"])])
         with torch.no_grad():
-            made = model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=20,
-                eos_token_id=sorted(tiny_policy.end_tokens),
-            )[0, ids.shape[1] :].tolist()
+            ends = {"eos_token_id": sorted(tiny_policy.end_tokens), "max_new_tokens": 20}
+            made = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **ends)
+            made = made[0, ids.shape[1] :].tolist()
         assert row["tokens"] == len(made)
         assert row["prediction"] == renderer.answer_text(made)
         assert row["stop_reason"] == ("end_token" if made[-1] in tiny_policy.end_tokens else "turn_budget")
@@ -84,68 +72,48 @@ def test_greedy_answers_are_those_of_transformers(tiny_policy, tiny_model, tmp_p
     assert f"{cut} of 9 truncated at rollout.tokens_per_turn = 20" in said
 
 
-def test_metrics_read_the_predictions_that_generate_writes(tiny_model, tmp_path):
-    data = write_rows(tmp_path / "rows.jsonl", [{**row, "level": n} for n, row in enumerate(some_rows(4))])
-    words = [f"model.path={tiny_model}", f"data.test={data}", "rollout.tokens_per_turn=8", "samples=3"]
-    assert main(["generate", *words, "sampling.temperature=1", "keep_columns=[level]", "name=a"]) == 0
-    path = tmp_path / "runs/a/predictions.jsonl"
-    read = read_predictions(str(path))
-    assert (len(read.rows), read.items, read.problems.total) == (12, 4, 0)
-    assert [row.reference for row in read.rows[::3]] == [f"answer {n}" for n in range(4)]
-    found = lines_of(path)
-    assert [(row["id"], row["sample"], row["level"]) for row in found] == [
-        (n, s, n) for n in range(4) for s in range(3)
-    ]
-    assert len({row["seed"] for row in found}) == 12
-
-
-def test_answers_do_not_depend_on_slots_or_window(tiny_model, tmp_path):
-    data, alone = write_rows(tmp_path / "rows.jsonl", some_rows(10)), None
-    words = [f"model.path={tiny_model}", f"data.test={data}", "rollout.tokens_per_turn=24"]
+def test_answers_do_not_depend_on_slots_or_window_and_metrics_read_them(tiny_model, tmp_path):
+    rows = [{**row, "level": n} for n, row in enumerate(some_rows(10))]
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    words = [f"model.path={tiny_model}", f"data.test={data}", "keep_columns=[level]"]
+    paths = [tmp_path / f"runs/slots-{slots}/predictions.jsonl" for slots in (1, 3, 64)]
     for slots, window in ((1, 100), (3, 100), (64, 4)):
-        engine = [f"engine.slots={slots}", f"window={window}", f"name=slots-{slots}"]
+        engine = [f"engine.slots={slots}", f"window={window}", f"name=slots-{slots}", "rollout.tokens_per_turn=24"]
         assert main(["generate", *words, *engine, "samples=2", "sampling.temperature=1"]) == 0
-        found = (tmp_path / f"runs/slots-{slots}/predictions.jsonl").read_text()
-        alone = alone or found
-        assert found == alone
-    assert len(alone.splitlines()) == 20
+    assert len({path.read_text() for path in paths}) == 1
+    read = read_predictions(str(paths[0]))
+    assert (len(read.rows), read.items, read.problems.total) == (20, 10, 0)
+    assert [row.reference for row in read.rows[::2]] == [f"answer {n}" for n in range(10)]
+    found = lines_of(paths[0])
+    assert [(row["id"], row["sample"], row["level"]) for row in found] == [(n, s, n) for n in range(10) for s in (0, 1)]
+    assert len({row["seed"] for row in found}) == 20
 
 
 @pytest.fixture(scope="module")
 def whole(tiny_model, tmp_path_factory):
     """The predictions of a run without interruption."""
-    folder = tmp_path_factory.mktemp("whole")
-    assert small.run(values(tiny_model, folder, 16)) == 0, (folder / "log.txt").read_text()
-    return (folder / "small/predictions.jsonl").read_text()
+    run = small.finished(values(tiny_model, tmp_path_factory.mktemp("whole"), 16))
+    return (run / "predictions.jsonl").read_text()
 
 
+APPEND, SYNC = "posttrain.runs.completions:CompletionLog.append", "os:fsync"
 DEATHS = {
-    "first answer": [("posttrain.runs.completions:CompletionLog.append", 1)],
-    "in a window": [("posttrain.runs.completions:CompletionLog.append", 11)],
-    "twice": [
-        ("posttrain.runs.completions:CompletionLog.append", 3),
-        ("posttrain.runs.completions:CompletionLog.append", 20),
-    ],
+    "first answer": [(APPEND, 1)],
+    "in a window": [(APPEND, 11)],
+    "twice": [(APPEND, 3), (APPEND, 20)],
     "at the end": [("posttrain.runs.completions:write_lines", 1)],
-    "while publishing": [("os:fsync", 6)],
-    "once published": [("os:replace", 3), ("os:fsync", 4)],
+    "while publishing": [(SYNC, 6)],
+    "once published": [("os:replace", 3), (SYNC, 4)],
     "before the summary": [("posttrain.training.generate:_summary", 1)],
 }
 
 
-QUICK = ("in a window", "once published")
-"""Deaths that are not slow tests."""
-
-
-@pytest.mark.parametrize(
-    "deaths",
-    [pytest.param(deaths, id=name, marks=[] if name in QUICK else pytest.mark.slow) for name, deaths in DEATHS.items()],
-)
-def test_killed_anywhere_it_resumes_to_the_same_file(deaths, tiny_model, tmp_path, whole):
+@pytest.mark.parametrize("name", small.cases(DEATHS, ("in a window", "once published")))
+def test_killed_anywhere_it_resumes_to_the_same_file(name, tiny_model, tmp_path, whole):
     recipe = values(tiny_model, tmp_path / "runs", 16)
     run, torn = tmp_path / "runs/small", False
-    for death in deaths:
-        assert small.run(recipe, resume=run.exists(), die_at=death) == -signal.SIGKILL
+    for death in DEATHS[name]:
+        assert small.killed(recipe, death) == [-signal.SIGKILL]
         journal = run / "checkpoints/completions.jsonl"
         if journal.exists() and journal.stat().st_size:
             with open(journal, "a") as file:
@@ -154,8 +122,7 @@ def test_killed_anywhere_it_resumes_to_the_same_file(deaths, tiny_model, tmp_pat
     assert journal.exists()
     kept = {(row["id"], row["sample"]) for row in map(json.loads, journal.read_text().splitlines()[1:-1])}
     assert torn == bool(kept)
-    assert small.run(recipe, resume=True) == 0, (tmp_path / "runs/log.txt").read_text()
-    assert (run / "predictions.jsonl").read_text() == whole
+    assert (small.finished(recipe) / "predictions.jsonl").read_text() == whole
     keys = [(row["id"], row["sample"]) for row in lines_of(journal)[1:]]
     assert len(keys) == len(set(keys)) == 32
     assert kept <= set(keys)
@@ -163,17 +130,17 @@ def test_killed_anywhere_it_resumes_to_the_same_file(deaths, tiny_model, tmp_pat
 
 
 def test_another_recipe_or_other_data_are_refused(tiny_model, tmp_path, capsys):
-    data = write_rows(tmp_path / "rows.jsonl", some_rows(4))
+    data = write_jsonl(tmp_path / "rows.jsonl", some_rows(4))
     words = [f"model.path={tiny_model}", f"data.test={data}", "rollout.tokens_per_turn=6", "name=a"]
     assert main(["generate", *words]) == 0
     assert main(["generate", *words]) == 2, "a used name"
     assert "the run runs/a exists" in capsys.readouterr().err
     before = (tmp_path / "runs/a/predictions.jsonl").read_bytes()
-    assert main(["generate", "--resume", "runs/a", *words]) == 0, "the same command"
+    assert main(["generate", "--resume", "runs/a"]) == 0
     assert "0 of them in 0:00, 0 tokens/s; 4 from earlier runs" in capsys.readouterr().out
-    assert main(["generate", "--resume", "runs/a", *words, "seed=4", "samples=2", "sampling.temperature=1"]) == 2
-    assert "--resume runs/a uses the recipe of that run, which has other values of seed" in capsys.readouterr().err
-    write_rows(tmp_path / "rows.jsonl", [{"prompt": "other"}, *some_rows(4)[1:]])
+    assert main(["generate", "--resume", "runs/a", "seed=4"]) == 2
+    assert "a resumed run keeps its recipe" in capsys.readouterr().err
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "other"}, *some_rows(4)[1:]])
     # Rows are read once a process, so another one has to see the change.
     recipe = {"stage": "generate", "name": "a", "runs": str(tmp_path / "runs"), "model": {"path": str(tiny_model)}}
     more = {"data": {"test": [{"path": data}]}, "rollout": {"tokens_per_turn": 6}}
@@ -184,7 +151,7 @@ def test_another_recipe_or_other_data_are_refused(tiny_model, tmp_path, capsys):
 
 def test_rows_without_room_are_named_counted_and_listed(tiny_model, tmp_path, capsys):
     long = {"prompt": "phoenix " * 200, "completion": "x"}
-    data = write_rows(tmp_path / "rows.jsonl", [*some_rows(2), long, {"prompt": ""}])
+    data = write_jsonl(tmp_path / "rows.jsonl", [*some_rows(2), long, {"prompt": ""}])
     words = [f"model.path={tiny_model}", f"data.test={data}", "rollout.tokens_per_turn=6", "name=a", "out=p.jsonl"]
     assert main(["generate", *words, "rollout.tokens_per_episode=120"]) == 0
     said = capsys.readouterr().out
@@ -195,7 +162,7 @@ def test_rows_without_room_are_named_counted_and_listed(tiny_model, tmp_path, ca
     assert (missing["id"], missing["origin"]) == (2, "rows.jsonl row 3")
     assert "leaves no room" in missing["error"]
     assert main(["generate", *words[:-2], "name=b", "rollout.tokens_per_episode=120", "data.strict=true"]) == 2
-    write_rows(tmp_path / "long.jsonl", [long])
+    write_jsonl(tmp_path / "long.jsonl", [long])
     assert main(["generate", words[0], "data.test=long.jsonl", "name=c", "rollout.tokens_per_turn=2040"]) == 2
     assert "no prompt leaves room for rollout.tokens_per_turn = 2040" in capsys.readouterr().err
 
@@ -219,8 +186,8 @@ def test_rows_without_room_are_named_counted_and_listed(tiny_model, tmp_path, ca
     ],
 )
 def test_an_input_error_is_one_sentence_and_leaves_the_name_free(words, said, tiny_model, tmp_path, capsys):
-    write_rows(tmp_path / "rows.jsonl", [{"prompt": "same"}, {"prompt": "same"}])
-    write_rows(tmp_path / "keys.jsonl", [{"prompt": "one", "key": 1}, {"prompt": "other", "key": "1"}])
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "same"}, {"prompt": "same"}])
+    write_jsonl(tmp_path / "keys.jsonl", [{"prompt": "one", "key": 1}, {"prompt": "other", "key": "1"}])
     (tmp_path / "there.jsonl").write_text("mine")
     given = ["generate", f"model.path={tiny_model}", "data.test=rows.jsonl", "name=a", "rollout.tokens_per_turn=2"]
     assert main([*given, *words]) == 2
@@ -232,7 +199,7 @@ def test_an_input_error_is_one_sentence_and_leaves_the_name_free(words, said, ti
 
 
 def test_a_pipeline_generates_once_and_again_when_the_rows_change(tiny_model, tmp_path, capsys):
-    rows = write_rows(tmp_path / "rows.jsonl", some_rows(3))
+    rows = write_jsonl(tmp_path / "rows.jsonl", some_rows(3))
     (tmp_path / "p.yaml").write_text(
         f"stage: pipeline\nname: p\ncommon: {{model: {{path: {tiny_model}}}}}\nstages:\n"
         f"  - {{name: answers, stage: generate, data: {{test: {rows}}}, rollout: {{tokens_per_turn: 4}}, out: p.jsonl}}\n"
@@ -247,14 +214,6 @@ def test_a_pipeline_generates_once_and_again_when_the_rows_change(tiny_model, tm
 
 
 def test_thinking_is_removed_by_its_tokens(tiny_policy):
-    from types import SimpleNamespace
-
-    import numpy as np
-
-    from posttrain.episode import Episode, Outcome, StopReason, Stream, Turn
-    from posttrain.recipe.stages import GenerateRecipe
-    from posttrain.training.generate import PromptRow, prediction
-
     renderer = Renderer(tiny_policy.tokenizer, tiny_policy.end_tokens)
     question = PromptRow(0, 0, [{"role": "user", "content": "Left?"}], None, {}, "rows.jsonl row 1")
 
@@ -265,7 +224,6 @@ def test_thinking_is_removed_by_its_tokens(tiny_policy):
         reason = StopReason.END_TOKEN if ended else StopReason.TURN_BUDGET
         turn = Turn(0, len(before), len(everything), 0.0, reason, renderer.answer_text(ids))
         stream = SimpleNamespace(ids=everything)
-        assert isinstance(stream, Stream | SimpleNamespace)
         episode = Episode(0, 0, 0, 0, [stream], [turn], Outcome.TERMINATED)
         recipe = GenerateRecipe.model_validate({"data": {"test": "x"}, "thinking": thinking})
         return prediction(recipe, question, 0, episode, renderer), len(ids)
@@ -288,7 +246,7 @@ def test_thinking_is_removed_by_its_tokens(tiny_policy):
 @pytest.mark.slow
 def test_the_packaged_model_answers(tmp_path, capsys):
     rows = [{"prompt": "What is the capital of France?", "completion": "Paris"}, {"prompt": "Say hello."}] * 3
-    data = write_rows(tmp_path / "rows.jsonl", rows)
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
     words = [f"data.test={data}", "rollout.tokens_per_turn=24", "samples=2", "sampling.temperature=0.3", "out=p.jsonl"]
     assert main(["generate", *words]) == 0
     found = lines_of(tmp_path / "p.jsonl")
@@ -300,12 +258,9 @@ def test_the_packaged_model_answers(tmp_path, capsys):
 def test_the_packaged_model_killed_and_resumed_gives_the_same_bytes(tmp_path):
     more = {"model": {"path": "packaged:smollm2-135m", "threads": 1}, "window": 6}
     more["rollout"] = {"tokens_per_turn": 24, "tokens_per_episode": 700}
-    assert small.run(values("", tmp_path / "whole", 8, **more)) == 0
+    whole = small.finished(values("", tmp_path / "whole", 8, **more))
     recipe = values("", tmp_path / "killed", 8, **more)
-    for resume, place in ((False, 3), (True, 6)):
-        death = ("posttrain.runs.completions:CompletionLog.append", place)
-        assert small.run(recipe, resume=resume, die_at=death) == -signal.SIGKILL
-    assert small.run(recipe, resume=True) == 0
-    found, whole = (tmp_path / f"{name}/small/predictions.jsonl" for name in ("killed", "whole"))
-    assert found.read_bytes() == whole.read_bytes()
+    assert small.killed(recipe, (APPEND, 3), (APPEND, 6)) == [-signal.SIGKILL] * 2
+    found, expected = ((run / "predictions.jsonl").read_bytes() for run in (small.finished(recipe), whole))
+    assert found == expected
     assert "repeated answers differ" not in (tmp_path / "killed/log.txt").read_text()

@@ -1,5 +1,6 @@
 """`posttrain generate` with a model behind a server: failures are retried and listed, and no answer is lost."""
 
+import contextlib
 import json
 import os
 import re
@@ -14,7 +15,8 @@ import pytest
 from posttrain.cli.main import main
 from posttrain.runs.intervals import success_rate
 from tests.rollout.chat_server import Reply, serving
-from tests.training.test_generate import lines_of, write_rows
+from tests.training.preferences import write_jsonl
+from tests.training.test_generate import lines_of
 
 ROWS = 12
 COMMAND = [sys.executable, "-c", "import sys; from posttrain.cli.main import main; sys.exit(main(sys.argv[1:]))"]
@@ -24,7 +26,7 @@ COMMAND = [sys.executable, "-c", "import sys; from posttrain.cli.main import mai
 def _here(monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "250")
     monkeypatch.chdir(tmp_path)
-    write_rows(tmp_path / "rows.jsonl", [{"prompt": f"question {n}", "label": n * n} for n in range(ROWS)])
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"question {n}", "label": n * n} for n in range(ROWS)])
 
 
 def words(url, *more):
@@ -68,16 +70,11 @@ def test_failed_rows_are_retried_then_listed_and_resumed_alone(tmp_path, capsys)
     def faulty(request):
         n = number(request)
         tries[n] = tries.get(n, 0) + 1
-        if n == 1 and tries[n] == 1:
-            return Reply(status=429, body='{"error": "slow down"}')
-        if n == 2 and tries[n] == 1:
-            return Reply(status=500, body='{"error": "oh"}')
+        statuses = {(1, 1): 429, (2, 1): 500, (4, tries[n]): 400, (5, tries[n]): 503}
         if n == 3:
             return Reply(body="<html>no JSON")
-        if n == 4:
-            return Reply(status=400, body='{"error": "the prompt is too long"}')
-        if n == 5:
-            return Reply(status=503, body="{}")
+        if (n, tries[n]) in statuses:
+            return Reply(status=statuses[n, tries[n]], body='{"error": "no"}')
         return square(request)
 
     with serving(faulty) as server:
@@ -107,7 +104,7 @@ def test_failed_rows_are_retried_then_listed_and_resumed_alone(tmp_path, capsys)
 
 
 def test_a_server_that_is_down_ends_the_run_and_earlier_answers_are_kept(tmp_path, capsys):
-    write_rows(tmp_path / "rows.jsonl", [{"prompt": f"question {n}"} for n in range(60)])
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"question {n}"} for n in range(60)])
 
     def dies(request):
         return square(request) if number(request) < 5 else Reply(status=500, body="{}")
@@ -120,40 +117,48 @@ def test_a_server_that_is_down_ends_the_run_and_earlier_answers_are_kept(tmp_pat
     assert "16 consecutive requests failed" in told
     assert "5 of 60 answers are saved" in told
     assert [row["id"] for row in lines_of(tmp_path / "p.jsonl")] == list(range(5))
+    # A run that wrote nothing leaves its name free.
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"question {n}"} for n in range(ROWS)])
+    with serving(lambda request: Reply(status=500, body="{}")) as server:
+        other = words(server.url, "engine.retries=0", "name=other", "out=other.jsonl")
+        assert main(other) == 1
+        assert not (tmp_path / "other.jsonl").exists()
+        assert len(lines_of(tmp_path / "other.jsonl.failed.jsonl")) == ROWS
+        server.model = square
+        assert main([*other, "seed=3"]) == 0
+        assert len(lines_of(tmp_path / "other.jsonl")) == ROWS
+        assert not (tmp_path / "other.jsonl.failed.jsonl").exists()
     with serving(square) as server:
         # The server came back elsewhere: that is another recipe, and refused.
         assert main([*words(server.url, *more), "--resume", "runs/remote"]) == 2
         assert re.search(r"runs/remote .*\bengine\b", capsys.readouterr().err)
 
 
-def test_a_run_that_wrote_nothing_leaves_the_name_free(tmp_path, capsys):
-    with serving(lambda request: Reply(status=500, body="{}")) as server:
-        assert main(words(server.url, "engine.retries=0")) == 1
-        assert not (tmp_path / "p.jsonl").exists()
-        assert len(lines_of(tmp_path / "p.jsonl.failed.jsonl")) == ROWS
-        server.model = square
-        assert main(words(server.url, "seed=3")) == 0
-    assert len(lines_of(tmp_path / "p.jsonl")) == ROWS
-    assert not (tmp_path / "p.jsonl.failed.jsonl").exists()
+@contextlib.contextmanager
+def waiting(folder, url, **streams):
+    """A process of `generate` that has seven answers and waits for others."""
+    command = [*COMMAND, *words(url, "engine.max_concurrent=3")]
+    with subprocess.Popen(command, text=True, **streams) as process:
+        journal = folder / "runs/remote/checkpoints/completions.jsonl"
+        deadline = time.monotonic() + 120
+        while not journal.exists() or journal.read_bytes().count(b"\n") < 8:
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.02)
+        yield process, journal
+
+
+def slow(request):
+    reply = square(request)
+    reply.delay = 0.02 if number(request) < 7 else 30.0
+    return reply
 
 
 def test_killed_while_waiting_it_loses_and_repeats_nothing(tmp_path):
     with serving(square) as server:
         assert main(words(server.url, "out=whole.jsonl", "name=whole")) == 0
-
-        def slow(request):
-            reply = square(request)
-            reply.delay = 0.02 if number(request) < 7 else 30.0
-            return reply
-
         server.model = slow
-        with subprocess.Popen([*COMMAND, *words(server.url, "engine.max_concurrent=3")]) as process:
-            journal = tmp_path / "runs/remote/checkpoints/completions.jsonl"
-            deadline = time.monotonic() + 120
-            while not journal.exists() or journal.read_bytes().count(b"\n") < 8:
-                assert time.monotonic() < deadline
-                assert process.poll() is None
-                time.sleep(0.02)
+        with waiting(tmp_path, server.url) as (process, journal):
             process.send_signal(signal.SIGKILL)
         assert process.returncode == -signal.SIGKILL
         assert not (tmp_path / "p.jsonl").exists()
@@ -166,22 +171,10 @@ def test_killed_while_waiting_it_loses_and_repeats_nothing(tmp_path):
 
 
 def test_an_interruption_reports_what_is_kept_and_how_to_resume(tmp_path):
-    def slow(request):
-        reply = square(request)
-        reply.delay = 0.02 if number(request) < 7 else 30.0
-        return reply
-
-    with serving(slow) as server:
-        command = [*COMMAND, *words(server.url, "engine.max_concurrent=3")]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            journal = tmp_path / "runs/remote/checkpoints/completions.jsonl"
-            deadline = time.monotonic() + 120
-            while not journal.exists() or journal.read_bytes().count(b"\n") < 8:
-                assert time.monotonic() < deadline
-                assert process.poll() is None
-                time.sleep(0.02)
-            process.send_signal(signal.SIGTERM)
-            said, told = process.communicate(timeout=120)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with serving(slow) as server, waiting(tmp_path, server.url, **streams) as (process, _):
+        process.send_signal(signal.SIGTERM)
+        said, told = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "7 of 12 answers are saved; continue with `posttrain generate --resume runs/remote`" in said
     assert told.splitlines() == ["posttrain: interrupted"]
@@ -197,22 +190,18 @@ def test_thinking_of_a_server_is_kept_or_removed(thinking, tmp_path, capsys):
         Reply("<think>cut too", "length"),
         Reply("opened by the prompt</think>then"),
     ]
-    write_rows(tmp_path / "rows.jsonl", [{"prompt": f"question {n}"} for n in range(len(replies))])
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"question {n}"} for n in range(len(replies))])
     with serving(lambda request: replies[number(request)]) as server:
         assert main(words(server.url, f"thinking={thinking}")) == 0
     found = lines_of(tmp_path / "p.jsonl")
+    said = [row["prediction"] for row in found]
     if thinking == "keep":
-        assert [row["prediction"] for row in found] == [
-            "plain",
-            "<think>a b</think>\n\ntagged",
-            "<think>c d</think>apart",
-            "<think>cut",
-            "<think>cut too",
-            "opened by the prompt</think>then",
-        ]
+        assert said[:2] == ["plain", "<think>a b</think>\n\ntagged"]
+        assert said[2:5] == ["<think>c d</think>apart", "<think>cut", "<think>cut too"]
+        assert said[5:] == ["opened by the prompt</think>then"]
         assert "thinking_characters" not in found[0]
         return
-    assert [row["prediction"] for row in found] == ["plain", "tagged", "apart", "", "", "then"]
+    assert said == ["plain", "tagged", "apart", "", "", "then"]
     assert [row["thinking_characters"] for row in found] == [0, len("<think>a b</think>\n\n"), 3, 3, 14, 28]
     assert "thinking removed from 5 answers; 2 had nothing else" in capsys.readouterr().out
 

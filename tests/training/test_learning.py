@@ -40,28 +40,14 @@ def made():
 def success_after(task, loss, made, folder, seed=0):
     """Success on 256 held-out tasks after training with `loss`."""
     environment, credit, steps, learning_rate, kl, _ = TASKS[task]
-    result = posttrain.rl(
-        name="learned",
-        seed=seed,
-        runs=str(folder),
-        environment=environment,
-        model={"path": made, "threads": 1},
-        steps=steps,
-        rollout={"groups_per_step": 16, "episodes_per_group": 8, "tokens_per_turn": 10},
-        credit={"type": credit},
-        loss={"type": loss},
-        kl={"coefficient": kl, "estimator": "k2"},
-        learner={"updates_per_step": 2},
-        optimizer={"learning_rate": learning_rate, "warmup_updates": 10},
-        evaluation={
-            "every": 0,
-            "sampling": {"temperature": 1.0},
-            "seeds": {"start": 1_000_000, "count": 1},
-            "final_seeds": {"start": 2_000_000, "count": 256},
-        },
-        checkpoint={"every": 1000},
-        export="last",
-    )
+    held_out = {"seeds": {"start": 1_000_000, "count": 1}, "final_seeds": {"start": 2_000_000, "count": 256}}
+    recipe = {"name": "learned", "seed": seed, "runs": str(folder), "model": {"path": made, "threads": 1}}
+    recipe |= {"environment": environment, "credit": {"type": credit}, "loss": {"type": loss}, "steps": steps}
+    recipe["rollout"] = {"groups_per_step": 16, "episodes_per_group": 8, "tokens_per_turn": 10}
+    recipe |= {"kl": {"coefficient": kl, "estimator": "k2"}, "learner": {"updates_per_step": 2}, "export": "last"}
+    recipe["optimizer"] = {"learning_rate": learning_rate, "warmup_updates": 10}
+    recipe["evaluation"] = {"every": 0, "sampling": {"temperature": 1.0}, **held_out}
+    result = posttrain.rl(recipe, checkpoint={"every": 1000})
     return next(row["success"] for row in result.evaluation if row["policy"] == "trained")
 
 

@@ -1,20 +1,15 @@
 """A reference model that follows the policy: the moving average, the schedule, what is compared with it, and resuming."""
 
-import io
 import math
 
 import numpy as np
 import pytest
 import torch
-from pydantic import TypeAdapter, ValidationError
-from rich.console import Console
 
 from posttrain.errors import InputError
 from posttrain.models.policy import Policy
 from posttrain.recipe.loss import KlRecipe, ReferenceRecipe
 from posttrain.recipe.model import LearnerRecipe, LoraRecipe, ModelRecipe, OptimizerRecipe
-from posttrain.recipe.stages import Recipe
-from posttrain.stages import run_stage
 from posttrain.training.learner import Learner
 from posttrain.training.objectives import PairObjective, logprobs, token_forward
 from posttrain.training.optimizer import Optimizer
@@ -31,9 +26,7 @@ def test_the_moving_average_in_closed_form():
         move_towards([average], [weights], 0.25)
         # Multiples of powers of two, hence exact: p + (1 - a)^n (r_0 - p).
         assert torch.equal(average, weights + 0.75**step * (torch.tensor([[8.0, -4.0]]) - weights))
-
-
-def test_a_hard_update_is_a_copy_bit_for_bit():
+    # A hard update is a copy bit for bit.
     average, weights = torch.randn(50), torch.randn(50) * 1e-20
     move_towards([average], [weights], 1.0)
     assert torch.equal(average, weights)
@@ -114,32 +107,23 @@ def test_its_state_restores_it(tiny_model):
     assert equal(dict(again.reference_parameters()), dict(policy.reference_parameters()))
 
 
-def run(values):
-    console = Console(file=io.StringIO(), width=200)
-    return run_stage(TypeAdapter(Recipe).validate_python(values), console=console).path
-
-
-def preference_values(tiny, folder, loss, **changes):
-    values = recipe_values("dpo", tiny, folder, loss={"type": loss}, epochs=1, evaluation={"every": 100}, **changes)
-    if loss == "kto":
-        values["data"]["train"] = write_jsonl(folder / "judged.jsonl", unpaired_rows(13))
-        values["data"]["validation"] = write_jsonl(folder / "judged_too.jsonl", unpaired_rows(4))
-    return values
-
-
 @pytest.mark.parametrize(("loss", "start"), [("dpo", math.log(2)), pytest.param("kto", 0.5, marks=pytest.mark.slow)])
 def test_training_rows_are_compared_with_the_present_reference_and_held_out_rows_with_the_start(
     loss, start, tiny_model, tmp_path
 ):
-    reference = {"update_every": 1}
-    lines = small.metrics(run(preference_values(tiny_model, tmp_path, loss, reference=reference)))
-    trained = [line for line in lines if line["kind"] == "train"]
+    changes = {"loss": {"type": loss}, "reference": {"update_every": 1}}
+    values = recipe_values("dpo", tiny_model, tmp_path, epochs=1, evaluation={"every": 100}, **changes)
+    if loss == "kto":
+        values["data"]["train"] = write_jsonl(tmp_path / "judged.jsonl", unpaired_rows(13))
+        values["data"]["validation"] = write_jsonl(tmp_path / "judged_too.jsonl", unpaired_rows(4))
+    run, _ = small.train(values)
+    trained = small.lines(run, "train")
     assert len(trained) > 2
     for number, line in enumerate(trained):
         # The policy is its own reference before each update.
         assert line["loss/total"] == pytest.approx(start, abs=2e-6)
         assert line["reference/updates"] == number + 1
-    held_out = [line["validation/loss"] for line in lines if line["kind"] == "evaluation"]
+    held_out = [line["validation/loss"] for line in small.lines(run, "evaluation")]
     assert held_out[0] == pytest.approx(start, abs=2e-6)
     assert abs(held_out[-1] - start) > 1e-3
 
@@ -147,7 +131,7 @@ def test_training_rows_are_compared_with_the_present_reference_and_held_out_rows
 def test_the_kl_penalty_is_measured_against_the_present_reference(tiny_model, tmp_path):
     values = small.recipe_values(tiny_model, tmp_path, kl={"coefficient": 0.1, "reference": {"update_every": 2}})
     values |= small.two_steps(values) | {"steps": 3, "learner": {"tokens_per_batch": 1500}}
-    lines = [line for line in small.metrics(run(values)) if line["kind"] == "train"]
+    lines = small.lines(small.train(values)[0], "train")
     assert [line["reference/updates"] for line in lines] == [0, 1, 1]
     # One update a step: the start, one update away from it, and a copy of the present policy.
     first, second, third = [line["policy/kl"] for line in lines]
@@ -155,7 +139,7 @@ def test_the_kl_penalty_is_measured_against_the_present_reference(tiny_model, tm
     assert second > 1e-5
 
 
-def test_a_learner_in_a_custom_loop_updates_it_too(tiny_model):
+def test_a_learner_in_a_custom_loop_updates_it_too_unless_it_is_sharded_or_adapted(tiny_model):
     policy = Policy(ModelRecipe(path=str(tiny_model)))
     learner = Learner(policy, kl=KlRecipe(coefficient=0.1, reference=ReferenceRecipe(update_every=3)))
     assert learner._learner.moving is not None
@@ -163,50 +147,6 @@ def test_a_learner_in_a_custom_loop_updates_it_too(tiny_model):
     adapted = Policy(ModelRecipe(path=str(tiny_model), lora=LoraRecipe(rank=2)))
     with pytest.raises(InputError, match="adapters off"):
         Learner(adapted, kl=KlRecipe(coefficient=0.1, reference=ReferenceRecipe(update_every=3)))
-
-
-def test_a_sharded_policy_is_refused(tiny_model):
-    policy = Policy(ModelRecipe(path=str(tiny_model)))
     policy.sharded = object()
     with pytest.raises(InputError, match="not supported for sharded models"):
         MovingReference(ReferenceRecipe(update_every=1), policy, None)
-
-
-MOVING = {"coefficient": 1, "reference": {"update_every": 4}}
-UNITS = {"reward": {"path": "r"}, "unit_credit": {"type": "loo", "segmenter": {"type": "entropy"}}}
-TEACHER = {"policy": "initial", "context": "hint", "tokens_per_batch": 1000}
-
-
-@pytest.mark.parametrize(
-    ("stage", "changes", "message"),
-    [
-        ("dpo", {"reference": {"mix": 0.5}}, "`mix` has no effect"),
-        ("dpo", {"loss": {"type": "simpo"}, "reference": {"update_every": 4}}, "has no reference model"),
-        ("dpo", {"loss": {"type": "bco"}, "reference": {"update_every": 4}}, "`loss.type: bco`"),
-        ("dpo", {"model": {"path": "m", "lora": {}}, "reference": {"update_every": 4}}, "adapters off"),
-        ("rl", {"model": {"path": "m", "lora": {}}, "kl": MOVING}, "`kl.reference.update_every`.* with `model.lora`"),
-        ("rl", {"kl": MOVING, **UNITS}, "stays the initial model"),
-        ("rl", {"kl": MOVING, "teacher": TEACHER}, "`teacher.policy: initial` needs a reference model"),
-    ],
-)
-def test_combinations_without_meaning_are_refused(stage, changes, message, tmp_path):
-    values = recipe_values("dpo", tmp_path, tmp_path) if stage == "dpo" else small.recipe_values(tmp_path, tmp_path)
-    with pytest.raises(ValidationError, match=message):
-        TypeAdapter(Recipe).validate_python(values | changes)
-
-
-@pytest.mark.slow
-def test_a_killed_rl_run_resumes_to_the_same_bits(tiny_model, tmp_path):
-    kl = {"coefficient": 0.1, "reference": {"update_every": 3, "mix": 0.5}}
-    runs = []
-    for name, death in (("whole", None), ("killed", ("posttrain.training.updater:Optimizer.step", 5))):
-        folder = tmp_path / name
-        folder.mkdir()
-        values = small.recipe_values(tiny_model, folder, kl=kl)
-        if death is not None:
-            assert small.run(values, die_at=death) == -9
-        assert small.run(values, resume=death is not None) == 0, (folder / "log.txt").read_text()
-        runs.append(folder / "small")
-    whole, killed = runs
-    assert any(name.startswith("reference/") for name in small.weights(whole))
-    small.assert_same(killed, whole, stored=False)

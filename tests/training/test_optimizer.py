@@ -11,15 +11,12 @@ from posttrain.distributed import world
 from posttrain.models.cuda.copies import copied_to
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.model import OptimizerRecipe
-from posttrain.training.optimizer import Optimizer, _Piece, _regroup, _shard_range
+from posttrain.training.optimizer import Optimizer, _Piece, _regroup, _shard_range, learning_rate_factor
 
 
 def made(kind="adamw", dtype=torch.float32):
     torch.manual_seed(0)
-    names = {
-        "wide.weight": (96, 128),
-        "norm.weight": (128,),
-    }  # the first has 8-bit state, the second is too small for it
+    names = {"wide.weight": (96, 128), "norm.weight": (128,)}  # the second is too small for 8-bit state
     parameters = [(name, torch.nn.Parameter(torch.randn(shape).to(dtype))) for name, shape in names.items()]
     return Optimizer(parameters, OptimizerRecipe(type=kind, learning_rate=0.01, weight_decay=0.1), 10)
 
@@ -37,20 +34,27 @@ def stepped(optimizer, first=0, last=4):
     return [parameter.detach().clone() for parameter in optimizer.parameters]
 
 
-@pytest.fixture
-def offloading(monkeypatch):
-    monkeypatch.setitem(world._state, "world", world.World(HardwareRecipe(offload="optimizer")))
+def offload(monkeypatch, what):
+    monkeypatch.setitem(world._state, "world", world.World(HardwareRecipe(offload=what)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_offloaded_optimizer_makes_the_same_steps(dtype, monkeypatch):
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@DTYPES
+def test_an_offloaded_optimizer_and_one_that_slept_make_the_same_steps(dtype, monkeypatch):
     expected = stepped(made(dtype=dtype))
-    monkeypatch.setitem(world._state, "world", world.World(HardwareRecipe(offload="optimizer")))
+    offload(monkeypatch, "optimizer")
     offloaded = made(dtype=dtype)
-    assert all(
-        master is not parameter for master, parameter in zip(offloaded.masters, offloaded.parameters, strict=True)
-    )
+    pairs = zip(offloaded.masters, offloaded.parameters, strict=True)
+    assert all(master is not parameter for master, parameter in pairs)
     assert all(map(torch.equal, stepped(offloaded), expected))
+    offload(monkeypatch, "rollouts")
+    optimizer = made(dtype=dtype)
+    stepped(optimizer, 0, 2)
+    optimizer.sleep()
+    optimizer.wake()
+    assert all(map(torch.equal, stepped(optimizer, 2, 4), expected))
 
 
 def resumed(kind="adamw", dtype=torch.float32):
@@ -68,20 +72,25 @@ def resumed(kind="adamw", dtype=torch.float32):
     return stepped(again, 2, 4), tensors
 
 
-@pytest.mark.parametrize("offload", ["none", "optimizer", "rollouts"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_resumed_optimizer_makes_the_same_steps(dtype, offload, monkeypatch):
-    monkeypatch.setitem(world._state, "world", world.World(HardwareRecipe(offload=offload)))
+@pytest.mark.parametrize("where", ["none", "optimizer", "rollouts"])
+@DTYPES
+def test_a_resumed_optimizer_makes_the_same_steps(dtype, where, monkeypatch):
+    offload(monkeypatch, where)
     assert all(map(torch.equal, resumed(dtype=dtype)[0], stepped(made(dtype=dtype))))
 
 
-def test_8_bit_state_resumes_to_the_same_bits():
+def test_8_bit_state_resumes_to_the_same_bits_and_its_steps_are_close_to_those_of_float32():
     pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install posttrain[cuda]")
     found, tensors = resumed("adamw_8bit")
     assert all(map(torch.equal, found, stepped(made("adamw_8bit"))))
     assert tensors["wide.weight/state1"].dtype == torch.uint8
     assert tensors["norm.weight/state1"].dtype == torch.float32
     assert not any("qmap" in name for name in tensors)
+    of_8, of_32, start = (
+        torch.cat([tensor.flatten() for tensor in weights])
+        for weights in (found, stepped(made()), stepped(made(), last=0))
+    )
+    assert 0 < (of_8 - of_32).norm() / (of_32 - start).norm() < 0.1
 
 
 @settings(max_examples=150)
@@ -151,16 +160,6 @@ def test_bfloat16_weights_and_their_remainders_are_the_masters():
     assert torch.equal(again.masters[0].view(torch.int32), masters.view(torch.int32))
 
 
-def test_8_bit_steps_are_close_to_those_of_float32():
-    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install posttrain[cuda]")
-    start = [parameter.detach().clone() for parameter in made().parameters]
-    of_8, of_32 = (
-        torch.cat([(new - old).flatten() for new, old in zip(stepped(made(kind)), start, strict=True)])
-        for kind in ("adamw_8bit", "adamw")
-    )
-    assert 0 < (of_8 - of_32).norm() / of_32.norm() < 0.1
-
-
 def test_a_copy_on_another_device_keeps_weights_tied():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     model[0].bias = model[1].bias
@@ -168,17 +167,6 @@ def test_a_copy_on_another_device_keeps_weights_tied():
     assert {tensor.device.type for tensor in copy.state_dict().values()} == {"meta"}
     assert copy[0].bias is copy[1].bias
     assert {tensor.device.type for tensor in model.state_dict().values()} == {"cpu"}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_optimizer_that_slept_makes_the_same_steps(dtype, monkeypatch):
-    expected = stepped(made(dtype=dtype))
-    monkeypatch.setitem(world._state, "world", world.World(HardwareRecipe(offload="rollouts")))
-    optimizer = made(dtype=dtype)
-    stepped(optimizer, 0, 2)
-    optimizer.sleep()
-    optimizer.wake()
-    assert all(map(torch.equal, stepped(optimizer, 2, 4), expected))
 
 
 def test_gradients_of_bfloat16_weights_are_freed_within_the_backward_pass():
@@ -206,7 +194,7 @@ def test_gradients_of_bfloat16_weights_are_freed_within_the_backward_pass():
     assert all(gradient.dtype == torch.float32 for gradient in freed[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@DTYPES
 def test_clipping_in_the_kernel_of_adamw_is_clipping_before_it(dtype, monkeypatch):
     """Of gradients whose norm is above the limit, below it, and above it again."""
     optimizer, clip = made(dtype=dtype), torch.nn.utils.clip_grad_norm_
@@ -226,3 +214,22 @@ def test_clipping_in_the_kernel_of_adamw_is_clipping_before_it(dtype, monkeypatc
         plain.step()
         for ours, theirs in zip(optimizer.masters, masters, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+
+
+def factors(total, updates, **keys):
+    return [learning_rate_factor(OptimizerRecipe(**keys), u, total) for u in updates]
+
+
+def test_the_learning_rate_at_the_corners_of_its_schedule():
+    for schedule in ("constant", "linear", "cosine"):
+        rising = factors(10, range(4), schedule=schedule, warmup_updates=3)
+        assert rising == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    at = [2, 6, 10, 99]
+    assert factors(10, at, schedule="constant", warmup_updates=2) == [1, 1, 1, 1]
+    for schedule in ("linear", "cosine"):
+        falling = factors(10, at, schedule=schedule, warmup_updates=2, final_fraction=0.2)
+        assert falling == pytest.approx([1, 0.6, 0.2, 0.2])
+    (factor,) = factors(10, [4], schedule="cosine", warmup_updates=2, final_fraction=0.0)
+    assert factor == pytest.approx(0.8535533905932737)
+    # A warm-up longer than the run never divides by zero.
+    assert factors(3, [0, 3, 5], schedule="cosine", warmup_updates=5) == pytest.approx([1 / 6, 4 / 6, 1.0])

@@ -1,14 +1,11 @@
 """Preference stages: losses that no micro-batch changes, references computed once, and whole runs."""
 
-import io
 import json
 import re
 
 import numpy as np
 import pytest
-import torch
 from pydantic import TypeAdapter
-from rich.console import Console
 
 from posttrain.data.rendering import TokenStream
 from posttrain.data.tokens import TokenRow
@@ -16,8 +13,7 @@ from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.loss import PreferenceLossRecipe, RewardLossRecipe
 from posttrain.recipe.model import LearnerRecipe, LoraRecipe, ModelRecipe, OptimizerRecipe
-from posttrain.recipe.stages import DpoRecipe, Recipe
-from posttrain.stages import run_stage
+from posttrain.recipe.stages import DpoRecipe
 from posttrain.training import dpo as references_module
 from posttrain.training.dpo import ReferenceLogprobs
 from posttrain.training.objectives import PairObjective, RewardObjective, logprobs, reward_forward, token_forward
@@ -48,40 +44,17 @@ def pair_samples(seed=0):
     return samples
 
 
-def gradients(make_model, budget, objective, samples, monkeypatch):
-    """Gradients as they stand just before the optimizer applies them."""
-    model, forward = make_model()
-    found = small.kept_gradients(monkeypatch)
-    recipe = LearnerRecipe(tokens_per_batch=budget)
-    Updater(model, Optimizer(model.trainable(), OptimizerRecipe(), 10), recipe, forward).update(samples, objective)
-    return found
-
-
 @pytest.mark.parametrize("loss", PAIRWISE)
-def test_no_split_changes_the_gradient_of_a_preference_loss(loss, tiny_model, monkeypatch):
-    def make_model():
-        policy = Policy(ModelRecipe(path=str(tiny_model)))
-        return policy, token_forward(policy, LearnerRecipe())
-
-    supervised = 0.0 if loss == "orpo" else 0.3
-    objective = PairObjective(LOSSES.validate_python({"type": loss}), supervised)
-    whole = gradients(make_model, 4096, objective, pair_samples(), monkeypatch)
-    for budget in (70, 150):
-        assert len(pack(pair_samples(), budget)) > 1
-        for name, gradient in gradients(make_model, budget, objective, pair_samples(), monkeypatch).items():
-            torch.testing.assert_close(gradient, whole[name], atol=3e-6, rtol=2e-4, msg=f"{budget} {name}")
+def test_no_split_changes_the_gradient_of_a_preference_loss(loss, tiny_policy, monkeypatch):
+    forward = token_forward(tiny_policy, LearnerRecipe())
+    objective = PairObjective(LOSSES.validate_python({"type": loss}), 0.0 if loss == "orpo" else 0.3)
+    small.assert_no_split_changes_gradients(tiny_policy, forward, pair_samples, objective, monkeypatch)
 
 
 def test_no_split_changes_the_gradient_of_a_reward_model(tiny_model, monkeypatch):
-    def make_model():
-        model = RewardModel(ModelRecipe(path=str(tiny_model)), seed=1)
-        return model, reward_forward(model)
-
+    model = RewardModel(ModelRecipe(path=str(tiny_model)), seed=1)
     objective = RewardObjective(RewardLossRecipe(center_rewards_coefficient=0.01))
-    whole = gradients(make_model, 4096, objective, pair_samples(), monkeypatch)
-    for budget in (70, 150):
-        for name, gradient in gradients(make_model, budget, objective, pair_samples(), monkeypatch).items():
-            torch.testing.assert_close(gradient, whole[name], atol=3e-6, rtol=2e-4, msg=f"{budget} {name}")
+    small.assert_no_split_changes_gradients(model, reward_forward(model), pair_samples, objective, monkeypatch)
 
 
 def test_the_two_answers_of_a_pair_are_never_separated():
@@ -96,12 +69,8 @@ def test_the_two_answers_of_a_pair_are_never_separated():
 def test_references_are_the_start_computed_once_and_kept_on_disk(lora, tiny_model, tmp_path, monkeypatch):
     recipe = DpoRecipe(data={"train": "unused.jsonl", "cache": str(tmp_path / "cache" / "tokens")})
     policy = Policy(ModelRecipe(path=str(tiny_model), lora=lora))
-    learner = Updater(
-        policy,
-        Optimizer(policy.trainable(), OptimizerRecipe(learning_rate=1e-2), 9),
-        LearnerRecipe(),
-        token_forward(policy, LearnerRecipe()),
-    )
+    optimizer = Optimizer(policy.trainable(), OptimizerRecipe(learning_rate=1e-2), 9)
+    learner = Updater(policy, optimizer, LearnerRecipe(), token_forward(policy, LearnerRecipe()))
     samples = pair_samples()
     first = ReferenceLogprobs(recipe, policy, learner)
     start = logprobs(learner, samples)
@@ -127,15 +96,9 @@ def test_references_are_the_start_computed_once_and_kept_on_disk(lora, tiny_mode
         assert np.array_equal(sample.ref_logprobs, before)
 
 
-def run(values):
-    console = Console(file=io.StringIO(), width=200)
-    directory = run_stage(TypeAdapter(Recipe).validate_python(values), console=console)
-    return directory, console.file.getvalue()
-
-
 def test_a_reward_model_learns_and_reports_its_accuracy(tiny_model, tmp_path):
     values = recipe_values("reward", tiny_model, tmp_path, epochs=6)
-    directory, printed = run(values)
+    directory, printed = small.train(values)
     assert "scored pairs" in printed
     assert re.search(r"calibration: expected error \d", printed)
     table = json.loads((directory.path / "results.json").read_text())["tables"][0]
@@ -146,41 +109,41 @@ def test_a_reward_model_learns_and_reports_its_accuracy(tiny_model, tmp_path):
     model = RewardModel(ModelRecipe(path=str(directory.path / "model")), new_head=False)
     mean, std = model.statistics
     assert std > 0
-    lines = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
-    final = next(line for line in lines if line["kind"] == "final")
+    (final,) = small.lines(directory, "final")
     assert final["test/reward_mean"] == pytest.approx(mean, abs=1e-6)
     assert "AutoModelForSequenceClassification" in directory.report.read_text()
 
 
-@pytest.mark.parametrize(
-    "loss", [pytest.param(loss, marks=[] if loss in ("dpo", "simpo") else pytest.mark.slow) for loss in PAIRWISE]
-)
+@pytest.mark.parametrize("loss", small.cases(PAIRWISE, ["dpo", "simpo"]))
 def test_every_loss_of_pairs_learns_to_rank(loss, tiny_model, tmp_path):
     values = recipe_values("dpo", tiny_model, tmp_path, loss={"type": loss}, epochs=5)
-    directory, _ = run(values)
-    lines = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
-    train = [line for line in lines if line["kind"] == "train"]
+    directory, _ = small.train(values)
+    train = small.lines(directory, "train")
     assert train[-1]["loss/preference"] < train[0]["loss/preference"]
-    curve = [line["validation/accuracy"] for line in lines if line["kind"] == "evaluation"]
-    assert max(curve) > 0.6
+    assert max(line["validation/accuracy"] for line in small.lines(directory, "evaluation")) > 0.6
     if loss == "bco":
         assert train[0]["preference/shift"] == 0.0
         assert train[2]["preference/shift"] != 0.0
     if loss not in ("simpo", "orpo"):
-        start = next(line for line in lines if line["kind"] == "baseline")
+        start = small.lines(directory, "baseline")[0]
         assert abs(start["test/margin"]) < 1e-4  # the policy starts as the reference
+
+
+def judged_values(tiny, folder, rows, held_out, **changes):
+    """A run of KTO on judged answers."""
+    values = recipe_values("dpo", tiny, folder, **{"loss": {"type": "kto"}, "epochs": 1} | changes)
+    values["data"]["train"] = write_jsonl(folder / "judged.jsonl", rows)
+    values["data"]["validation"] = write_jsonl(folder / "judged_too.jsonl", held_out)
+    return values
 
 
 @pytest.mark.slow
 def test_kto_learns_from_judged_answers(tiny_model, tmp_path):
-    values = recipe_values("dpo", tiny_model, tmp_path, loss={"type": "kto", "beta": 0.5}, epochs=4)
-    values["data"]["train"] = write_jsonl(tmp_path / "judged.jsonl", unpaired_rows(26))
-    values["data"]["validation"] = write_jsonl(tmp_path / "judged_too.jsonl", unpaired_rows(8))
-    directory, _ = run(values)
-    lines = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
-    train = [line for line in lines if line["kind"] == "train"]
-    assert all(line["preference/kl"] >= 0 for line in train)
-    assert max(line["validation/accuracy"] for line in lines if line["kind"] == "evaluation") > 0.6
+    changes = {"loss": {"type": "kto", "beta": 0.5}, "epochs": 4}
+    values = judged_values(tiny_model, tmp_path, unpaired_rows(26), unpaired_rows(8), **changes)
+    directory, _ = small.train(values)
+    assert all(line["preference/kl"] >= 0 for line in small.lines(directory, "train"))
+    assert max(line["validation/accuracy"] for line in small.lines(directory, "evaluation")) > 0.6
 
 
 def test_kto_takes_pairs_and_mismatches_their_answers(tiny_model, tmp_path, monkeypatch):
@@ -195,9 +158,8 @@ def test_kto_takes_pairs_and_mismatches_their_answers(tiny_model, tmp_path, monk
     monkeypatch.setattr(references_module, "mismatched_samples", recorded)
     values = recipe_values("dpo", tiny_model, tmp_path, loss={"type": "kto"}, epochs=1, rows_per_update=11)
     values["data"]["train"] = write_jsonl(tmp_path / "pairs.jsonl", pair_rows(6))
-    directory, _ = run(values)
-    lines = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
-    train = [line for line in lines if line["kind"] == "train"]
+    directory, _ = small.train(values)
+    train = small.lines(directory, "train")
     assert [line["preference/mismatched"] for line in train] == [11, 1]
     own = {answer_of(sample): prompt_of(sample) for samples, _ in estimated for sample in samples}
     for samples, mismatched in estimated:
@@ -247,25 +209,20 @@ def test_an_update_of_one_prompt_takes_answers_of_the_data_set():
 
 
 def test_kto_on_one_prompt_warns_about_the_missing_reference_point(tiny_model, tmp_path):
-    values = recipe_values("dpo", tiny_model, tmp_path, loss={"type": "kto"}, epochs=1)
     rows = [row | {"prompt": unpaired_rows(1)[0]["prompt"]} for row in unpaired_rows(2)]
-    values["data"]["train"] = write_jsonl(tmp_path / "judged.jsonl", rows)
-    directory, _ = run(values)
-    lines = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
-    train = [line for line in lines if line["kind"] == "train"]
+    directory, _ = small.train(judged_values(tiny_model, tmp_path, rows, pair_rows(8)))
+    train = small.lines(directory, "train")
     assert [(line["preference/kl"], line["preference/mismatched"]) for line in train] == [(0, 0)]
     assert "all training rows have the same prompt" in directory.report.read_text()
 
 
 def test_kto_with_verdicts_of_one_kind_in_a_domain_ends_with_a_table(tiny_model, tmp_path):
-    values = recipe_values("dpo", tiny_model, tmp_path, loss={"type": "kto"}, epochs=1)
     rows = unpaired_rows(8)
     kept = [row for row in rows if row["domain"] == "even" or row["label"]]
-    values["data"]["train"] = write_jsonl(tmp_path / "judged.jsonl", rows)
-    values["data"]["validation"] = write_jsonl(tmp_path / "judged_too.jsonl", kept)
+    values = judged_values(tiny_model, tmp_path, rows, kept)
     # Rows of full length: a prompt with its neighbour's answer may not outgrow the forward pass.
     values["data"]["max_tokens"] = values["learner"]["tokens_per_batch"] = 40
-    directory, _ = run(values)
+    directory, _ = small.train(values)
     table = json.loads((directory.path / "results.json").read_text())["tables"][0]
     trained = {row[1]: row[2] for row in table["rows"] if row[0] == "trained model"}
     assert trained["odd"] == "–"
@@ -277,9 +234,8 @@ def test_kto_with_verdicts_of_one_kind_in_a_domain_ends_with_a_table(tiny_model,
 )
 def test_a_policy_that_is_its_reference_ranks_nothing(keys, tiny_model, tmp_path):
     """Rounding differs between batches, and must not decide which answer has the larger reward."""
-    directory, _ = run({**recipe_values("dpo", tiny_model, tmp_path, steps=2), **keys})
-    lines = [json.loads(line) for line in (directory.path / "metrics.jsonl").read_text().splitlines()]
-    first, *later = [line["preference/accuracy"] for line in lines if line["kind"] == "train"]
-    assert next(line["validation/accuracy"] for line in lines if line["kind"] == "evaluation") == 0.5
+    directory, _ = small.train(recipe_values("dpo", tiny_model, tmp_path, steps=2) | keys)
+    first, *later = [line["preference/accuracy"] for line in small.lines(directory, "train")]
+    assert small.lines(directory, "evaluation")[0]["validation/accuracy"] == 0.5
     assert first == 0.5
     assert "reference" not in keys or later == [0.5] * len(later)

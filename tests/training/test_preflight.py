@@ -4,31 +4,25 @@ import pytest
 
 import posttrain
 from posttrain.environments.protocol import Environment
+from posttrain.models import gate
 from posttrain.models.gate import exactness
 from posttrain.models.policy import Policy
 from posttrain.recipe.components import environment_class, environment_recipe
 from posttrain.runs.metrics import read_metrics
 from posttrain.training.tasks import first_episodes
 
-MIXED = {
-    "rollout/episodes": 64.0,
-    "rollout/failed": 1.0,
-    "rollout/rejected_share": 0.125,
-    "rollout/success": 0.25,
-    "rollout/return": 0.25,
-    "reward/group_spread": 0.31,
-    "credit/zero_groups": 0.25,
-}
+from .preferences import write_jsonl
+
+MIXED = {"rollout/episodes": 64.0, "rollout/failed": 1.0, "rollout/rejected_share": 0.125, "rollout/success": 0.25}
+MIXED |= {"rollout/return": 0.25, "reward/group_spread": 0.31, "credit/zero_groups": 0.25}
+
+
+ROLLOUT = {"groups_per_step": 2, "episodes_per_group": 2, "tokens_per_turn": 6, "tokens_per_episode": 400}
 
 
 def run(tiny_model, tmp_path, name, reward=None, **keys):
-    common = {
-        "model": {"path": str(tiny_model), "threads": 1},
-        "rollout": {"groups_per_step": 2, "episodes_per_group": 2, "tokens_per_turn": 6, "tokens_per_episode": 400},
-        "evaluation": {"every": 1, "seeds": {"count": 2}, "final_seeds": {"count": 4}},
-        "steps": 1,
-        "plots": False,
-    }
+    common = {"model": {"path": str(tiny_model), "threads": 1}, "rollout": ROLLOUT, "steps": 1, "plots": False}
+    common["evaluation"] = {"every": 1, "seeds": {"count": 2}, "final_seeds": {"count": 4}}
     return posttrain.rl(common | keys, name=name, runs=str(tmp_path), reward=reward)
 
 
@@ -85,40 +79,34 @@ def letters(prompt, answer, **row):
     ],
 )
 def test_a_reward_that_is_the_same_in_each_group_is_no_signal(tiny_model, tmp_path, reward, temperature, key):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(f'{{"prompt": "Say {number}."}}\n' for number in range(30)))
-    rollout = {"groups_per_step": 2, "episodes_per_group": 2, "tokens_per_turn": 6, "tokens_per_episode": 400}
-    rollout["sampling"] = {"temperature": temperature}
-    result = run(tiny_model, tmp_path, "text", environment={"prompts": str(prompts)}, reward=reward, rollout=rollout)
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": f"Say {number}."} for number in range(30)])
+    rollout = ROLLOUT | {"sampling": {"temperature": temperature}}
+    result = run(tiny_model, tmp_path, "text", environment={"prompts": prompts}, reward=reward, rollout=rollout)
     found = [line for line in result.warnings if "no signal" in line]
     assert len(found) == (key is not None)
     keys = ("environment.reward", "data.train=", "rollout.sampling.temperature")
     assert [one for line in found for one in keys if one in line] == [key] * len(found)
 
 
-@pytest.mark.parametrize(
-    ("changed", "silent"),
-    [
+def test_only_groups_that_all_agree_without_success_lack_a_signal():
+    agreeing = {"credit/zero_groups": 1.0}
+    for changed, silent in [
         ({}, False),
-        ({"credit/zero_groups": 1.0}, True),
-        ({"credit/zero_groups": 1.0, "rollout/rejected_share": 1.0}, True),
-        ({"credit/zero_groups": 1.0, "rollout/success": 1.0}, False),
+        (agreeing, True),
+        (agreeing | {"rollout/rejected_share": 1.0}, True),
+        (agreeing | {"rollout/success": 1.0}, False),
         ({"credit/zero_groups": None, "reward/group_spread": 0.0}, False),
-        ({"credit/zero_groups": 1.0, "rollout/success": None}, True),
-    ],
-)
-def test_only_groups_that_all_agree_without_success_lack_a_signal(changed, silent):
-    metrics = {key: value for key, value in (MIXED | changed).items() if value is not None}
-    recipe = environment_recipe({"type": "bandit"})
-    line, warnings = first_episodes(recipe, metrics, {"success": 0.5}, 1.0, [0.0, 1.0], "tiny")
-    assert "64 training episodes: 1 failed" in line
-    assert bool(warnings) == silent
+        (agreeing | {"rollout/success": None}, True),
+    ]:
+        metrics = {key: value for key, value in (MIXED | changed).items() if value is not None}
+        recipe = environment_recipe({"type": "bandit"})
+        line, warnings = first_episodes(recipe, metrics, {"success": 0.5}, 1.0, [0.0, 1.0], "tiny")
+        assert "64 training episodes: 1 failed" in line
+        assert bool(warnings) == silent
 
 
 def test_the_distance_is_measured_and_not_assumed(tiny_model, monkeypatch):
     """A pass that is off by a little, but within the tolerance, shows in the line."""
-    from posttrain.models import gate
-
     usual = gate._outputs
     monkeypatch.setattr(gate, "read_verdict", lambda *rest: None)
     monkeypatch.setattr(gate, "keep_verdict", lambda *rest: None)

@@ -96,11 +96,9 @@ def test_a_server_that_is_down_ends_the_run_and_leaves_its_name_free(tmp_path, c
         assert not (tmp_path / "runs/remote/results.json").exists()
     with serving(solver()) as server:
         assert main(words(server.url)) == 0
-
-
-def test_answers_without_room_are_reported(capsys):
+    # Answers without room are reported.
     with serving(lambda request: Reply("<think>so", "length")) as server:
-        assert main(words(server.url, "environment.max_turns=2")) == 0
+        assert main(words(server.url, "environment.max_turns=2", "name=cut")) == 0
     assert "24 of 24 answers are truncated at rollout.tokens_per_turn = 64" in capsys.readouterr().out
 
 
@@ -123,9 +121,6 @@ def test_keys_that_a_server_does_not_support_are_refused_in_one_sentence(key, sa
     assert said in told
     assert len(told.splitlines()) == 1
     assert not server.asked
-
-
-def test_a_remote_engine_is_for_evaluation_only(capsys):
     assert main(["rl", "engine.type=openai", "engine.url=http://x", "engine.model=m", "--dry-run"]) == 2
     assert "engine.type" in capsys.readouterr().err
 

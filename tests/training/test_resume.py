@@ -1,9 +1,7 @@
 """Law 10: a run killed at any instant resumes to the same bits."""
 
-import os
 import random
 import signal
-import time
 
 import pytest
 
@@ -26,77 +24,50 @@ CHAIN = (("environment", 20), ("optimizer", 3), ("rename", 2), ("tensors", 1))
 """Where one run dies in turn, and at which passage of each of its processes."""
 
 
+def _drawn(draw, places):
+    return [(what, draw.randint(1, most)) for what, most in map(PLACES.get, places)]
+
+
+def _chain(draw):
+    return [death for _ in range(5) for death in _drawn(draw, [draw.choice(list(PLACES))])]
+
+
+DEATHS = {
+    "in turn": [(PLACES[place][0], count) for place, count in CHAIN],
+    **{place: _drawn(random.Random(place), [place] * 2) for place in PLACES},
+    **{f"chain {number}": _chain(random.Random(number)) for number in range(12)},
+}
+FIGURES = (*PLACES, "chain 0", "chain 1", "chain 2")
+"""Runs that draw figures, too."""
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tiny_model, tmp_path_factory):
-    runs = tmp_path_factory.mktemp("whole")
-    assert small.run(small.recipe_values(tiny_model, runs)) == 0, (runs / "log.txt").read_text()
-    return runs / "small"
+    return small.finished(small.recipe_values(tiny_model, tmp_path_factory.mktemp("whole")))
 
 
-def _kill_and_finish(model, runs, deaths, figures=False):
-    """Die at each of `deaths` in turn, then run to the end; returns how the processes before the last one ended."""
-    values = small.recipe_values(model, runs)
-    ends = [small.run(values, resume=(runs / "small").exists(), die_at=death, figures=figures) for death in deaths]
-    assert small.run(values, resume=(runs / "small").exists(), figures=figures) == 0, (runs / "log.txt").read_text()
-    return ends
-
-
-def _same(run, reference):
-    small.assert_same(run, reference)
-
-
-def test_it_resumes_to_the_same_bits_after_kills_in_turn(tiny_model, tmp_path, uninterrupted):
-    deaths = [(PLACES[place][0], count) for place, count in CHAIN]
-    assert _kill_and_finish(tiny_model, tmp_path, deaths) == [-signal.SIGKILL] * len(deaths)
-    _same(tmp_path / "small", uninterrupted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
-def test_it_resumes_to_the_same_bits_after_a_kill_there(place, tiny_model, tmp_path, uninterrupted):
-    draw = random.Random(place)
-    what, most = PLACES[place]
-    deaths = [(what, draw.randint(1, most)) for _ in range(2)]
-    _kill_and_finish(tiny_model, tmp_path, deaths, figures=True)
-    _same(tmp_path / "small", uninterrupted)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("chain", range(12))
-def test_killed_many_times_anywhere(chain, tiny_model, tmp_path, uninterrupted):
-    draw = random.Random(chain)
-    deaths = []
-    for _ in range(5):
-        what, most = PLACES[draw.choice(list(PLACES))]
-        deaths.append((what, draw.randint(1, most)))
-    _kill_and_finish(tiny_model, tmp_path, deaths, figures=chain < 3)
-    _same(tmp_path / "small", uninterrupted)
+@pytest.mark.parametrize("name", small.cases(DEATHS, ["in turn"]))
+def test_it_resumes_to_the_same_bits_after_kills(name, tiny_model, tmp_path, uninterrupted):
+    values = small.recipe_values(tiny_model, tmp_path)
+    ends = small.killed(values, *DEATHS[name], figures=name in FIGURES)
+    small.assert_same(small.finished(values, figures=name in FIGURES), uninterrupted)
+    assert name != "in turn" or ends == [-signal.SIGKILL] * len(CHAIN)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", small.cases([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
 def test_a_signal_ends_with_a_checkpoint_and_a_message(number, tiny_model, tmp_path, uninterrupted):
     values = small.recipe_values(tiny_model, tmp_path)
-    process = small.fork_server().Process(target=small._child, args=(values, False, None))
-    process.start()
-    log = tmp_path / "log.txt"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (log.exists() and "step 2/4" in log.read_text()):
-        time.sleep(0.005)
-    os.kill(process.pid, number)
-    process.join()
-    text = log.read_text()
+    text = small.stopped(values, number, "step 2/4")
     assert f"stopped by {signal.Signals(number).name} after step" in text
     assert f"posttrain rl --resume {tmp_path / 'small'}" in text
-    assert small.run(values, resume=True) == 0
-    _same(tmp_path / "small", uninterrupted)
+    small.assert_same(small.finished(values), uninterrupted)
 
 
 @pytest.mark.parametrize("place", ["delete", *(pytest.param(place, marks=pytest.mark.slow) for place in PLACES)])
 def test_a_signal_there_leaves_no_part_of_a_checkpoint(place, tiny_model, tmp_path, uninterrupted):
     values, (what, most) = small.recipe_values(tiny_model, tmp_path), PLACES[place]
     for count in (most - 1, most // 2, 1) if place == "delete" else (random.Random(place).randint(1, most),):
-        small.run(values, resume=(tmp_path / "small").exists(), die_at=(what, count), number=signal.SIGTERM)
+        small.killed(values, (what, count), number=signal.SIGTERM)
         assert not list((tmp_path / "small" / "checkpoints").rglob("*.partial"))
-    assert small.run(values, resume=True) == 0, (tmp_path / "log.txt").read_text()
-    _same(tmp_path / "small", uninterrupted)
+    small.assert_same(small.finished(values), uninterrupted)

@@ -64,23 +64,10 @@ def whole_runs(tiny_model, tmp_path_factory):
 
     def run(variant):
         if variant not in made:
-            folder = tmp_path_factory.mktemp(variant) / "whole"
-            assert small.run(values(variant, tiny_model, folder)) == 0, (folder / "log.txt").read_text()
-            made[variant] = folder / "small"
+            made[variant] = small.finished(values(variant, tiny_model, tmp_path_factory.mktemp(variant) / "whole"))
         return made[variant]
 
     return run
-
-
-def killed_and_finished(variant, tiny, folder, deaths, figures=False):
-    """The run that died at each of `deaths` and went on, and how it ended each time."""
-    recipe = values(variant, tiny, folder)
-    run, ends = folder / "small", []
-    for death in deaths:
-        ends.append(small.run(recipe, resume=run.exists(), die_at=death, figures=figures))
-    assert set(ends) <= {0, -signal.SIGKILL}, (folder / "log.txt").read_text()
-    assert small.run(recipe, resume=run.exists(), figures=figures) == 0, (folder / "log.txt").read_text()
-    return run, ends
 
 
 def same(run, reference):
@@ -92,26 +79,27 @@ def same(run, reference):
     assert not list((run / "checkpoints").glob("*partial*"))
 
 
-@pytest.mark.parametrize(
-    ("variant", "deaths"),
-    [
-        pytest.param("sft", [("sync", 20), ("report", 1)], marks=pytest.mark.slow),
-        ("sft_streamed", [("checkpoint", 4)]),
-        ("dpo", [("caches", 3), ("learner", 3)]),
-        pytest.param("dpo_moving", [("metrics", 6)], marks=pytest.mark.slow),
-        pytest.param("kto_moving", [("optimizer", 5)], marks=pytest.mark.slow),
-        pytest.param("dpo_streamed", [("tensors", 3)], marks=pytest.mark.slow),
-        pytest.param("kto", [("metrics", 5)], marks=pytest.mark.slow),
-        pytest.param("bco", [("metrics", 5)], marks=pytest.mark.slow),
-        pytest.param("reward", [("rename", 3)], marks=pytest.mark.slow),
-        pytest.param("reward_lora", [("optimizer", 4)], marks=pytest.mark.slow),
-    ],
-)
-def test_it_resumes_to_the_same_bits_after_a_kill_there(variant, deaths, tiny_model, tmp_path, whole_runs):
-    places = [(PLACES[name][0], count) for name, count in deaths]
-    run, ends = killed_and_finished(variant, tiny_model, tmp_path / "runs", places)
-    assert ends == [-signal.SIGKILL] * len(deaths)
-    same(run, whole_runs(variant))
+KILLED = {
+    "sft": [("sync", 20), ("report", 1)],
+    "sft_streamed": [("checkpoint", 4)],
+    "dpo": [("caches", 3), ("learner", 3)],
+    "dpo_moving": [("metrics", 6)],
+    "kto_moving": [("optimizer", 5)],
+    "dpo_streamed": [("tensors", 3)],
+    "kto": [("metrics", 5)],
+    "bco": [("metrics", 5)],
+    "reward": [("rename", 3)],
+    "reward_lora": [("optimizer", 4)],
+}
+"""Where the run of a variant dies in turn."""
+
+
+@pytest.mark.parametrize("variant", small.cases(KILLED, ["sft_streamed", "dpo"]))
+def test_it_resumes_to_the_same_bits_after_a_kill_there(variant, tiny_model, tmp_path, whole_runs):
+    recipe = values(variant, tiny_model, tmp_path / "runs")
+    deaths = [(PLACES[name][0], count) for name, count in KILLED[variant]]
+    assert small.killed(recipe, *deaths) == [-signal.SIGKILL] * len(deaths)
+    same(small.finished(recipe), whole_runs(variant))
 
 
 @pytest.mark.slow
@@ -124,6 +112,8 @@ def test_killed_anywhere(part, variant, tiny_model, tmp_path, whole_runs):
     draw.shuffle(names)
     # Early, for each life after a death is a part of the run and passes these places less often.
     deaths = [(what, draw.randint(1, max(most // 3, 1))) for what, most in map(PLACES.get, names)]
-    run, ends = killed_and_finished(variant, tiny_model, tmp_path / "runs", deaths, figures="report" in names)
+    recipe = values(variant, tiny_model, tmp_path / "runs")
+    ends = small.killed(recipe, *deaths, figures="report" in names)
     assert ends[0] == -signal.SIGKILL
-    same(run, whole_runs(variant))
+    assert set(ends) <= {0, -signal.SIGKILL}
+    same(small.finished(recipe, figures="report" in names), whole_runs(variant))

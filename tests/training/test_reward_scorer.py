@@ -1,16 +1,19 @@
 """A reward model's rewards of played episodes: on the tokens that were sampled, scaled as the recipe says."""
 
+import json
 import math
 import shutil
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import ByteLevelBPETokenizer
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from posttrain.credit.assign import compute_advantages
 from posttrain.data.rendering import Renderer, render_conversation
 from posttrain.episode import Episode, Outcome, StopReason
-from posttrain.errors import InputError
+from posttrain.errors import InputError, RunError
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe, RewardSource
 from posttrain.recipe.rollout import FailureRecipe
@@ -74,8 +77,6 @@ def episode(policy, answers=("Goal",), cut=False, group=0, ids=None, paid=0.0) -
 
 def of_transformers(path, ids) -> float:
     """Scores of transformers for token ids."""
-    from transformers import AutoModelForSequenceClassification
-
     model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
     with torch.no_grad():
         return model(torch.tensor([list(map(int, ids))])).logits.item()
@@ -105,46 +106,33 @@ def test_with_the_policys_tokenizer_the_sampled_tokens_themselves_are_read(tiny_
     assert episodes[2].streams[0].ids[-1] != end == episodes[0].streams[0].ids[-1]
 
 
-def test_scores_do_not_depend_on_the_packing(tiny_policy, reward_model):
+def test_scores_do_not_depend_on_the_packing_or_on_tokens_after_the_last_answer(tiny_policy, reward_model):
+    made = scorer(reward_model, tiny_policy)
     episodes = [episode(tiny_policy, [ANSWERS[n % 5]], cut=n % 3 == 0, group=n // 2) for n in range(12)]
-    alone = [scorer(reward_model, tiny_policy).scores([e])[0] for e in episodes]
+    alone = [made.scores([e])[0] for e in episodes]
     for budget in (64, 200, 4096):
         packed = scorer(reward_model, tiny_policy, tokens_per_batch=budget).scores(episodes)
         np.testing.assert_allclose(packed, alone, atol=1e-5)
-    assert scorer(reward_model, tiny_policy).scores([]) == []
-
-
-def test_tokens_after_the_last_answer_are_not_read(tiny_policy, reward_model):
-    played = episode(tiny_policy, ["Up", "Down"])
-    expected = scorer(reward_model, tiny_policy).scores([played])
-    stream = played.streams[0]
+    assert made.scores([]) == []
+    stream = episodes[1].streams[0]
     for name, value in (("ids", 9), ("sampled", False), ("rollout_logprobs", 0), ("rewards", 0), ("turn", -1)):
         array = getattr(stream, name)
         setattr(stream, name, np.concatenate([array, np.array([value, value], dtype=array.dtype)]))
-    assert scorer(reward_model, tiny_policy).scores([played]) == pytest.approx(expected, abs=1e-6)
+    assert made.scores(episodes[1:2]) == pytest.approx(alone[1:2], abs=1e-6)
 
 
 def other_tokenizer(kind):
     tokenizer = make_tokenizer()
     if kind == "merges":
-        from tokenizers import ByteLevelBPETokenizer
-        from transformers import PreTrainedTokenizerFast
-
         bpe = ByteLevelBPETokenizer()
-        special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
         lines = ["Goal goal Goal is down there", "You you walk"]
+        special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
         bpe.train_from_iterator(lines * 4, vocab_size=300, special_tokens=special, show_progress=False)
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=bpe._tokenizer, eos_token="<|im_end|>", bos_token="<|im_start|>", pad_token="<|endoftext|>"
-        )
-        tokenizer.chat_template = CHATML
-    elif kind == "template":
-        tokenizer.chat_template = OTHER_TEMPLATE
-    else:
-        assert kind == "end"
-        tokenizer.eos_token = "<|endoftext|>"
-        tokenizer.pad_token = "<|im_start|>"
-        tokenizer.chat_template = CHATML
+        names = {name: getattr(tokenizer, name) for name in ("eos_token", "bos_token", "pad_token")}
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, **names)
+    elif kind == "end":
+        tokenizer.eos_token, tokenizer.pad_token = "<|endoftext|>", "<|im_start|>"
+    tokenizer.chat_template = OTHER_TEMPLATE if kind == "template" else CHATML
     return tokenizer
 
 
@@ -168,42 +156,23 @@ def test_another_tokenizer_reads_the_conversation_as_its_training_rows_were(kind
 
 
 def test_the_same_vocabulary_with_other_merges_is_another_tokenizer(tiny_policy, tmp_path):
-    import json
-
     path = exported(tiny_policy.recipe.path, tmp_path / "model")
-    file = path / "tokenizer.json"
-    content = json.loads(file.read_text())
+    content = json.loads((path / "tokenizer.json").read_text())
     content["model"]["merges"].reverse()
-    file.write_text(json.dumps(content))
+    (path / "tokenizer.json").write_text(json.dumps(content))
     made = scorer(path, tiny_policy)
     assert made.model.tokenizer.get_vocab() == tiny_policy.tokenizer.get_vocab()
     assert not made.same_tokens
+    assert math.isfinite(made.scores([episode(tiny_policy, [" \n "], cut=True)])[0])
 
 
-def test_a_cut_answer_of_blanks_is_scored_too(tiny_policy, tmp_path):
-    path = exported(tiny_policy.recipe.path, tmp_path / "model", other_tokenizer("template"))
-    (value,) = scorer(path, tiny_policy).scores([episode(tiny_policy, [" \n "], cut=True)])
-    assert math.isfinite(value)
-
-
-def test_an_answer_longer_than_the_budget_names_episode_and_key(tiny_policy, reward_model):
-    from posttrain.errors import RunError
-
-    made = scorer(reward_model, tiny_policy, tokens_per_batch=16)
+def test_an_answer_longer_than_the_budget_is_named_and_no_gradient_is_computed(tiny_policy, reward_model, monkeypatch):
     with pytest.raises(RunError, match=r"the episode of seed 7, group 3 has \d+ tokens.*reward\.tokens_per_batch"):
-        made.scores([episode(tiny_policy, ["Goal " * 20], group=3)])
-
-
-def test_scoring_computes_no_gradient(tiny_policy, reward_model, monkeypatch):
-    made = scorer(reward_model, tiny_policy)
-    seen = []
-    original = RewardModel.rewards
-    monkeypatch.setattr(
-        RewardModel, "rewards", lambda self, *a: seen.append(original(self, *a)) or seen[-1].detach().clone()
-    )
+        scorer(reward_model, tiny_policy, tokens_per_batch=16).scores([episode(tiny_policy, ["Goal " * 20], group=3)])
+    made, seen, original = scorer(reward_model, tiny_policy), [], RewardModel.rewards
+    monkeypatch.setattr(RewardModel, "rewards", lambda self, *a: seen.append(original(self, *a)) or seen[-1].clone())
     made.scores([episode(tiny_policy)])
-    assert len(seen) == 1
-    assert not seen[0].requires_grad
+    assert [rewards.requires_grad for rewards in seen] == [False]
 
 
 # -- what is paid ------------------------------------------------------------------------------------------------------
@@ -240,13 +209,9 @@ def test_a_reward_that_is_not_a_number_fails_the_episode(value, tiny_policy, rew
     failed = episode(tiny_policy, group=3)
     failed.outcome, failed.failure = Outcome.FAILED, "the environment raised"
     asked = []
-
-    def scores(self, played):
-        asked.extend(played)
-        return [1.0, value, 2.0]
-
-    monkeypatch.setattr(RewardScorer, "scores", scores)
-    made([*episodes, failed])
+    with monkeypatch.context() as patch:
+        patch.setattr(RewardScorer, "scores", lambda self, played: asked.extend(played) or [1.0, value, 2.0])
+        made([*episodes, failed])
     assert asked == episodes
     assert [e.outcome for e in episodes] == [Outcome.TERMINATED, Outcome.FAILED, Outcome.TERMINATED]
     assert episodes[1].failure == f"the reward model gave {value}"
@@ -257,42 +222,30 @@ def test_a_reward_that_is_not_a_number_fails_the_episode(value, tiny_policy, rew
     kept, warning = without_failures([*episodes, failed], FailureRecipe(action="drop", max_share=0.5))
     assert kept == [episodes[0], episodes[2]]
     assert "2 of 4 episodes failed" in warning
-
-
-def test_nonfinite_weights_fail_every_episode(tiny_policy, reward_model):
-    made = scorer(reward_model, tiny_policy)
     with torch.no_grad():
-        made.model.model.score.weight[0, 0] = math.nan
-    episodes = [episode(tiny_policy, group=n) for n in range(2)]
-    made(episodes)
-    assert all(e.outcome is Outcome.FAILED and "nan" in e.failure for e in episodes)
+        made.model.model.score.weight[0, 0] = value
+    made(kept)
+    assert all(e.outcome is Outcome.FAILED and "the reward model gave" in e.failure for e in kept)
 
 
-def test_stored_statistics_are_required(tiny_policy, tmp_path):
-    path = exported(tiny_policy.recipe.path, tmp_path / "model", statistics=None)
-    with pytest.raises(InputError, match=r"^reward\.normalize: .*model stores no mean and standard deviation"):
+@pytest.mark.parametrize(
+    "statistics", [None, (0.1, 0.0), (math.nan, 1.0), (0.0, math.nan), (0.0, math.inf), (0.0, -1.0)]
+)
+def test_stored_statistics_have_to_be_numbers_that_can_scale(statistics, tiny_policy, tmp_path):
+    path = exported(tiny_policy.recipe.path, tmp_path / "model", statistics=statistics)
+    reason = ".*model stores no mean and standard deviation" if statistics is None else ""
+    with pytest.raises(InputError, match=rf"^reward\.normalize: {reason}"):
         scorer(path, tiny_policy)
     for normalize in ("running", "none"):
         scorer(path, tiny_policy, normalize=normalize)
 
 
-@pytest.mark.parametrize("statistics", [(0.1, 0.0), (math.nan, 1.0), (0.0, math.nan), (0.0, math.inf), (0.0, -1.0)])
-def test_stored_statistics_have_to_be_numbers_that_can_scale(statistics, tiny_policy, tmp_path):
-    path = exported(tiny_policy.recipe.path, tmp_path / "model", statistics=statistics)
-    with pytest.raises(InputError, match=r"^reward\.normalize: "):
-        scorer(path, tiny_policy)
-
-
-def test_a_language_model_is_refused_as_a_reward_model(tiny_policy):
+def test_a_language_model_is_refused_and_rewards_are_scaled_and_clipped(tiny_policy):
     with pytest.raises(InputError, match="is not a reward model"):
         scorer(tiny_policy.recipe.path, tiny_policy)
     assert open_scorer(None, tiny_policy) is None
-
-
-def test_scaling_and_clipping():
     assert scaled(3.0, 1.0, 2.0, None) == 1.0
-    assert scaled(30.0, 1.0, 2.0, 5.0) == 5.0
-    assert scaled(-30.0, 1.0, 2.0, 5.0) == -5.0
+    assert [scaled(raw, 1.0, 2.0, 5.0) for raw in (30.0, -30.0)] == [5.0, -5.0]
 
 
 # -- on the way to credit ----------------------------------------------------------------------------------------------
@@ -305,19 +258,14 @@ def test_the_penalty_for_a_missing_end_reaches_credit_once(normalize, penalty, t
     episodes = [episode(tiny_policy, [ANSWERS[n]], cut=n % 2 == 1, group=0) for n in range(4)]
     raw = np.array(made.scores(episodes))
     made(episodes)
-    recipe = RlRecipe(
-        environment={"type": "bandit"},
-        credit={"type": "reinforce"},
-        rollout={"missing_eos_penalty": penalty},
-        reward={"path": str(reward_model), "normalize": normalize, "clip": None},
-    )
+    reward = {"path": str(reward_model), "normalize": normalize, "clip": None}
+    recipe = RlRecipe(credit={"type": "reinforce"}, rollout={"missing_eos_penalty": penalty}, reward=reward)
     running = RunningStatistics(recipe.reward)
     running.include(episodes)
     shaping = RewardShaping(recipe.rollout, recipe.kl, running)
     rewards = shaping.shape(episodes, samples_of_episodes(episodes, 1), 0.0)
-    expected = {"stored": (raw - MEAN) / STD, "running": (raw - raw.mean()) / raw.std(ddof=1), "none": raw}[
-        normalize
-    ] - penalty * np.array([0, 1, 0, 1])
+    paid = {"stored": (raw - MEAN) / STD, "running": (raw - raw.mean()) / raw.std(ddof=1), "none": raw}[normalize]
+    expected = paid - penalty * np.array([0, 1, 0, 1])
     for (stream,), played, value in zip(rewards.values, episodes, expected, strict=True):
         assert np.flatnonzero(stream).tolist() == [played.turns[-1].stop - 1]
         assert stream.sum() == pytest.approx(value, abs=1e-5)

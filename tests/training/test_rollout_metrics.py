@@ -48,11 +48,8 @@ TABLE = {
     "rollout/turns": (RETURNED, lambda e: len(e.turns), "mean"),
     "rollout/tokens_per_answer": (RETURNED, lambda e: e.sampled_tokens, "per turn"),
     "rollout/rejected_share": (RETURNED, lambda e: len(e.turns), "per turn"),
-    "rollout/truncated_share": (
-        ("truncated",),
-        lambda e: len(e.turns) / 4,
-        "sum",
-    ),  # the returned episodes have 4 turns
+    # The returned episodes have 4 turns.
+    "rollout/truncated_share": (("truncated",), lambda e: len(e.turns) / 4, "sum"),
     "tools/calls": (RETURNED, lambda e: sum(t.info["tool_calls"] for t in e.turns), "mean"),
     "policy/repeated_share": (RETURNED, lambda e: 0.0, "mean"),
 }

@@ -64,33 +64,26 @@ def test_weights_are_the_passes_over_a_source_per_epoch():
     assert len(frozenset.union(*halves)) == 10
 
 
-def test_an_epoch_takes_some_rows_of_each_source_as_often_as_its_weight():
+def test_fractions_of_weights_empty_sources_and_no_rows():
     (epoch,) = epochs(EpochRows(sources(6), [2.5], 4, 0), 1)
     assert sorted(Counter(epoch).values()) == [2, 2, 2, 3, 3, 3]
-
     for epoch in epochs(EpochRows(sources(1, 3, 9), [0.5, 0.1, 1], 4, 0), 5):
         assert Counter(name[0] for name in epoch) == {"0": 1, "1": 1, "2": 9}
-
-
-def test_an_empty_source_is_allowed():
     (epoch,) = epochs(EpochRows(sources(0, 3), [1, 1], 2, 0), 1)
     assert len(epoch) == 3
     with pytest.raises(InputError, match=r"^data\.train: no rows"):
         EpochRows(sources(0), [1], 2, 0)
 
 
-def test_order_depends_on_epoch_and_seed():
+def test_order_depends_on_epoch_and_seed_and_not_on_earlier_batches():
     first, second, third = epochs(EpochRows(sources(20), [1], 4, 0), 3)
     assert first != second != third != first
     assert epochs(EpochRows(sources(20), [1], 4, 0), 3) == [first, second, third]
     assert epochs(EpochRows(sources(20), [1], 4, 1), 1)[0] != first
-
-
-def test_a_batch_does_not_depend_on_earlier_batches():
     order = EpochRows(sources(9, 4), [1, 0.5], 4, 3)
-    asked = [12, 0, 5, 5, 3, 11, 0]
-    expected = {s: [r.origin for r in EpochRows(sources(9, 4), [1, 0.5], 4, 3).batch(s)] for s in set(asked)}
-    assert [[r.origin for r in order.batch(step)] for step in asked] == [expected[step] for step in asked]
+    for step in (12, 0, 5, 5, 3, 11, 0):
+        alone = EpochRows(sources(9, 4), [1, 0.5], 4, 3).batch(step)
+        assert [row.origin for row in order.batch(step)] == [row.origin for row in alone]
 
 
 # -- held-out rows -----------------------------------------------------------------------------------------------------
@@ -149,18 +142,18 @@ def load(recipe, kind="conversation", loss_on="assistant", seed=0):
     return load_data(kind, recipe, renderer(), loss_on, 4, seed)
 
 
-@pytest.mark.parametrize("loss_on", ["assistant", "last_assistant", "all"])
-def test_rows_are_held_out_for_any_loss_on(recipe, loss_on):
-    for held_out in (5, 0.2):
-        data = load(recipe.model_copy(update={"held_out": held_out}), loss_on=loss_on)
-        assert (len(data.validation), len(data.test), len(data.stored)) == (3, 2, 18)
-
-
-def test_without_rows_for_a_test_set_all_held_out_rows_are_for_validation(recipe):
-    data = load(recipe.model_copy(update={"held_out": 1}))
-    assert (len(data.validation), data.test) == (1, [])
-    data = load(recipe.model_copy(update={"held_out": 5, "test": recipe.train}))
-    assert (len(data.validation), len(data.test)) == (5, 23)
+def test_rows_are_held_out(recipe):
+    for loss_on in ("assistant", "last_assistant", "all"):
+        for changes, sizes in [
+            ({"held_out": 5}, (3, 2, 18)),
+            ({"held_out": 0.2}, (3, 2, 18)),
+            ({"held_out": 1}, (1, 0, 22)),  # too few for a test set: all are for validation
+            ({"held_out": 5, "test": recipe.train}, (5, 23, 18)),
+        ]:
+            data = load(recipe.model_copy(update=changes), loss_on=loss_on)
+            assert (len(data.validation), len(data.test), len(data.stored)) == sizes
+    with pytest.raises(InputError, match=r"^data\.held_out: 23 rows would leave none of the 23 usable rows"):
+        load(recipe.model_copy(update={"held_out": 23}))
 
 
 def test_loss_on_everything_keeps_the_answers_of_a_prompt_together(tmp_path):
@@ -174,28 +167,22 @@ def test_loss_on_everything_keeps_the_answers_of_a_prompt_together(tmp_path):
         assert sorted([len(data.stored), len(data.validation)]) == [1, 4]
 
 
-def test_holding_out_all_rows_is_an_error(recipe):
-    with pytest.raises(InputError, match=r"^data\.held_out: 23 rows would leave none of the 23 usable rows"):
-        load(recipe.model_copy(update={"held_out": 23}))
-
-
-def test_the_error_about_too_few_rows_counts_dropped_ones(recipe, tmp_path):
-    path = write_jsonl(tmp_path / "few.jsonl", [{"messages": pair_rows(1)[0]["chosen"]}, {"messages": []}, {"x": 1}])
+def test_errors_about_too_few_rows_name_dropped_rows_and_their_files(recipe, tmp_path):
+    good = {"messages": pair_rows(1)[0]["chosen"]}
+    path = write_jsonl(tmp_path / "few.jsonl", [good, {"messages": []}, {"x": 1}])
     with pytest.raises(InputError) as found:
         load(DataRecipe(train=path, held_out=2, max_tokens=60, cache=recipe.cache))
     first, second, third = str(found.value).splitlines()
     assert first.startswith("data.held_out: 2 rows would leave none of the 1 usable rows")
     assert ("few.jsonl row 2" in second, "few.jsonl row 3" in third) == (True, True)
-
-
-def test_no_usable_row_blames_the_files_that_have_none(recipe, tmp_path):
-    write_jsonl(tmp_path / "bad.jsonl", [{"messages": 3}, {"messages": []}, {"messages": []}])
-    good = write_jsonl(tmp_path / "good.jsonl", [{"messages": pair_rows(1)[0]["chosen"]}, {"other": 1}, {"other": 1}])
-    changed = DataRecipe(train=str(tmp_path / "bad.jsonl"), validation=good, cache=recipe.cache)
+    bad = write_jsonl(tmp_path / "bad.jsonl", [{"messages": 3}, {"messages": []}, {"messages": []}])
+    validation = write_jsonl(tmp_path / "good.jsonl", [good, {"other": 1}, {"other": 1}])
     with pytest.raises(InputError) as found:
-        load(changed)
-    assert str(found.value).startswith(f"{tmp_path / 'bad.jsonl'}: no usable row; 3 problems")
+        load(DataRecipe(train=bad, validation=validation, cache=recipe.cache))
+    assert str(found.value).startswith(f"{bad}: no usable row; 3 problems")
     assert "bad.jsonl row 2, row 3" in str(found.value)
+    with pytest.raises(InputError, match=f"{bad}: no usable row; 3 problems"):
+        load(DataRecipe(train=validation, validation=bad, cache=recipe.cache))
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
@@ -224,27 +211,17 @@ def test_streamed_rows_cover_each_row_once_an_epoch(recipe, shuffle_buffer):
         assert names(streamed(changed, seed=1), 0, 1) != names(streamed(changed), 0, 1)
 
 
-def test_streamed_rows_continue_after_a_restart_at_any_step(recipe):
+def test_streamed_rows_are_those_that_are_stored_in_any_order_of_reading(recipe):
     changed = recipe.model_copy(update={"shuffle_buffer": 6})
     whole = names(streamed(changed), *range(14))
-    for start in range(14):
+    for start in range(14):  # after a restart
         assert names(streamed(changed), *range(start, 14)) == whole[start:]
-
-
-def test_a_streamed_batch_does_not_depend_on_earlier_batches(recipe):
-    changed = recipe.model_copy(update={"shuffle_buffer": 6})
-    whole = names(streamed(changed), *range(10))
     rows = streamed(changed)
     for step in (3, 4, 0, 9, 9, 2, 3):
         assert names(rows, step) == [whole[step]]
-
-
-def test_streamed_rows_are_those_that_are_stored(recipe, tmp_path):
-    data = load(recipe)
-    stored = {r.origin: r for r in data.stored}
+    stored = {r.origin: r.streams[0].ids.tolist() for r in load(recipe).stored}
     for batch in range(6):
-        for r in streamed(recipe).batch(batch):
-            assert r.streams[0].ids.tolist() == stored[r.origin].streams[0].ids.tolist()
+        assert all(r.streams[0].ids.tolist() == stored[r.origin] for r in streamed(recipe).batch(batch))
 
 
 def with_bad_rows(tmp_path, **changes):
@@ -254,22 +231,16 @@ def with_bad_rows(tmp_path, **changes):
     return DataRecipe(train=path, max_tokens=60, cache=str(tmp_path / "tokens"), shuffle_buffer=2, **changes)
 
 
-def test_problems_of_streamed_rows_are_counted_once(tmp_path):
+def test_problems_of_streamed_rows_are_counted_once_and_stop_a_strict_stream(tmp_path):
     rows = streamed(with_bad_rows(tmp_path))
     for step in [*range(8), 0, 1, 2, 3]:
         rows.batch(step)
-    assert rows.problems.total == 1
-    assert rows.problems.used == 9
-
-
-def test_strict_stops_a_stream_at_its_first_bad_row(tmp_path):
+    assert (rows.problems.total, rows.problems.used) == (1, 9)
     rows = streamed(with_bad_rows(tmp_path, strict=True))
     rows.batch(0)
-    with pytest.raises(InputError, match=r"^a\.jsonl row 7: no assistant message"):
-        rows.batch(1)
-    again = streamed(with_bad_rows(tmp_path, strict=True))
-    with pytest.raises(InputError, match="row 7"):
-        again.batch(1)
+    for strict in (rows, streamed(with_bad_rows(tmp_path, strict=True))):
+        with pytest.raises(InputError, match=r"^a\.jsonl row 7: no assistant message"):
+            strict.batch(1)
 
 
 def test_streaming_without_a_usable_row_is_an_error(tmp_path):

@@ -40,18 +40,15 @@ def test_running_statistics_are_those_of_all_rewards_so_far():
             assert value + running.correction({RAW: value}) == pytest.approx((value - mean) / std, abs=1e-9)
 
 
-def test_running_statistics_clip_scaled_rewards():
+def test_scaled_rewards_are_clipped_and_equal_ones_give_no_credit():
     running = RunningStatistics(RUNNING.model_copy(update={"clip": 0.5}))
     running.include(scored([1.0, 2.0, 9.0]))
     assert 9.0 + running.correction({RAW: 9.0}) == pytest.approx(0.5)
     assert 1.0 + running.correction({RAW: 1.0}) == pytest.approx(-0.5)
-
-
-@pytest.mark.parametrize("values", [[37.0], [37.0] * 6])
-def test_equal_rewards_give_no_credit(values):
-    running = RunningStatistics(RUNNING)
-    running.include(scored(values))
-    assert 37.0 + running.correction({RAW: 37.0}) == 0.0
+    for values in ([37.0], [37.0] * 6):
+        running = RunningStatistics(RUNNING)
+        running.include(scored(values))
+        assert 37.0 + running.correction({RAW: 37.0}) == 0.0
 
 
 def test_running_statistics_are_restored_from_their_state():
@@ -64,19 +61,14 @@ def test_running_statistics_are_restored_from_their_state():
     assert one.correction({RAW: 0.3}) == two.correction({RAW: 0.3})
 
 
-@pytest.mark.parametrize("source", [None, RewardSource(path="unread"), RewardSource(path="unread", normalize="none")])
-def test_without_running_normalization_nothing_is_counted_or_corrected(source):
-    running = RunningStatistics(source)
-    running.include(scored([1.0, 2.0]))
-    assert running.count == 0
-    assert running.correction({RAW: 1.0}) == 0.0
-
-
-def test_episodes_that_no_model_scored_are_not_counted():
+def test_without_running_normalization_or_a_score_nothing_is_counted_or_corrected():
+    for source in (None, RewardSource(path="unread"), RewardSource(path="unread", normalize="none")):
+        running = RunningStatistics(source)
+        running.include(scored([1.0, 2.0]))
+        assert (running.count, running.correction({RAW: 1.0})) == (0, 0.0)
     running = RunningStatistics(RUNNING)
-    running.include([*scored([1.0, 3.0]), *scored([5.0])[:0]])
     unscored = scored([9.0])
     del unscored[0].turns[-1].info[RAW]
-    running.include(unscored)
+    running.include([*scored([1.0, 3.0]), *unscored])
     assert (running.count, running.mean) == (2, 2.0)
     assert running.correction(unscored[0].turns[-1].info) == 0.0

@@ -1,12 +1,13 @@
 """Evaluations of one row, one label, one group: what a single value does not determine is left out, never printed as nan."""
 
-import json
 import re
 
 import pytest
 
 import posttrain
 from posttrain.runs.metrics import read_metrics
+
+from .preferences import write_jsonl
 
 CONVERSATION = {"messages": [{"role": "user", "content": "Say a"}, {"role": "assistant", "content": "a"}]}
 PAIR = {"prompt": "Say a", "chosen": "a", "rejected": "b"}
@@ -33,39 +34,22 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_an_evaluation_of_one_row(name, tiny_model, tmp_path, capsys):
     stage, rows, keys = RUNS[name]
-    train = labeled(True, False) if name.startswith("kto") else rows
-    for file, content in (("train", train), ("test", rows)):
-        (tmp_path / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
-    data = {"train": f"{tmp_path / 'train.jsonl'}", "validation": f"{tmp_path / 'test.jsonl'}"}
-    result = getattr(posttrain, stage)(
-        model={"path": f"{tiny_model}", "threads": 1},
-        data={**data, "cache": f"{tmp_path / 'cache'}"},
-        steps=1,
-        runs=f"{tmp_path}",
-        name="run",
-        **keys,
-    )
+    train = write_jsonl(tmp_path / "train.jsonl", labeled(True, False) if name.startswith("kto") else rows)
+    data = {"train": train, "validation": write_jsonl(tmp_path / "test.jsonl", rows), "cache": f"{tmp_path / 'cache'}"}
+    model = {"path": f"{tiny_model}", "threads": 1}
+    result = getattr(posttrain, stage)(model=model, data=data, steps=1, runs=f"{tmp_path}", name="run", **keys)
     without_nan(result, capsys)
 
 
 @pytest.mark.parametrize("reward", [lambda answer: 1.0, lambda answer, n: 1.0 if n else None], ids=["all", "some"])
 def test_rl_and_evaluate_with_one_task(reward, tiny_model, tmp_path, capsys):
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"Say {n}", "n": n}) + "\n" for n in range(4)))
-    common = {
-        "environment": {"prompts": f"{tmp_path / 'rows.jsonl'}"},
-        "reward": reward,
-        "model": {"path": f"{tiny_model}", "threads": 1},
-        "runs": f"{tmp_path}",
-    }
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"Say {n}", "n": n} for n in range(4)])
+    common = {"environment": {"prompts": rows}}
+    common |= {"reward": reward, "model": {"path": f"{tiny_model}", "threads": 1}, "runs": f"{tmp_path}"}
     held_out = {"seeds": {"start": 3, "count": 1}, "final_seeds": {"start": 2, "count": 1}}
-    result = posttrain.rl(
-        rollout={"groups_per_step": 1, "episodes_per_group": 2, "tokens_per_turn": 4},
-        seeds={"start": 0, "count": 2},
-        evaluation={**held_out, "every": 1},
-        steps=2,
-        name="run",
-        **common,
-    )
+    rollout = {"groups_per_step": 1, "episodes_per_group": 2, "tokens_per_turn": 4}
+    keys = {"rollout": rollout, "seeds": {"start": 0, "count": 2}, "evaluation": {**held_out, "every": 1}, "steps": 2}
+    result = posttrain.rl(**common, **keys, name="run")
     without_nan(result, capsys)
     evaluation = {"final_seeds": {"start": 1, "count": 1}}
     without_nan(posttrain.evaluate(evaluation=evaluation, name="evaluated", **common), capsys)

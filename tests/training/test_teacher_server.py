@@ -13,6 +13,7 @@ from posttrain.training.updater import samples_of_episodes
 
 from ..conftest import make_tokenizer, save_tiny_model
 from . import small
+from .letters import Letters
 from .teacher_server import serving
 from .test_distill import teacher_for, values_of
 
@@ -28,7 +29,7 @@ def server(tiny_model):
 @pytest.fixture(scope="module")
 def played(tiny_model):
     policy = Policy(ModelRecipe(path=str(tiny_model), threads=1))
-    env = posttrain.make_env(f"{small.Path(small.__file__).parent / 'letters.py'}", max_turns=2)
+    env = posttrain.make_env(Letters, max_turns=2)
     return policy, rollout(posttrain.LocalEngine(policy), env, seeds=range(3), max_tokens=5, tokens_per_episode=300)
 
 
@@ -90,7 +91,6 @@ def test_a_stage_runs_with_a_server(server, tiny_model, tmp_path):
     teacher = {"urls": [server], "max_concurrent": 2}
     values = values_of(tiny_model, tmp_path, teacher, loss={"type": "jsd", "top_k": 5}, steps=1)
     values["evaluation"] = values["evaluation"] | {"every": 0}
-    posttrain.distill(values)
-    line = next(line for line in small.metrics(tmp_path / "small") if line["kind"] == "train")
+    (line,) = small.lines(small.train(values)[0], "train")
     assert line["teacher/failed"] == 0
     assert abs(line["loss/distillation"]) < 1e-6  # the teacher is the policy's own start; 0 up to rounding

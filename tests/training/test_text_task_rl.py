@@ -1,21 +1,15 @@
 """RL on prompts of a file, scored by a function or by a reward model; prompts that do not fit; a killed run."""
 
-import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from pydantic import TypeAdapter
-from rich.console import Console
 
 from posttrain.errors import InputError, RunError
-from posttrain.models.reward import RewardModel
-from posttrain.recipe.model import ModelRecipe
-from posttrain.recipe.stages import Recipe
 from posttrain.rollout.store import episodes_file, read_episodes
+from posttrain.runs.metrics import read_metrics
 from posttrain.runs.report import write_report
-from posttrain.stages import run_stage
 from tests.training import small
 from tests.training.preferences import write_jsonl
 
@@ -25,86 +19,54 @@ REWARD = '''def letters(answer, **row):
 '''
 
 
-@pytest.fixture(scope="module")
-def reward_model(tiny_model, tmp_path_factory) -> Path:
-    """An exported reward model, untrained but with statistics."""
-    directory = tmp_path_factory.mktemp("reward") / "model"
-    model = RewardModel(ModelRecipe(path=str(tiny_model)), seed=5)
-    model.set_statistics(0.1, 0.5)
-    model.export(directory)
-    return directory
-
-
 def values(tiny: Path, folder: Path, long: int = 0, **changes) -> dict:
     """Two steps on 20 prompts, of which the first `long` do not fit."""
     (folder / "rewards.py").write_text(REWARD)
     rows = [{"prompt": f"Say {'very ' * 40 * (n < long)}word {n}.", "word": "Goal dragon"} for n in range(20)]
-    recipe = {
-        "stage": "rl",
-        "name": "text",
-        "runs": str(folder),
-        "model": {"path": str(tiny), "threads": 1},
-        "environment": {
-            "type": "text_task",
-            "prompts": write_jsonl(folder / "prompts.jsonl", rows),
-            "reward": f"{folder / 'rewards.py'}:letters",
-            "success_reward": None,
-        },
-        "steps": 2,
-        "seeds": {"start": 0, "count": 10},
-        "rollout": {"groups_per_step": 2, "episodes_per_group": 3, "tokens_per_turn": 8, "tokens_per_episode": 90},
-        "optimizer": {"learning_rate": 1e-3},
-        "evaluation": {
-            "every": 1,
-            "seeds": {"start": 10, "count": 4},
-            "final_seeds": {"start": 14, "count": 6},
-            "sampling": {"temperature": 1.0},
-        },
-        "checkpoint": {"every": 1, "keep_state": "always"},
-    }
+    environment = {"type": "text_task", "prompts": write_jsonl(folder / "prompts.jsonl", rows)}
+    environment |= {"reward": f"{folder / 'rewards.py'}:letters", "success_reward": None}
+    recipe = {"stage": "rl", "name": "text", "runs": str(folder), "model": {"path": str(tiny), "threads": 1}}
+    recipe |= {"environment": environment, "steps": 2, "seeds": {"start": 0, "count": 10}}
+    recipe["rollout"] = {"groups_per_step": 2, "episodes_per_group": 3}
+    recipe["rollout"] |= {"tokens_per_turn": 8, "tokens_per_episode": 90}
+    recipe["optimizer"] = {"learning_rate": 1e-3}
+    held_out = {"seeds": {"start": 10, "count": 4}, "final_seeds": {"start": 14, "count": 6}}
+    recipe["evaluation"] = held_out | {"every": 1, "sampling": {"temperature": 1.0}}
+    recipe["checkpoint"] = {"every": 1, "keep_state": "always"}
     return recipe | changes
 
 
 def run(recipe: dict):
-    directory = run_stage(TypeAdapter(Recipe).validate_python(recipe), console=Console(file=io.StringIO(), width=200))
-    return directory, [json.loads(line) for line in directory.metrics.read_text().splitlines()]
+    directory, _ = small.train(recipe)
+    return directory, read_metrics(directory.metrics)
 
 
 def test_a_reward_function_sets_the_reward_and_the_return_selects_the_best_checkpoint(tiny_model, tmp_path):
-    directory, lines = run(values(tiny_model, tmp_path))
-    final = next(line for line in lines if line["kind"] == "final")
-    assert final["n"] == 6
-    # The range of an own function is unknown, and six returns do not show it.
-    assert (final["return_low"], final["return_high"]) == (None, None)
-    assert "success" not in final
-    assert "rollout/success" not in next(line for line in lines if line["kind"] == "train")
-    table = json.loads((directory.path / "results.json").read_text())["tables"][0]
-    assert [row[1] for row in table["rows"]] == ["–", "–"]
-    curve = {line["step"]: line["return"] for line in lines if line["kind"] == "evaluation"}
-    assert curve[final["best_step"]] == max(curve.values())
-    report = directory.report.read_text()
-    for row in (
-        "| training rows | 10 of `prompts.jsonl` (rows 1-10) |",
-        "| held-out rows of the curve | 4 of `prompts.jsonl` (rows 11-14) |",
-        "| held-out rows of the table | 6 of `prompts.jsonl` (rows 15-20) |",
-    ):
-        assert row in report
-    assert "seeds |" not in report.split("## ")[0]
-
-
-def test_numbers_of_a_reward_function_are_in_the_log_and_in_the_table(tiny_model, tmp_path):
+    """The numbers that it returns besides the reward are in the log and in the table."""
     given = values(tiny_model, tmp_path)
     reward = REWARD.replace("return 0.5 *", "return {'length': len(answer), 'score': 0.5 *").rstrip() + "}\n"
     (tmp_path / "rewards.py").write_text(reward)
     directory, lines = run(given)
     final = next(line for line in lines if line["kind"] == "final")
+    assert final["n"] == 6
+    # The range of an own function is unknown, and six returns do not show it.
+    assert (final["return_low"], final["return_high"]) == (None, None)
     assert (final["score/length_low"], final["score/length_high"]) == (None, None)
+    assert "success" not in final
     assert final["score/score"] == pytest.approx(final["return"])
     trained = next(line for line in lines if line["kind"] == "train")
+    assert "rollout/success" not in trained
     assert trained["rollout/score/score"] == pytest.approx(trained["rollout/return"])
-    table = json.loads((directory.path / "results.json").read_text())["tables"][1]
-    place = table["headings"].index("length")
-    assert table["rows"][-1][place].startswith(f"{final['score/length']:.3f}")
+    policies, scores, *_ = json.loads((directory.path / "results.json").read_text())["tables"]
+    assert [row[1] for row in policies["rows"]] == ["–", "–"]
+    assert scores["rows"][-1][scores["headings"].index("length")].startswith(f"{final['score/length']:.3f}")
+    curve = {line["step"]: line["return"] for line in lines if line["kind"] == "evaluation"}
+    assert curve[final["best_step"]] == max(curve.values())
+    report = directory.report.read_text()
+    assert "| training rows | 10 of `prompts.jsonl` (rows 1-10) |" in report
+    assert "| held-out rows of the curve | 4 of `prompts.jsonl` (rows 11-14) |" in report
+    assert "| held-out rows of the table | 6 of `prompts.jsonl` (rows 15-20) |" in report
+    assert "seeds |" not in report.split("## ")[0]
 
 
 def own(tiny: Path, folder: Path, **changes) -> dict:
@@ -115,8 +77,9 @@ def own(tiny: Path, folder: Path, **changes) -> dict:
     return recipe
 
 
-def test_prompts_of_a_file_are_divided_without_any_seeds(tiny_model, tmp_path):
-    directory, lines = run(own(tiny_model, tmp_path))
+def test_prompts_of_a_file_are_divided_without_any_seeds_and_a_run_keeps_its_tasks(tiny_model, tmp_path):
+    recipe = own(tiny_model, tmp_path)
+    directory, lines = run(recipe)
     assert [line["n"] for line in lines if line["kind"] == "evaluation"] == [2, 2, 2]
     assert next(line["n"] for line in lines if line["kind"] == "final") == 2
     played = {
@@ -134,15 +97,10 @@ def test_prompts_of_a_file_are_divided_without_any_seeds(tiny_model, tmp_path):
         assert f"2 of `prompts.jsonl` (rows {first}{'-' if second == first + 1 else ', '}{second})" in line
     (directory.path / "results.json").unlink()
     assert "drawn from the rows of environment.prompts" in write_report(directory, []).read_text()
-
-
-def test_a_run_is_not_resumed_on_other_tasks(tiny_model, tmp_path):
-    recipe = TypeAdapter(Recipe).validate_python(own(tiny_model, tmp_path, steps=1))
-    run_stage(recipe, console=Console(file=io.StringIO()))
     with (tmp_path / "prompts.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "One more.", "word": "Goal"}) + "\n")
     with pytest.raises(InputError, match="the training tasks differ from those at the start of this run"):
-        run_stage(recipe.model_copy(update={"steps": 2}), resume=True, console=Console(file=io.StringIO()))
+        small.train(recipe | {"steps": 3}, resume=True)
 
 
 def test_an_evaluation_in_which_every_episode_fails_stops_the_run_with_the_reason(tiny_model, tmp_path):
@@ -157,8 +115,8 @@ def test_a_function_that_is_only_reported_needs_its_columns(tiny_model, reward_m
     """For prompts without the column, it is not reported; as a reward, it stops the run."""
     recipe = own(tiny_model, tmp_path, reward={"path": str(reward_model)})
     recipe["environment"] |= {"reward": "contains", "score_weight": 0}
-    _, lines = run(recipe)
-    said = [line["message"] for line in lines if line["kind"] == "warning"]
+    directory, lines = run(recipe)
+    said = small.messages(directory)
     assert any("contains is not reported" in line and "`label`" in line for line in said)
     final = next(line for line in lines if line["kind"] == "final")
     assert not {"success", "score/score", "failed"} & {key for key, value in final.items() if value}
@@ -168,7 +126,7 @@ def test_a_function_that_is_only_reported_needs_its_columns(tiny_model, reward_m
         run(recipe | {"name": "paid"})
 
 
-def test_gdpo_normalizes_the_scores_of_a_reward_function(tiny_model, tmp_path):
+def test_gdpo_normalizes_the_scores_of_a_reward_function_and_needs_them(tiny_model, tmp_path):
     given = values(tiny_model, tmp_path, credit={"type": "gdpo", "weights": {"length": 1.0, "letters": 0.5}})
     reward = REWARD.replace("return 0.5 *", "return {'score': 0.0, 'length': len(answer), 'letters':").rstrip() + "}\n"
     (tmp_path / "rewards.py").write_text(reward)
@@ -178,22 +136,22 @@ def test_gdpo_normalizes_the_scores_of_a_reward_function(tiny_model, tmp_path):
     assert all(line["rollout/return"] == 0 and line["optimizer/gradient_norm"] > 0 for line in trained)
     assert all(line["credit/zero_groups"] == 0 for line in trained)
     stored = read_episodes(episodes_file(directory.episodes, 1, "train"))
-    tokens = [
-        streams[0][e.streams[0].sampled] for e, streams in zip(stored.episodes, stored.advantages.values, strict=True)
-    ]
-    assert np.mean([own[0] for own in tokens]) == pytest.approx(0, abs=1e-6)
-    assert np.std([own[0] for own in tokens], ddof=1) == pytest.approx(1, abs=1e-4)
+    pairs = zip(stored.episodes, stored.advantages.values, strict=True)
+    credit = [streams[0][episode.streams[0].sampled][0] for episode, streams in pairs]
+    assert np.mean(credit) == pytest.approx(0, abs=1e-6)
+    assert np.std(credit, ddof=1) == pytest.approx(1, abs=1e-4)
+    other = {"credit": {"type": "gdpo", "weights": {"format": 1.0}}, "name": "other"}
+    with pytest.raises(RunError, match=r"no episode of the step has the score 'format'; .*\(.*return, score\)"):
+        run(given | other)
 
 
-def test_gdpo_without_its_scores_stops_and_names_them(tiny_model, tmp_path):
-    given = values(tiny_model, tmp_path, credit={"type": "gdpo", "weights": {"format": 1.0}})
-    with pytest.raises(RunError, match=r"no episode of the step has the score 'format'; .*\(return, score\)"):
-        run(given)
-
-
-def test_prompts_without_room_for_an_answer_are_left_out_and_named(tiny_model, tmp_path):
-    directory, lines = run(values(tiny_model, tmp_path, long=3))
-    told = [line["message"] for line in lines if line["kind"] == "warning"]
+def test_prompts_without_room_for_an_answer_are_left_out_and_those_in_both_splits_named(tiny_model, tmp_path):
+    recipe = values(tiny_model, tmp_path, long=3)
+    rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    write_jsonl(tmp_path / "prompts.jsonl", [*rows[:14], *rows[3:9]])
+    directory, _ = run(recipe)
+    told = small.messages(directory)
+    assert any("6 held-out prompts are also training prompts" in text for text in told)
     (message,) = [text for text in told if "no room" in text]
     assert message.startswith("3 rows dropped: ")
     assert "rollout.tokens_per_episode = 90" in message
@@ -213,14 +171,6 @@ def test_a_seed_without_a_row_stops_before_the_model_is_loaded(tiny_model, tmp_p
         run(recipe)
 
 
-def test_a_prompt_in_both_splits_gives_a_warning(tiny_model, tmp_path):
-    recipe = values(tiny_model, tmp_path)
-    rows = [{"prompt": f"Say word {n % 14}.", "word": "Goal"} for n in range(20)]
-    write_jsonl(tmp_path / "prompts.jsonl", rows)
-    _, lines = run(recipe | {"steps": 1})
-    assert any("6 held-out prompts are also training prompts" in line.get("message", "") for line in lines)
-
-
 @pytest.mark.parametrize("normalize", ["stored", "running", "none"])
 def test_rewards_are_the_scores_of_the_reward_model(normalize, tiny_model, reward_model, tmp_path):
     recipe = values(tiny_model, tmp_path, reward={"path": str(reward_model), "normalize": normalize, "clip": None})
@@ -237,17 +187,3 @@ def test_rewards_are_the_scores_of_the_reward_model(normalize, tiny_model, rewar
     state = json.loads((sorted(directory.checkpoints.glob("step_*"))[-1] / "state.json").read_text())["reward"]
     assert state["count"] == (12 if normalize == "running" else 0)
     assert len({round(r, 6) for rewards in paid for r in rewards}) > 6
-
-
-@pytest.mark.slow
-def test_a_killed_run_with_running_statistics_resumes_to_the_same_bits(tiny_model, reward_model, tmp_path):
-    recipe = values(tiny_model, tmp_path, reward={"path": str(reward_model), "normalize": "running"})
-    recipe["rollout"]["missing_eos_penalty"] = 0.5
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "killed").mkdir()
-    assert small.run(recipe | {"runs": str(tmp_path / "whole")}) == 0
-    killed = recipe | {"runs": str(tmp_path / "killed")}
-    assert small.run(killed, die_at=("posttrain.training.updater:Updater.update", 2)) == -9
-    assert small.run(killed, resume=True) == 0
-    whole, again = tmp_path / "whole" / "text", tmp_path / "killed" / "text"
-    small.assert_same(whole, again)

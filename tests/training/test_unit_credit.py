@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from pydantic import TypeAdapter, ValidationError
 
 from posttrain.credit.units.mixing import UnitAdvantages
 from posttrain.credit.units.rendering import render_coalition
@@ -13,12 +12,11 @@ from posttrain.credit.units.spans import Spans
 from posttrain.errors import InputError, RunError
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe
-from posttrain.recipe.stages import Recipe
 from posttrain.recipe.units import ShareCredit, StoredUnits, WholeUnits
 from posttrain.rollout.store import episodes_file, read_episodes
 from posttrain.training.rows import stream_of
 from posttrain.training.unit_credit import JudgedAnswer, UnitCreditor, UnitValuer, unit_metrics
-from tests.training.small import weights
+from tests.training import small
 from tests.training.test_text_task_rl import run, values
 
 TOKENS = {"type": "token"}
@@ -27,15 +25,6 @@ TOKENS = {"type": "token"}
 @pytest.fixture(scope="module")
 def model(tiny_model) -> RewardModel:
     return RewardModel(ModelRecipe(path=str(tiny_model)), seed=5)
-
-
-@pytest.fixture(scope="module")
-def reward_model(tiny_model, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("reward") / "model"
-    model = RewardModel(ModelRecipe(path=str(tiny_model)), seed=5)
-    model.set_statistics(0.1, 0.5)
-    model.export(directory)
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -117,14 +106,9 @@ def test_values_of_coalitions_are_the_scores_of_their_texts(model):
 def recipe(tiny_model, folder, reward_model, unit_credit, **changes):
     own = values(tiny_model, folder)
     own["environment"].pop("reward")
-    own |= {
-        "reward": {"path": str(reward_model)},
-        "credit": {"type": "gae", "gae_lambda": 0.9},
-        "critic": {"optimizer": {"learning_rate": 1e-3}},
-        "unit_credit": unit_credit,
-        "rollout": own["rollout"] | {"tokens_per_turn": 12},
-    }
-    return own | changes
+    own |= {"reward": {"path": str(reward_model)}, "credit": {"type": "gae", "gae_lambda": 0.9}}
+    own |= {"critic": {"optimizer": {"learning_rate": 1e-3}}, "unit_credit": unit_credit}
+    return own | {"rollout": own["rollout"] | {"tokens_per_turn": 12}} | changes
 
 
 REWARDED = [
@@ -141,33 +125,25 @@ ADVANTAGES = [
 
 
 QUICK = (REWARDED[1], REWARDED[2], *ADVANTAGES)
-"""Credits that are not slow tests: each segmenter, probe and placement, and each kind without a test of its own."""
+"""Each segmenter, probe and placement, and each kind without a test of its own."""
 
 
-@pytest.mark.parametrize(
-    "credit",
-    [
-        pytest.param(one, id=one["type"], marks=[] if one in QUICK else pytest.mark.slow)
-        for one in REWARDED + ADVANTAGES
-    ],
-)
+@pytest.mark.parametrize("credit", small.cases(REWARDED + ADVANTAGES, QUICK), ids=lambda credit: credit["type"])
 def test_every_credit_trains(credit, tiny_model, reward_model, tmp_path):
     _, lines = run(recipe(tiny_model, tmp_path, reward_model, credit, steps=1))
-    trained = [line for line in lines if line["kind"] == "train"]
-    assert len(trained) == 1
-    for line in trained:
-        assert line["units/per_answer"] > 1
-        assert np.isfinite(line["units/spread"])
-        assert line["optimizer/gradient_norm"] > 0
-        if credit["type"] in ("prefix", "even", "outcome"):
-            assert line["units/residual"] < 1e-5
-        assert (line["units/forwards"] > 0) == (credit["type"] not in ("even", "outcome"))
+    (line,) = [line for line in lines if line["kind"] == "train"]
+    assert line["units/per_answer"] > 1
+    assert np.isfinite(line["units/spread"])
+    assert line["optimizer/gradient_norm"] > 0
+    if credit["type"] in ("prefix", "even", "outcome"):
+        assert line["units/residual"] < 1e-5
+    assert (line["units/forwards"] > 0) == (credit["type"] not in ("even", "outcome"))
 
 
 def trained_bits(tiny_model, folder, judge, credit):
     directory, _ = run(recipe(tiny_model, folder, judge, credit, steps=1))
     # The state of torch's generator goes on from run to run.
-    return {name: bits for name, bits in weights(directory.path).items() if not name.startswith("random")}
+    return {name: bits for name, bits in small.weights(directory.path).items() if not name.startswith("random")}
 
 
 @pytest.fixture(scope="module")
@@ -176,18 +152,15 @@ def plain_bits(tiny_model, reward_model, tmp_path_factory):
     return trained_bits(tiny_model, tmp_path_factory.mktemp("plain"), reward_model, None)
 
 
-@pytest.mark.parametrize("kind", ["prefix", "loo", "drca_published"])
-def test_beta_0_is_plain_ppo_to_the_bit(kind, tiny_model, reward_model, plain_bits, tmp_path):
-    credit = {"type": kind, "beta": 0, "segmenter": TOKENS}
-    assert trained_bits(tiny_model, tmp_path, reward_model, credit) == plain_bits
-
-
-def test_beta_0_of_unit_rewards_is_plain_ppo_to_the_bit(tiny_model, unit_reward_model, tmp_path):
-    made = []
-    for name, credit in (("plain", None), ("units", {"type": "unit_rewards", "beta": 0})):
-        (tmp_path / name).mkdir()
-        made.append(trained_bits(tiny_model, tmp_path / name, unit_reward_model, credit))
-    assert made[0] == made[1]
+@pytest.mark.parametrize("kind", ["prefix", "loo", "drca_published", "unit_rewards"])
+def test_beta_0_is_plain_ppo_to_the_bit(kind, tiny_model, reward_model, unit_reward_model, plain_bits, tmp_path):
+    if kind == "unit_rewards":
+        (tmp_path / "plain").mkdir()
+        plain_bits = trained_bits(tiny_model, tmp_path / "plain", unit_reward_model, None)
+        found = trained_bits(tiny_model, tmp_path, unit_reward_model, {"type": kind, "beta": 0})
+    else:
+        found = trained_bits(tiny_model, tmp_path, reward_model, {"type": kind, "beta": 0, "segmenter": TOKENS})
+    assert found == plain_bits
 
 
 def test_unit_credit_of_type_outcome_equals_plain_credit(tiny_model, reward_model, tmp_path):
@@ -210,24 +183,6 @@ def test_rewards_of_units_are_placed_in_their_units(tiny_model, unit_reward_mode
     _, weak = run(recipe(tiny_model, tmp_path, unit_reward_model, credit, name="weak", steps=1))
     assert [line for line in weak if line["kind"] == "warning" and "hardly explains" in line["message"]]
     assert line["units/forwards"] == 0  # what was read when the episodes were scored is not read again
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"credit": {"type": "rloo"}}, "adds up the rewards of an episode"),
-        ({"credit": {"type": "mt_grpo"}}, "adds up the rewards of a turn"),
-        ({"reward": None}, "set `reward.path`"),
-        ({"loss": {"type": "gspo"}}, "the mean advantage of its stream"),
-        ({"reward": {"path": "rm", "tokens_per_batch": 64}}, r"more than `reward\.tokens_per_batch` = 64"),
-        ({"unit_credit": {"type": "prefix", "beta": 1.5}}, "less than or equal to 1"),
-        ({"unit_credit": {"type": "unit_rewards", "fit": "a > b > c > d > 0"}}, "`fit` needs `normalizer`"),
-    ],
-)
-def test_contradictory_recipes_are_refused(changes, words, tiny_model, reward_model, tmp_path):
-    given = recipe(tiny_model, tmp_path, reward_model, {"type": "prefix"}) | changes
-    with pytest.raises(ValidationError, match=words):
-        TypeAdapter(Recipe).validate_python(given)
 
 
 def test_a_reward_model_that_cannot_give_the_credit_is_named(tiny_model, reward_model, unit_reward_model, tmp_path):

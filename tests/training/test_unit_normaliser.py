@@ -1,36 +1,28 @@
 """`posttrain fit-normalizer` on a run: its files, output and errors."""
 
-import io
 import json
 
 import pytest
-from pydantic import TypeAdapter
-from rich.console import Console
 
 from posttrain.cli.main import main
 from posttrain.credit.units.normalizer import read_normalizers
-from posttrain.recipe.stages import Recipe
-from posttrain.stages import run_stage
+from tests.training import small
 from tests.training.preferences import pair_rows, recipe_values, write_jsonl
-
-
-def run(values):
-    return run_stage(TypeAdapter(Recipe).validate_python(values), console=Console(file=io.StringIO())).path
 
 
 @pytest.fixture(scope="module")
 def of_units(tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("units")
-    return run(recipe_values("reward", tiny_model, folder, epochs=1, units={"segmenter": {"type": "token"}}))
+    return small.train(recipe_values("reward", tiny_model, folder, epochs=1, units={"segmenter": {"type": "token"}}))[
+        0
+    ].path
 
 
 def test_a_fit_writes_params_profile_and_plot(of_units, tmp_path, capsys):
     assert main(["fit-normalizer", str(of_units)]) == 0
-    first = capsys.readouterr().out
-    assert "R²" in first
-    assert (
-        main(["fit-normalizer", str(of_units), "--data", write_jsonl(tmp_path / "more.jsonl", pair_rows(40, 50))]) == 0
-    )
+    assert "R²" in capsys.readouterr().out
+    more = write_jsonl(tmp_path / "more.jsonl", pair_rows(40, 50))
+    assert main(["fit-normalizer", str(of_units), "--data", more]) == 0
     fits = read_normalizers(of_units / "normalizer" / "params.json")
     assert [key.path for key in fits] == [("small", name, "token", "avg", "0") for name in ("validation", "more")]
     printed = capsys.readouterr().out
@@ -43,7 +35,7 @@ def test_a_fit_writes_params_profile_and_plot(of_units, tmp_path, capsys):
 
 
 def test_runs_without_units_and_files_without_pairs_are_refused(of_units, tiny_model, tmp_path, capsys):
-    plain = run(recipe_values("reward", tiny_model, tmp_path, epochs=1))
+    plain = small.train(recipe_values("reward", tiny_model, tmp_path, epochs=1))[0].path
     assert main(["fit-normalizer", str(plain)]) == 2
     assert "train a model with `units`" in capsys.readouterr().err
     assert main(["fit-normalizer", str(of_units), "--data", str(tmp_path / "gone.jsonl")]) == 2

@@ -1,14 +1,12 @@
 """Unit-level reward models: where rewards are read, the loss on them, whole runs, and the exported file."""
 
-import io
 import json
 import shutil
 
 import numpy as np
 import pytest
 import torch
-from pydantic import TypeAdapter, ValidationError
-from rich.console import Console
+from pydantic import ValidationError
 
 from posttrain.data.rendering import TokenStream
 from posttrain.data.tokens import TokenRow
@@ -18,15 +16,13 @@ from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.loss import RewardLossRecipe
 from posttrain.recipe.model import LoraRecipe, ModelRecipe
-from posttrain.recipe.stages import Recipe
 from posttrain.recipe.units import StoredUnits, UnitRewardsRecipe, stored_units
-from posttrain.stages import run_stage
 from posttrain.training.objectives import RewardObjective, reward_forward
 from posttrain.training.rows import samples_of_row
 from posttrain.training.unit_rewards import UnitReader, UnitRewardObjective, unit_reward_forward, unit_rewards
-from posttrain.training.updater import pack
+from tests.training import small
 from tests.training.preferences import recipe_values
-from tests.training.test_preferences import gradients, pair_samples
+from tests.training.test_preferences import pair_samples
 from tests.training.test_reward_scorer import episode, other_tokenizer, scorer
 
 TOKEN, OUTCOME, ENTROPY = {"type": "token"}, {"type": "outcome"}, {"type": "entropy", "threshold": 5.9355}
@@ -75,50 +71,33 @@ def test_entropy_units_begin_where_the_initial_model_has_high_entropy(tiny_model
     wanted = [*(start - 1 for start in starts if start > 6), len(ids) - 1]
     assert reader.ends([sample])[0].tolist() == wanted
     assert 3 < len(wanted) < len(entropies)
-
-
-def test_cached_results_equal_uncached_ones(tiny_model):
-    _, reader = made(tiny_model, ENTROPY)
-    alone = reader.ends(pair_samples())
+    uncached = reader.ends(pair_samples())
     reader.remember(pair_samples())
     reader.reference = None  # would fail if asked again
-    for one, other in zip(alone, reader.ends(pair_samples()), strict=True):
-        assert np.array_equal(one, other)
+    assert all(map(np.array_equal, uncached, reader.ends(pair_samples())))
 
 
 @pytest.mark.parametrize("form", ["length_fair", "published"])
 def test_no_split_changes_the_gradient(form, tiny_model, monkeypatch):
-    def make_model():
-        model, reader = made(tiny_model, TOKEN)
-        return model, unit_reward_forward(model, reader)
-
-    loss = RewardLossRecipe(center_rewards_coefficient=0.01)
+    model, reader = made(tiny_model, TOKEN)
+    forward, loss = unit_reward_forward(model, reader), RewardLossRecipe(center_rewards_coefficient=0.01)
     objective = UnitRewardObjective(loss, recipe(TOKEN, entropy_coefficient=0.5, entropy_form=form))
-    whole = gradients(make_model, 4096, objective, pair_samples(), monkeypatch)
-    plain = gradients(make_model, 4096, UnitRewardObjective(loss, recipe(TOKEN)), pair_samples(), monkeypatch)
+    whole = small.assert_no_split_changes_gradients(model, forward, pair_samples, objective, monkeypatch)
+    even = UnitRewardObjective(loss, recipe(TOKEN))
+    plain, _ = small.gradients(model, forward, pair_samples(), even, monkeypatch)
     assert any(not torch.allclose(whole[name], plain[name], rtol=1e-2) for name in whole)
-    for budget in (70, 150):
-        assert len(pack(pair_samples(), budget)) > 1
-        for name, gradient in gradients(make_model, budget, objective, pair_samples(), monkeypatch).items():
-            torch.testing.assert_close(gradient, whole[name], atol=3e-6, rtol=2e-4, msg=f"{budget} {name}")
 
 
 def test_coefficient_0_is_the_plain_loss_bit_for_bit(tiny_model, monkeypatch):
     """And a single unit per answer, with or without regulariser, is the plain reward model."""
 
-    def of_units():
-        model, reader = made(tiny_model, OUTCOME)
-        return model, unit_reward_forward(model, reader)
-
-    def of_answers():
-        model = RewardModel(ModelRecipe(path=str(tiny_model)), seed=1)
-        return model, reward_forward(model)
-
     loss = RewardLossRecipe(center_rewards_coefficient=0.01)
-    plain = gradients(of_answers, 150, RewardObjective(loss), pair_samples(), monkeypatch)
+    model, reader = made(tiny_model, OUTCOME)
+    plain, _ = small.gradients(model, reward_forward(model), pair_samples(), RewardObjective(loss), monkeypatch, 150)
     for form in ("length_fair", "published"):
         objective = UnitRewardObjective(loss, recipe(OUTCOME, entropy_form=form))
-        found = gradients(of_units, 150, objective, pair_samples(), monkeypatch)
+        forward = unit_reward_forward(model, reader)
+        found, _ = small.gradients(model, forward, pair_samples(), objective, monkeypatch, 150)
         assert plain.keys() == found.keys()
         assert all(torch.equal(plain[name], found[name]) for name in plain)
     model, reader = made(tiny_model, TOKEN)
@@ -132,22 +111,16 @@ def test_coefficient_0_is_the_plain_loss_bit_for_bit(tiny_model, monkeypatch):
     assert uneven != total
 
 
-def run(values):
-    console = Console(file=io.StringIO(), width=200)
-    return run_stage(TypeAdapter(Recipe).validate_python(values), console=console)
-
-
 @pytest.mark.parametrize(
     "segmenter", [pytest.param(TOKEN, id="token", marks=pytest.mark.slow), pytest.param(ENTROPY, id="entropy")]
 )
 def test_a_run_learns_and_its_model_has_the_reported_scores(segmenter, tiny_model, tiny_policy, tmp_path):
     units = {"segmenter": segmenter, "entropy_coefficient": 0.02}
-    directory = run(recipe_values("reward", tiny_model, tmp_path, epochs=6, units=units))
-    lines = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
-    train = [line for line in lines if line["kind"] == "train"]
+    directory, _ = small.train(recipe_values("reward", tiny_model, tmp_path, epochs=6, units=units))
+    train = small.lines(directory, "train")
     assert all(1 <= line["units/effective"] <= line["units/per_answer"] + 1e-6 for line in train)
     assert all("loss/unevenness" in line for line in train)
-    final = next(line for line in lines if line["kind"] == "final")
+    (final,) = small.lines(directory, "final")
     assert final["test/accuracy"] > 0.6
     path = directory.path / "model"
     kept = json.loads((path / "config.json").read_text())["posttrain_units"]
@@ -186,7 +159,7 @@ def test_the_units_of_a_model_survive_adapters_and_are_dropped_by_a_plain_run(ti
     model.export(tmp_path / "adapters")
     again = RewardModel(ModelRecipe(path=str(tmp_path / "adapters")), new_head=False)
     assert again.units.segmenter.type == "sentence"
-    directory = run(recipe_values("reward", tmp_path / "merged", tmp_path, epochs=1))
+    directory, _ = small.train(recipe_values("reward", tmp_path / "merged", tmp_path, epochs=1))
     assert RewardModel(ModelRecipe(path=str(directory.path / "model")), new_head=False).units is None
 
 

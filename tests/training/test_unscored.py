@@ -1,7 +1,5 @@
 """Rows to which no reward applies, mappings whose keys vary, and runs without evaluations."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -17,6 +15,7 @@ from posttrain.rollout.store import read_episodes, stored_steps
 from posttrain.runs.metrics import read_metrics
 
 from ..rollout.episodes import played
+from .preferences import write_jsonl
 
 ROWS = [{"prompt": f"Say {n}.", "kind": "ab"[n % 2], "n": n} for n in range(26)]
 
@@ -31,18 +30,13 @@ def train(tiny_model, tmp_path):
     """Train two steps on `ROWS` with the given reward and keys; returns the metrics lines by kind and the run."""
 
     def run(reward, **keys):
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-        result = posttrain.rl(
-            environment={"prompts": f"{tmp_path / 'rows.jsonl'}", "success_reward": None},
-            reward=reward,
-            model={"path": f"{tiny_model}", "threads": 1},
-            rollout={"groups_per_step": 8, "episodes_per_group": 2, "tokens_per_turn": 4},
-            seeds={"start": 0, "count": 16},
-            steps=1,
-            runs=f"{tmp_path}",
-            evaluation={"every": 0, "seeds": {"start": 24, "count": 2}, "final_seeds": {"start": 16, "count": 8}},
-            **{"name": "run", **keys},
-        )
+        write_jsonl(tmp_path / "rows.jsonl", ROWS)
+        recipe = {"environment": {"prompts": f"{tmp_path / 'rows.jsonl'}", "success_reward": None}, "name": "run"}
+        recipe |= {"model": {"path": f"{tiny_model}", "threads": 1}, "seeds": {"start": 0, "count": 16}, "steps": 1}
+        recipe["rollout"] = {"groups_per_step": 8, "episodes_per_group": 2, "tokens_per_turn": 4}
+        held_out = {"seeds": {"start": 24, "count": 2}, "final_seeds": {"start": 16, "count": 8}}
+        recipe |= {"evaluation": {"every": 0, **held_out}, "runs": f"{tmp_path}"}
+        result = posttrain.rl(recipe | keys, reward=reward)
         lines = read_metrics(result.run / "metrics.jsonl")
         return {line["kind"]: line for line in lines}, result
 
@@ -98,12 +92,6 @@ def test_a_mapping_whose_keys_vary_logs_what_was_trained(train):
     assert 0 < step["rollout/score_n/even"] < 16
 
 
-def test_a_number_is_not_logged_twice(train):
-    lines, _ = train(lambda answer: len(answer) / 10)
-    assert "rollout/return" in lines["train"]
-    assert not [key for line in lines.values() for key in line if "score" in key]
-
-
 def test_gdpo_leaves_a_score_out_where_it_does_not_apply(train):
     def reward(answer, kind, n):
         return {"score": 1.0, "length": len(answer), "never": None, "form": None if kind == "a" else n}
@@ -127,7 +115,7 @@ def test_a_step_or_an_evaluation_without_any_reward_says_so(train):
 
 
 def test_rollout_leaves_unscored_episodes_out_with_a_warning(tiny_policy, tmp_path):
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_jsonl(tmp_path / "rows.jsonl", ROWS)
     reward = register_reward(lambda answer, n: n if n % 2 else None)
     environment = posttrain.make_env("text_task", prompts=f"{tmp_path / 'rows.jsonl'}", reward=reward)
     with pytest.warns(UserWarning, match="no reward applies to 2 of 4 episodes"):
@@ -147,8 +135,10 @@ def test_rates_are_over_the_episodes_that_count():
     assert unscored_message(episodes[:2]) == ""
 
 
-def test_without_evaluations_nothing_is_played_at_the_start(train):
-    lines, result = train(lambda answer: 1.0)
+def test_a_plain_number_is_logged_once_and_nothing_is_played_at_the_start_without_evaluations(train):
+    lines, result = train(lambda answer: len(answer) / 10)
+    assert "rollout/return" in lines["train"]
+    assert not [key for line in lines.values() for key in line if "score" in key]
     played = {(s.split, s.step): s.episodes for s in stored_steps(result.run / "episodes")}
     assert played == {("train", 1): 16, ("final", 1): 8}
     assert "evaluation" not in lines

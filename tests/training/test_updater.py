@@ -14,7 +14,7 @@ from posttrain.recipe.model import LearnerRecipe, LoraRecipe, ModelRecipe, Optim
 from posttrain.recipe.stages import RlRecipe
 from posttrain.training.objectives import PolicyObjective, SupervisedObjective, logprobs, token_forward
 from posttrain.training.optimizer import Optimizer, decayed
-from posttrain.training.updater import MOST_SKIPPED, Updater, pack
+from posttrain.training.updater import MOST_SKIPPED, Updater
 from tests.conftest import save_tiny_model
 from tests.training import small
 
@@ -42,24 +42,14 @@ def samples(seed=0):
     return made
 
 
-def gradients(model, budget, objective, monkeypatch):
-    """Gradients as they stand just before the optimizer applies them."""
-    subject = learner(model, budget)
-    found = small.kept_gradients(monkeypatch)
-    subject.update(samples(), objective)
-    return found
-
-
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
-def test_gradients_do_not_depend_on_the_split_into_micro_batches(aggregation, tiny_model, monkeypatch):
+def test_gradients_do_not_depend_on_the_split_into_micro_batches(aggregation, tiny_policy, monkeypatch):
     loss = {"type": "ppo", "aggregation": aggregation} | ({"constant": 100.0} if aggregation == "constant" else {})
     objective = PolicyObjective(RlRecipe(loss=loss).loss, entropy=EntropyRecipe(coefficient=0.1))
-    whole = gradients(tiny_model, 4096, objective, monkeypatch)
-    assert len(pack(samples(), 4096)) == 1
-    for budget in (45, 60, 150):
-        assert len(pack(samples(), budget)) >= 2
-        for name, gradient in gradients(tiny_model, budget, objective, monkeypatch).items():
-            torch.testing.assert_close(gradient, whole[name], atol=2e-6, rtol=1e-4, msg=f"{budget} {name}")
+    forward, budgets = token_forward(tiny_policy, LearnerRecipe()), (45, 60, 150)
+    small.assert_no_split_changes_gradients(
+        tiny_policy, forward, samples, objective, monkeypatch, budgets, atol=2e-6, rtol=1e-4
+    )
 
 
 def test_an_update_raises_the_likelihood_of_the_trained_rows(tiny_model):
@@ -71,8 +61,14 @@ def test_an_update_raises_the_likelihood_of_the_trained_rows(tiny_model):
     assert subject.model.version == 1
 
 
-def test_a_nonfinite_loss_skips_the_update_and_names_the_episode(tiny_model):
+def test_no_signal_costs_nothing_and_a_nonfinite_loss_skips_the_update_and_names_the_episode(tiny_model):
     subject = learner(tiny_model)
+    flat = samples()
+    for one in flat:
+        one.advantages[:] = 0
+    totals = subject.update(flat, PolicyObjective(PpoLoss()))
+    assert totals["optimizer/no_signal"] == (1.0, 1.0)
+    assert (subject.trained_tokens, subject.model.version) == (0, 0)
     broken = samples()
     broken[5].advantages[0] = np.nan
     before = {n: p.detach().clone() for n, p in subject.model.trainable()}
@@ -83,28 +79,13 @@ def test_a_nonfinite_loss_skips_the_update_and_names_the_episode(tiny_model):
         assert torch.equal(parameter, before[name])
     for _ in range(MOST_SKIPPED - 1):
         subject.update(broken, PolicyObjective(PpoLoss()))
+    subject.update(samples(), PolicyObjective(PpoLoss()))  # a good one resets the count
+    assert subject.skipped_in_a_row == 0
+    broken[5].advantages[0] = np.inf
+    for _ in range(MOST_SKIPPED):
+        subject.update(broken, PolicyObjective(PpoLoss()))
     with pytest.raises(RunError, match=r"4 updates in a row .* group 1 episode 1; lower optimizer.learning_rate"):
         subject.update(broken, PolicyObjective(PpoLoss()))
-
-
-def test_a_good_update_between_bad_ones_resets_the_count(tiny_model):
-    subject = learner(tiny_model)
-    broken = samples()
-    broken[0].advantages[0] = np.inf
-    objective = PolicyObjective(PpoLoss())
-    for batch in (*[broken] * MOST_SKIPPED, samples(), broken):
-        subject.update(batch, objective)
-    assert subject.skipped_in_a_row == 1
-
-
-def test_no_signal_costs_nothing(tiny_model):
-    subject = learner(tiny_model)
-    flat = samples()
-    for one in flat:
-        one.advantages[:] = 0
-    totals = subject.update(flat, PolicyObjective(PpoLoss()))
-    assert totals["optimizer/no_signal"] == (1.0, 1.0)
-    assert (subject.trained_tokens, subject.model.version) == (0, 0)
 
 
 def test_bfloat16_learns_in_float32_masters(tiny_model):

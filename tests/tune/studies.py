@@ -79,10 +79,7 @@ def quality(recipe: Any) -> float:
     return 1 - 0.1 * (math.log10(rate) + 4) ** 2 - 0.02 * (episodes - 5) ** 2 + 0.001 * recipe.seed
 
 
-def stand_in(
-    monkeypatch: Any,
-    measure: Callable[[Any, int], dict[str, Any]] | None = None,
-) -> list[str]:
+def stand_in(monkeypatch: Any, measure: Callable[[Any, int], dict[str, Any]] | None = None) -> list[str]:
     """Replace processes by a formula: `measure(recipe, step)` gives an evaluation's values.
 
     Returns the runs begun.

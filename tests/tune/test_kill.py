@@ -16,10 +16,7 @@ GROUPS = [
     {"name": "two", "grid": {"optimizer.learning_rate": [1e-5, 1e-4]}},
 ]
 KILLED = {
-    "search": {
-        "pruner": {"type": "median", "startup_trials": 2},
-        "start": [{"optimizer.learning_rate": 9e-3}],
-    },
+    "search": {"pruner": {"type": "median", "startup_trials": 2}, "start": [{"optimizer.learning_rate": 9e-3}]},
     "groups": {"search": None, "trials": None, "groups": GROUPS},
 }
 COMMIT = "sqlalchemy.engine.default:DefaultDialect.do_commit"
@@ -43,7 +40,6 @@ def best(folder):
 
 @pytest.fixture(autouse=True)
 def begun(monkeypatch):
-    monkeypatch.setattr("posttrain.tune.plots.draw_study", lambda study, kept: [])
     return studies.stand_in(monkeypatch)
 
 
@@ -52,7 +48,6 @@ def whole(tmp_path_factory):
     """An uninterrupted search with groups, and all results that a kill must not change."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("posttrain.tune.plots.draw_study", lambda study, kept: [])
         studies.stand_in(patch)
         for name, changes in KILLED.items():
             folder = tmp_path_factory.mktemp(name)

@@ -21,6 +21,15 @@ from tests.training import preferences, small
 
 from . import studies
 
+WITHOUT_GPU = """
+import importlib, torch
+def refuse(*_): raise SystemExit("a GPU was asked for")
+for name in ("is_available", "device_count", "current_device", "_lazy_init", "get_device_capability"):
+    setattr(torch.cuda, name, refuse)
+from posttrain.tune.trial import preloaded
+for stage in ("rl", "sft", "dpo", "reward"):
+    for module in preloaded(stage): importlib.import_module(module)
+"""
 DEADLY = Path(__file__).parent / "deadly.py"
 
 
@@ -93,17 +102,7 @@ def test_a_run_that_dies_is_a_failed_trial_with_its_reason(tiny_model, tmp_path)
 @pytest.mark.slow
 def test_common_start_up_does_not_initialize_a_gpu():
     """A process forked from one that has queried GPUs cannot use them."""
-    code = (
-        "import torch\n"
-        "def refuse(*_): raise SystemExit('a GPU was asked for')\n"
-        "for name in ('is_available', 'device_count', 'current_device', '_lazy_init', 'get_device_capability'):\n"
-        "    setattr(torch.cuda, name, refuse)\n"
-        "import importlib\n"
-        "from posttrain.tune.trial import preloaded\n"
-        "for stage in ('rl', 'sft', 'dpo', 'reward'):\n"
-        "    for module in preloaded(stage): importlib.import_module(module)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=280)
+    subprocess.run([sys.executable, "-c", WITHOUT_GPU], check=True, timeout=280)
 
 
 def test_a_pruned_run_saves_a_checkpoint_and_ends(tiny_model, tmp_path):

@@ -17,19 +17,6 @@ GROUPS = [
 ]
 
 
-FIGURES = (
-    "test_the_search_finds_the_optimum_and_writes_it_as_a_recipe",
-    "test_groups_run_their_grids_and_chain_the_best_values",
-)
-"""Tests that look at figures; drawing them takes longer than all the rest."""
-
-
-@pytest.fixture(autouse=True)
-def without_figures(monkeypatch, request):
-    if request.node.name not in FIGURES:
-        monkeypatch.setattr("posttrain.tune.plots.draw_study", lambda study, kept: [])
-
-
 @pytest.fixture
 def begun(monkeypatch):
     return studies.stand_in(monkeypatch)
@@ -54,7 +41,7 @@ def test_the_same_seed_makes_the_same_trials(begun, tmp_path):
     assert len({t[2]["optimizer.learning_rate"] for t in a}) == 6
 
 
-def test_the_search_finds_the_optimum_and_writes_it_as_a_recipe(begun, tmp_path):
+def test_the_search_finds_the_optimum_and_every_trial_is_a_run_with_its_recipe(begun, tmp_path):
     assert studies.tune(tmp_path, trials=40) == 0
     found = best(tmp_path)
     assert 1e-5 < found["optimizer"]["learning_rate"] < 1e-3
@@ -65,15 +52,9 @@ def test_the_search_finds_the_optimum_and_writes_it_as_a_recipe(begun, tmp_path)
     winner = max(finished, key=lambda t: t.value)
     assert recipe.optimizer.learning_rate == winner.params["optimizer.learning_rate"]
     assert winner.value == pytest.approx(studies.quality(recipe))
-    assert (tmp_path / "runs/s/plots/history.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_a_trial_is_a_run_with_the_recipe_that_reproduces_it(begun, tmp_path):
-    assert studies.tune(tmp_path) == 0
-    for trial in studies.trials(tmp_path):
+    for trial in finished:
         recipe = load_recipe([str(tmp_path / f"runs/s/trials/{trial.number:04d}/recipe.yaml")], [], "rl")
-        assert recipe.optimizer.learning_rate == trial.params["optimizer.learning_rate"]
-        assert recipe.steps == 4
+        assert (recipe.optimizer.learning_rate, recipe.steps) == (trial.params["optimizer.learning_rate"], 4)
 
 
 def test_failed_trials_keep_their_reason_and_are_not_the_end(begun, tmp_path, capsys):
@@ -108,25 +89,23 @@ def test_if_all_trials_fail_there_is_no_best_and_one_sentence(begun, tmp_path, c
     assert report(tmp_path).count("| failed |") == 3
 
 
-def test_the_best_trial_satisfies_the_limits_and_they_are_shown(begun, tmp_path):
-    objective = {"metric": "return", "direction": "maximize", "within": {"policy/kl": {"max": 0.01}}}
+def test_the_best_trial_satisfies_the_limits_or_the_nearest_is_named(begun, tmp_path, capsys):
     start = [{"optimizer.learning_rate": rate, "rollout.episodes_per_group": 5} for rate in (1e-4, 2e-5, 1e-6)]
-    assert studies.tune(tmp_path, objective=objective, start=start, trials=3) == 0
+
+    def tune(most, name):
+        objective = {"metric": "return", "direction": "maximize", "within": {"policy/kl": {"max": most}}}
+        return studies.tune(tmp_path, objective=objective, start=start, trials=3, name=name)
+
+    assert tune(0.01, "s") == 0
     # The KL of the stand-in is 100 x the learning rate x the step, 4 where the return is best.
     limited = [trial.user_attrs["limited"]["policy/kl"] for trial in studies.trials(tmp_path)]
     assert limited == pytest.approx([0.04, 0.008, 0.0004])
     assert [trial.constraints["policy/kl"] > 0 for trial in studies.trials(tmp_path)] == [True, False, False]
     assert best(tmp_path)["optimizer"]["learning_rate"] == 2e-5
     assert re.search(r"\| 0 \| finished .*exceeds its limits", report(tmp_path))
-
-
-def test_if_no_trial_satisfies_the_limits_the_closest_is_reported(begun, tmp_path, capsys):
-    objective = {"metric": "return", "direction": "maximize", "within": {"policy/kl": {"max": 1e-9}}}
-    search = {"optimizer.learning_rate": [1e-5, 1e-4]}
-    start = [{"optimizer.learning_rate": 1e-5}, {"optimizer.learning_rate": 1e-4}]
-    assert studies.tune(tmp_path, objective=objective, search=search, start=start, trials=2) == 1
+    assert tune(1e-9, "none") == 1
     said = capsys.readouterr().err
-    assert "none of 2 finished trials satisfies the limits; the nearest is trial 0 (policy/kl 0.004 where at" in said
+    assert "none of 3 finished trials satisfies the limits; the nearest is trial 2 (policy/kl 0.0004 where at" in said
 
 
 @pytest.mark.parametrize("named", ["objective", "within"])
@@ -149,14 +128,13 @@ def test_a_missing_metric_ends_the_study_after_one_trial(named, monkeypatch, tmp
 
 
 def test_a_trial_without_the_metric_does_not_end_the_study(monkeypatch, tmp_path):
-    def measure(recipe, step):
-        return {"return": 1.0} | ({"score/a": 0.5} if recipe.optimizer.learning_rate == 1e-5 else {})
-
-    begun = studies.stand_in(monkeypatch, measure)
-    start = [{"optimizer.learning_rate": rate} for rate in (1e-5, 1e-4)]
-    search = {"optimizer.learning_rate": [1e-5, 1e-4]}
-    objective = {"metric": "score/a", "direction": "maximize"}
-    assert studies.tune(tmp_path, search=search, start=start, objective=objective, trials=3) == 0
+    rates = [1e-5, 1e-4]
+    begun = studies.stand_in(
+        monkeypatch, lambda recipe, step: {"score/a": 0.5} if recipe.optimizer.learning_rate == rates[0] else {}
+    )
+    start = [{"optimizer.learning_rate": rate} for rate in rates]
+    changes = {"search": {"optimizer.learning_rate": rates}, "start": start, "trials": 3}
+    assert studies.tune(tmp_path, objective={"metric": "score/a", "direction": "maximize"}, **changes) == 0
     assert len(begun) == 3
     assert [trial.state.name for trial in studies.trials(tmp_path)][:2] == ["COMPLETE", "FAIL"]
 
@@ -185,7 +163,6 @@ def test_groups_run_their_grids_and_chain_the_best_values(begun, tmp_path):
     assert [trial.params["optimizer.learning_rate"] for trial in found[6:]] == [1e-5, 1e-4, 1e-3]
     assert best(tmp_path)["optimizer"]["learning_rate"] == 1e-4
     assert len(re.findall(r"^\| \d", report(tmp_path), re.M)) == 9
-    assert (tmp_path / "runs/s/plots/history.png").is_file()
 
 
 def test_one_group_runs_alone_with_the_best_values_of_earlier_groups(begun, tmp_path, capsys):
@@ -208,21 +185,17 @@ def test_one_group_runs_alone_with_the_best_values_of_earlier_groups(begun, tmp_
     assert (ready.optimizer.learning_rate, ready.rollout.episodes_per_group) == (1e-4, chosen["episodes_per_group"])
 
 
-def test_a_group_waits_for_the_unfinished_trials_of_another(begun, tmp_path, capsys):
-    both = {"search": None, "trials": None, "groups": GROUPS}
-    assert studies.tune(tmp_path, "--group", "1", **both) == 0
-    study = optuna.load_study(study_name="s", storage=f"sqlite:///{tmp_path}/runs/s/study.db")
-    study.enqueue_trial({}, user_attrs={"group": "one", "point": 9, "names": []})
-    assert studies.tune(tmp_path, "--group", "2", "--resume", **both) == 2
-    assert "1 trials of group one have not ended" in capsys.readouterr().err
-
-
-def test_a_group_without_successful_trials_ends_the_study_with_its_table(begun, tmp_path, capsys):
+def test_a_group_without_successful_trials_ends_the_study_and_unfinished_ones_go_first(begun, tmp_path, capsys):
     groups = [{"name": "rates", "grid": {"optimizer.learning_rate": [4e-3, 5e-3]}}, GROUPS[0]]
     assert studies.tune(tmp_path, search=None, trials=None, groups=groups) == 1
     assert "group rates: none of its 2 trials can be chained" in capsys.readouterr().err
     assert report(tmp_path).count("| failed |") == 2
     assert not (tmp_path / "runs/s/best.yaml").exists()
+    study = optuna.load_study(study_name="s", storage=f"sqlite:///{tmp_path}/runs/s/study.db")
+    study.enqueue_trial({}, user_attrs={"group": "rates", "point": 9, "names": []})
+    words = ("--group", "2", "--resume")
+    assert studies.tune(tmp_path, *words, search=None, trials=None, groups=groups) == 2
+    assert "1 trials of group rates have not ended" in capsys.readouterr().err
 
 
 def test_resuming_a_finished_study_runs_nothing_and_may_add_trials(begun, tmp_path, capsys):
@@ -234,11 +207,11 @@ def test_resuming_a_finished_study_runs_nothing_and_may_add_trials(begun, tmp_pa
     assert studies.tune(tmp_path, "--resume", "trials=5") == 0
     assert studies.summary(tmp_path)[:3] == before
     assert begun == ["0003", "0004"]
-    assert studies.tune(tmp_path) == 2
-    assert "exists; continue it with `--resume`" in capsys.readouterr().err
-    assert studies.tune(tmp_path, "--resume", "keys.steps=9") == 2
-    assert "the recipe of the study runs/s has changed" in capsys.readouterr().err
-    assert studies.tune(tmp_path, "--resume", "search.optimizer.learning_rate.high=1e-3") == 2
-    assert "search of the study runs/s has changed" in capsys.readouterr().err
-    assert studies.tune(tmp_path, "--resume", "name=other") == 2
-    assert "there is no study in runs/other" in capsys.readouterr().err
+    for words, said in (
+        ([], "exists; continue it with `--resume`"),
+        (["--resume", "keys.steps=9"], "the recipe of the study runs/s has changed"),
+        (["--resume", "search.optimizer.learning_rate.high=1e-3"], "search of the study runs/s has changed"),
+        (["--resume", "name=other"], "there is no study in runs/other"),
+    ):
+        assert studies.tune(tmp_path, *words) == 2
+        assert said in capsys.readouterr().err

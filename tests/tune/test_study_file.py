@@ -31,12 +31,9 @@ def objective(metric, **more):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"steps": 3}, r"s.yaml line \d+: a study has no key steps \(write keys.steps\)"),
-        ({"trails": 3}, r"line \d+: a study has no key trails \(did you mean trials\?\)"),
-        ({"search": {"a": {"low": 1}}}, r"line \d+: search.a.high is missing; it must be a number"),
+        ({"steps": 3}, r"s.yaml line \d+: there is no key steps; write keys.steps"),
         ({"search": {"a": {"low": 1, "high": 2, "logg": True}}}, r"no key search.a.logg; the nearest is search.a.log"),
         ({"search": {"a": {"low": 2, "high": 1}}}, r"line \d+: search.a: `low` \(2\) must be below `high`"),
-        ({"search": {"a": {"low": 0, "high": 1, "log": True}}}, "with `log` it must be above 0"),
         ({"search": {"a": {"low": 0, "high": 1, "step": 0.3}}}, "must be a whole number of `step`s"),
         ({"search": {"a": {"low": 1, "high": 2.5, "int": True}}}, "with `int`, `low`, `high` and `step` must be whole"),
         ({"search": {"a": [1]}}, "`a` has too few values"),
@@ -45,41 +42,27 @@ def objective(metric, **more):
         ({"search": None, "groups": [{"name": "g", "grid": {"a": [1, 2]}}]}, "`trials` has no effect: groups is"),
         ({"search": None, "trials": None, "groups": [{"name": "g", "grid": {"a": {"low": 1, "high": 2}}}]}, "a grid"),
         ({"keys": {"stage": "evaluate"}}, "for stage evaluate; a study searches one of sft, reward, dpo, rl"),
-        ({"keys": {}}, "the recipe has no stage; a study searches one of"),
         ({"keys": {"stage": "rl", "name": "x"}}, "name of a trial has no effect"),
-        ({"recipe": "none.yaml"}, "there is no recipe file"),
         ({"stage": "rl"}, "for stage rl, not tune; run it with `posttrain rl`"),
         ({"start": [{"seed": 1}]}, "`start` gives seed, which is not searched"),
         ({"start": [{"optimizer.learning_rate": 1.0}]}, "start point 1 has .* = 1, which is not from 1e-06 to 0.01"),
         ({"objective": objective("return", within={"policy/kl": {}})}, "exactly one of `max` and `min`"),
         ({"objective": objective("policy/kl")}, "metric: policy/kl is not measured .*success"),
-        ({"objective": objective("rollout/return")}, "metric: rollout/return is not measured"),
-        ({"objective": objective("audit/score")}, "metric: audit/score is not measured"),
         ({"objective": objective("return", within={"audit/score": {"min": 0}})}, "within: audit/score is not measured"),
-        ({"objective": objective("validation/loss")}, "validation/loss is not measured .*stage rl"),
-        ({"keys": ROWS, "objective": objective("test/loss")}, "test/loss is not measured.*validation/loss"),
-        ({"keys": ROWS, "objective": objective("success")}, "success is not measured .*stage sft.*validation/loss"),
         (
             {"keys": {**ROWS, "data": {"train": "a"}}, "objective": objective("validation/loss")},
             "validation/loss.*name `data.validation`",
         ),
         ({"keys": ROWS, "objective": objective("validation/los")}, r"line \d+: .*the nearest is validation/loss$"),
-        ({"keys": ROWS, "objective": objective("validation/accuracy")}, "validation/accuracy is not measured"),
-        ({"keys": ROWS, "objective": objective("validation/rows")}, "validation/rows is not measured"),
         ({"keys": ROWS, "objective": objective("validation/loss_low")}, "validation/loss_low is not measured"),
-        ({"objective": objective("sucess")}, "sucess is not measured .*the nearest is success$"),
         (
             {"keys": ROWS, "objective": objective("validation/loss", within={"policy/kl": {"max": 1.0}})},
             r"line \d+: objective.within: policy/kl is not measured .* or by training steps of stage sft",
         ),
-        ({"objective": objective("return", within={"policy/k": {"max": 1.0}})}, "the nearest is policy/kl$"),
-        ({"objective": objective("return", within={"test/loss": {"max": 1.0}})}, "test/loss is not measured"),
-        ({"objective": objective("return", within={"token_per_answer": {"max": 1.0}})}, "is tokens_per_answer$"),
         (
             {"keys": {"stage": "rl", "environment": {"type": "bandit"}, "steps": 4, "evaluation": {"every": 0}}},
             r"evaluation\.every = 0 leaves a trial without an evaluation",
         ),
-        ({"pruner": {"type": "medium"}}, r"pruner.type is \"medium\" \(did you mean median\?\)"),
     ],
 )
 def test_an_error_is_one_sentence_with_the_location(tmp_path, changes, said):
@@ -91,11 +74,9 @@ def test_an_error_is_one_sentence_with_the_location(tmp_path, changes, said):
 @pytest.mark.parametrize(
     ("stage", "metric", "limit"),
     [
-        ("sft", "validation/perplexity", "policy/entropy"),
         ("sft", "validation/loss/code", "loss/nll"),
         ("dpo", "validation/margin", "policy/chosen_logprob"),
         ("reward", "validation/accuracy/code", "validation/loss"),
-        ("reward", "validation/loss", "units/spread"),
         ("rl", "score/update", "rollout/score/update"),
         ("rl", "turns", "critic/loss"),
     ],
@@ -149,25 +130,23 @@ READY = {"rlhf/tune_sft": 20, "rlhf/tune_reward": 20, "rlhf/tune_dpo": 15, "rlhf
 @pytest.mark.parametrize(("name", "count"), READY.items())
 def test_the_ready_studies_resolve(name, count, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "160")
     assert main(["tune", f"recipes/{name}.yaml", "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert f": {count} trials of " in said
     assert "gives no valid recipe" not in said
-    keys = list(load_study(f"recipes/{name}.yaml", []).recipe.spaces)
+    study = load_study(f"recipes/{name}.yaml", [])
+    keys = list(study.recipe.spaces)
     names = short_names(keys)
     assert len(set(names)) == len(keys)
     assert all(f".{key}".endswith(f".{short}") for key, short in zip(keys, names, strict=True))
-
-
-def test_the_search_groups_of_the_document_are_28_runs(capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("COLUMNS", "160")
-    assert main(["tune", "recipes/ragen/search.yaml", "--dry-run"]) == 0
-    said = capsys.readouterr().out
-    rows = re.findall(r"^ +(\d+) +(group\d)", said, re.M)
-    assert [int(number) for number, _ in rows] == list(range(28))
-    groups = [group for _, group in rows]
-    assert [groups.count(f"group{number}") for number in (1, 2, 3, 4)] == [9, 4, 6, 9]
+    if name == "ragen/search":  # the groups of the document
+        rows = re.findall(r"^ +(\d+) +(group\d)", said, re.M)
+        assert [int(number) for number, _ in rows] == list(range(28))
+        assert [[group for _, group in rows].count(f"group{number}") for number in (1, 2, 3, 4)] == [9, 4, 6, 9]
+    elif name != "rlhf/tune_dpo":  # it starts from the values of the recipe
+        (start,) = study.recipe.start
+        assert study.at(start) == study.at({})
 
 
 @pytest.mark.parametrize("name", ["bandit", "sokoban"])
@@ -184,21 +163,10 @@ def test_every_trial_of_the_search_is_possible_and_judged_with_the_same_turns(na
             assert trial.rollout.tokens_per_episode >= 400 + 400 * turns + 200 * (turns - 1)
 
 
-def test_the_ready_studies_start_from_the_values_of_the_recipes(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    for name in ("sft", "reward", "ppo"):
-        study = load_study(f"recipes/rlhf/tune_{name}.yaml", [])
-        (start,) = study.recipe.start
-        plain = study.at({})
-        begun = study.at(start)
-        assert begun == plain
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["how-to/tune"])
-def test_every_command_of_the_page_resolves(page, monkeypatch, capsys):
+def test_every_command_of_the_page_resolves(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    text = (ROOT / "docs/how-to/tune.md").read_text(encoding="utf-8").replace("\\\n", " ")
     commands = re.findall(r"^posttrain (tune [^\n]+)$", text, re.M)
     assert len(commands) >= 4
     for command in commands:

@@ -16,17 +16,9 @@ from tests.rollout.episodes import played
 from tests.runs.comparing import make_run
 from tests.view.browsing import browsed, eventually, needs_browser, served
 
-PAGES = (
-    "/",
-    "/pipeline/demo",
-    "/?columns=state+optimizer.learning_rate",
-    "/run/lake",
-    "/run/other",
-    "/episodes/lake?step=4",
-    "/group/lake?step=4&group=1",
-    "/run/nothing",
-)
-PAGES = (*PAGES, "/group/lake?step=4&group=2&tint=unit+credit", "/compare?run=lake&run=other")
+PAGES = ["/", "/pipeline/demo", "/?columns=state+optimizer.learning_rate", "/compare?run=lake&run=other"]
+PAGES += [*(f"/run/{name}" for name in ("lake", "other", "nothing")), "/episodes/lake?step=4"]
+PAGES += ["/group/lake?step=4&group=1", "/group/lake?step=4&group=2&tint=unit+credit"]
 RULES = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}
 
 pytestmark = [needs_browser, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -107,21 +99,3 @@ def test_everything_works_from_the_keyboard(server):
         assert "unit credit -0.7500" in page.locator("#token").inner_text()
         page.keyboard.press("g")
         page.wait_for_url(server.root + "/")
-
-
-def test_zoom_smoothing_and_log_scale_keep_the_raw_points(server):
-    with browsed() as page:
-        page.goto(server.address)
-        page.goto(f"{server.root}/run/lake")
-        page.wait_for_selector(".chart canvas")
-        page.evaluate("import('/static/charts.js').then(module => { window.smoothed = module.smoothed; return true; })")
-        assert page.evaluate("window.smoothed([0, 3, 6, 3, 0], 3)") == [0, 3, 4, 3, 0]
-        page.locator("#log").check()
-        page.locator("#smoothing").fill("11")
-        assert page.locator("#window").inner_text() == "11 points"
-        plot = page.locator(".plot").first
-        plot.focus()
-        page.keyboard.press("Home")
-        page.keyboard.press("+")
-        page.locator("#all").click()
-        assert "step" in page.locator(".readout").first.inner_text()

@@ -18,9 +18,8 @@ from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog
 from posttrain.runs.sources import open_sources
-from posttrain.view.browse import PAGE, Filter, Store, steps_of
-from posttrain.view.episodes import color
-from posttrain.view.groups import group_page
+from posttrain.view.browse import PAGE, Filter, Store, group_page, steps_of
+from posttrain.view.episodes import css
 from posttrain.view.listing import Query, listed
 from posttrain.view.run_pages import Logs, charts_of_runs, paired, stages_of
 from posttrain.view.scan import Scanner
@@ -184,9 +183,6 @@ def test_episodes_are_paged_filtered_sorted_and_searched(stored):
     assert [(one.step, one.ending) for one in found(stored, **everywhere).entries] == [(1, "success"), (2, "failed")]
     with pytest.raises(InputError, match="step 7"):
         found(stored, step=7)
-
-
-def test_damaged_episodes_are_one_sentence(stored):
     path = next(stored.episodes.glob("*1.train*"))
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(RunError, match=r"damaged.*delete it"):
@@ -227,7 +223,7 @@ def test_tokens_show_the_credit_of_their_unit(tmp_path, tiny_model):
     assert [(row.number, row.credit, row.tokens) for row in rows] == [("1", "+0.250", 1), ("2", "-0.500", 3)]
     tokens = [piece for row in rows for piece in row.pieces]
     assert ["unit credit +0.2500" in one.tooltip for one in tokens] == [True, False, False, False]
-    assert [one.style for one in tokens] == [color(0.25, 0.5), *[color(-0.5, 0.5)] * 3]
+    assert [one.style for one in tokens] == [css(0.5), *[css(-1.0)] * 3]
     without = group_page(run, {"step": "1", "group": "1", "tint": "unit credit"}, Store())
     assert "unit credit" not in without["tints"]
     assert without["tint"] == "log-probability"

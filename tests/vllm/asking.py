@@ -42,6 +42,13 @@ def local_answers(policy: Policy, requests: Sequence[Request]) -> list[Completio
     return answers(LocalEngine(policy, LocalEngineRecipe(slots=8)), requests)
 
 
+def agreed(engine: Any, policy: Policy, requests: Sequence[Request]) -> list[Completion]:
+    """Answers of `engine`, which must be those of the local engine."""
+    found = answers(engine, requests)
+    assert [one.ids for one in found] == [one.ids for one in local_answers(policy, requests)]
+    return found
+
+
 def move(policy: Policy, seed: int) -> None:
     """Change every trained weight, as an update would."""
     generator = torch.Generator().manual_seed(seed)

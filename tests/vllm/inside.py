@@ -21,22 +21,18 @@ def main(model: str, out: str) -> None:
     engine = open_engine(policy, recipe, 256, sampling)
     greedy = [request(number, GREEDY) for number in range(3)]
     warm = [request(number, sampling, tokens=30, seed=number) for number in range(3)]
-    told = []
+    steps = []
     for version in range(3):
         if version:
             move(policy, seed=version)
         engine.load_weights(version)
-        found = answers(engine, greedy)
-        told.append(
-            {
-                "ids": [one.ids for one in found],
-                "local": [one.ids for one in local_answers(policy, greedy)],
-                "versions": sorted({version for one in found for version in one.versions}),
-                "distance": max(distance(policy, *p) for p in zip(warm, answers(engine, warm), strict=True)),
-            }
-        )
+        found, local = answers(engine, greedy), local_answers(policy, greedy)
+        step = {"ids": [one.ids for one in found], "local": [one.ids for one in local]}
+        step["versions"] = sorted({version for one in found for version in one.versions})
+        step["distance"] = max(distance(policy, *pair) for pair in zip(warm, answers(engine, warm), strict=True))
+        steps.append(step)
         engine.sleep()
-    Path(out).write_text(json.dumps(told))
+    Path(out).write_text(json.dumps(steps))
 
 
 if __name__ == "__main__":

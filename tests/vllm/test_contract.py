@@ -6,6 +6,7 @@ Sources are read, not imported, so a wheel for GPUs is checked on any machine:
 
 import ast
 import os
+import re
 import zipfile
 from pathlib import Path
 
@@ -17,48 +18,26 @@ from tests.vllm.interpreter import vllm_python
 READ = ("0.32", "0.33")
 """Minor versions whose wheels were checked."""
 CLASSES = {
-    ("v1/engine/async_llm.py", "AsyncLLM"): {
-        "from_engine_args": ["engine_args"],
-        "collective_rpc": ["method", "args"],
-        "generate": ["prompt", "sampling_params", "request_id", "lora_request"],
-        "abort": ["request_id"],
-        "init_weight_transfer_engine": ["request"],
-        "start_weight_update": [],
-        "update_weights": ["request"],
-        "finish_weight_update": [],
-        "pause_generation": ["mode", "clear_cache"],
-        "resume_generation": [],
-        "reset_prefix_cache": ["reset_running_requests"],
-        "reset_encoder_cache": [],
-        "sleep": ["level"],
-        "wake_up": ["tags"],
-        "add_lora": ["lora_request"],
-        "list_loras": [],
-        "remove_lora": ["lora_id"],
-        "get_num_unfinished_requests": [],
-        "errored": [],
-        "shutdown": ["timeout"],
-    },
-    ("distributed/weight_transfer/base.py", "WeightTransferEngine"): {
-        "__init__": ["config", "vllm_config", "device", "model"],
-        "parse_update_info": ["update_dict"],
-        "init_transfer_engine": ["init_info"],
-        "start_weight_update": [],
-        "update_weights": ["update_info"],
-        "receive_weights": ["update_info"],
-        "finish_weight_update": [],
-        "shutdown": [],
-    },
-    ("multimodal/inputs.py", "MultiModalKwargsItem"): {"get_data": []},
-    ("multimodal/inputs.py", "MultiModalKwargsItems"): {"from_hf_inputs": ["hf_inputs", "config_by_key"]},
-    ("multimodal/processing/processor.py", "BaseMultiModalProcessor"): {
-        "_get_mm_fields_config": ["hf_inputs", "hf_processor_mm_kwargs"],
-    },
-    ("renderers/base.py", "BaseRenderer"): {"get_mm_processor": []},
-    ("distributed/weight_transfer/factory.py", "WeightTransferEngineFactory"): {
-        "register_engine": ["name", "module_path_or_cls", "class_name"],
-    },
+    ("v1/engine/async_llm.py", "AsyncLLM"): """
+        from_engine_args(engine_args) collective_rpc(method args) errored() shutdown(timeout) abort(request_id)
+        generate(prompt sampling_params request_id lora_request) init_weight_transfer_engine(request)
+        start_weight_update() update_weights(request) finish_weight_update() pause_generation(mode clear_cache)
+        resume_generation() reset_prefix_cache(reset_running_requests) reset_encoder_cache() sleep(level) wake_up(tags)
+        add_lora(lora_request) list_loras() remove_lora(lora_id) get_num_unfinished_requests()""",
+    ("distributed/weight_transfer/base.py", "WeightTransferEngine"): """
+        __init__(config vllm_config device model) parse_update_info(update_dict) init_transfer_engine(init_info)
+        start_weight_update() update_weights(update_info) receive_weights(update_info) finish_weight_update() shutdown()""",
+    ("multimodal/inputs.py", "MultiModalKwargsItem"): "get_data()",
+    ("multimodal/inputs.py", "MultiModalKwargsItems"): "from_hf_inputs(hf_inputs config_by_key)",
+    ("multimodal/processing/processor.py", "BaseMultiModalProcessor"): (
+        "_get_mm_fields_config(hf_inputs hf_processor_mm_kwargs)"
+    ),
+    ("renderers/base.py", "BaseRenderer"): "get_mm_processor()",
+    ("distributed/weight_transfer/factory.py", "WeightTransferEngineFactory"): (
+        "register_engine(name module_path_or_cls class_name)"
+    ),
 }
+"""Module and class -> the methods that are called, each with all of its parameters that are given or required."""
 FIELDS = {
     ("distributed/weight_transfer/base.py", "WeightTransferInitRequest"): ["init_info"],
     ("distributed/weight_transfer/base.py", "WeightTransferUpdateRequest"): ["update_info"],
@@ -104,7 +83,8 @@ def _definitions(place, path):
 def _missing(place):
     for (path, name), methods in CLASSES.items():
         found = {node.name: node for node in _definitions(place, path)[name].body if hasattr(node, "name")}
-        for method, wanted in methods.items():
+        for method, parameters in re.findall(r"(\w+)\(([\w ]*)\)", methods):
+            wanted = parameters.split()
             if method not in found:
                 yield f"{name}.{method}"
                 continue

@@ -26,18 +26,12 @@ MESSAGES = [{"role": "user", "content": "Say something."}]
 
 def test_a_chat_with_vllm_is_the_answer_of_the_served_weights(tmp_path):
     model = save_model(tmp_path / "tiny", "qwen2")
-    keys = {key: value for key, value in SMALL.items() if key != "type"} | {
-        "python": vllm_python(),
-        "max_model_len": 200,
-    }
-    words = [str(model), *(f"{key}={value}" for key, value in keys.items()), "--engine", "vllm", "--port", "0"]
+    keys = SMALL | {"python": vllm_python(), "max_model_len": 200}
+    given = [f"{key}={value}" for key, value in keys.items() if key != "type"]
+    command = [sys.executable, "-m", "posttrain.cli.main", "serve", str(model), *given]
+    command += ["--engine", "vllm", "--port", "0"]
     with (tmp_path / "errors").open("w") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "posttrain.cli.main", "serve", *words],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     address = process.stdout.readline().split()
     try:
         assert address, (tmp_path / "errors").read_text()
@@ -69,9 +63,8 @@ def compare(client, model):
     at_07 = (logits / 0.7).log_softmax(-1)
     checked = 0
     for seed in range(8):
-        answer = client.completions.create(
-            model="tiny", prompt=list(prompt), max_tokens=1, temperature=0.7, seed=seed, logprobs=1
-        )
+        sampling = {"max_tokens": 1, "temperature": 0.7, "seed": seed, "logprobs": 1}
+        answer = client.completions.create(model="tiny", prompt=list(prompt), **sampling)
         text, logprobs = answer.choices[0].text, answer.choices[0].logprobs.token_logprobs
         if not logprobs:  # the end token, which is not shown
             continue

@@ -20,10 +20,10 @@ from posttrain.episode import StopReason
 from posttrain.errors import InputError
 from posttrain.rollout.store import read_episodes, write_episodes
 from posttrain.rollout.transcript import TokenTranscript
-from posttrain.rollout.view import view_episode
 from posttrain.serving.policy import PolicyServer
 from posttrain.view.episodes import Sample, episode_page, prompt_text
 from posttrain.view.templates import templates
+from posttrain.view.terminal import view_episode
 from posttrain_images import store
 from tests.rollout.episodes import played
 

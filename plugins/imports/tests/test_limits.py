@@ -52,8 +52,7 @@ def test_a_sparse_file_is_not_read_whole(tmp_path):
         import_commands(str(tmp_path / "run.sh"), {})
     assert count_rows(str(tmp_path / "rows.json")) is None
 
-
-def test_rows_are_counted_however_long_their_lines_are(tmp_path):
+    # Rows are counted however long their lines are.
     file = tmp_path / "rows.jsonl"
     file.write_bytes(b"{}\n\n  \n" + b"1" * (3 << 20) + b"\n" + b" " * (2 << 20) + b"\n{}")
     assert count_rows(str(file)) == 3

@@ -80,11 +80,9 @@ def test_an_empty_argument_stays_empty():
     assert (all_seeds.evaluation.seeds.count, all_seeds.evaluation.final_seeds.count) == (50, 450)
 
 
-def test_an_empty_variable_has_a_default_with_a_colon_only():
+def test_empty_variables_subshells_and_missing_arguments():
     assert words('A=\npython a.py ${A:-1} ${A-2} "${A-2}" ${B-3} ${B:-4}') == [["python", "a.py", "1", "", "3", "4"]]
 
-
-def test_the_words_of_subshells_and_missing_arguments():
     assert words("(cd x && python y.py --a b)") == [["cd", "x"], ["python", "y.py", "--a", "b"]]
     assert words('python y.py --a b "$@"; z "${@}" "$@c" ""') == [["python", "y.py", "--a", "b"], ["z", "c", ""]]
 

@@ -111,22 +111,19 @@ def test_what_cannot_be_converted_is_required(case, tmp_path, monkeypatch, capsy
     assert not (tmp_path / "runs").exists()
 
 
-def test_weights_of_reward_functions_are_kept():
+def test_weights_of_reward_functions_and_a_split_of_a_hub_data_set_are_kept():
     text = f"{GRPO} --dataset_name p.jsonl --reward_funcs a.b accuracy_reward --reward_weights 1 0.5"
     (command,) = import_commands(text, {})[0]
     parts = command.recipe().environment.reward
     assert [(part.function, part.weight) for part in parts] == [("a:b", 1.0), ("final_number", 0.5)]
     assert command.required == []
-
-
-def test_a_configuration_and_a_split_of_a_hub_data_set_are_kept():
-    rows = "--dataset_config main --dataset_train_split test"
-    (command,) = import_commands(f"{GRPO} --reward_funcs a.b --dataset_name org/d {rows}", {})[0]
-    (source,) = command.recipe().environment.prompts
-    assert (source.path, source.subset, source.split) == ("org/d", "main", "test")
-    (command,) = import_commands(f"trl sft --model_name_or_path m {rows} --dataset_name org/d", {})[0]
-    (source,) = command.recipe().data.train
-    assert (source.path, source.subset, source.split) == ("org/d", "main", "test")
+    rows = "--dataset_config main --dataset_train_split test --dataset_name org/d"
+    recipes = [
+        import_commands(f"{words} {rows}", {})[0][0].recipe()
+        for words in (f"{GRPO} --reward_funcs a.b", "trl sft --model_name_or_path m")
+    ]
+    for (source,) in (recipes[0].environment.prompts, recipes[1].data.train):
+        assert (source.path, source.subset, source.split) == ("org/d", "main", "test")
 
 
 def test_the_memory_agent_becomes_its_recipe(tmp_path, monkeypatch, capsys):

@@ -26,12 +26,25 @@ def message(block, text):
     return f"<think>t</think><{block}>{text}</{block}>"
 
 
+def scores(update, notes, after):
+    return {"update": update, NOTES: notes, ASKED_AFTER: after}
+
+
+def solved(task):
+    """The messages of the scripted solution."""
+    return [*(message("python", code) for code in task.code), message("reply", task.reply)]
+
+
+def scored(seed, messages):
+    return play(Memory(recipe()), seed, messages)[-1].info["scores"]
+
+
 def test_the_scripted_solution_of_every_variant_is_followed_up_and_right():
     played = set()
     for seed in range(60):
         steps = play(Memory(recipe()), seed)
         (second,) = [place for place, step in enumerate(steps) if step.new_conversation]
-        assert steps[-1].info["scores"] == {"update": 1.0, NOTES: 1.0, ASKED_AFTER: 1.0}
+        assert steps[-1].info["scores"] == scores(1.0, 1.0, 1.0)
         assert steps[-1].info["kind"] == "update"
         assert not any("success" in step.info for step in steps[:-1])
         assert [m["role"] for m in steps[second].messages] == ["system", "user"]
@@ -74,12 +87,6 @@ def test_a_right_episode_after_rejected_messages_earns_more_than_a_half_wrong_on
         assert all(sum(s.reward for s in right) > sum(s.reward for s in steps) for steps in wrong)
 
 
-def test_other_kinds_have_no_second_half():
-    for seed in range(20):
-        one = recipe(worlds={**UPDATES, "retrieval": 1, "update": 0, "filter": 1})
-        assert not any(step.new_conversation for step in play(Memory(one), seed))
-
-
 def first(variant):
     for seed in range(200):
         if assignment(recipe(), seed).task.variant == variant:
@@ -94,12 +101,14 @@ def test_a_fact_that_was_not_noted_is_missing_in_the_follow_up():
     step = environment.step(message("reply", task.reply))
     assert step.new_conversation
     assert step.info["faults"] == []
-    told = message("reply", task.follow_up.reply)
-    last = environment.step(told)
+    last = environment.step(message("reply", task.follow_up.reply))
     # The answer is right by a guess; the notes are not, so the episode is no success and earns half at most.
-    assert last.info["scores"] == {"update": 0.0, NOTES: 0.0, ASKED_AFTER: 1.0}
+    assert last.info["scores"] == scores(0.0, 0.0, 1.0)
     assert last.info["success"] is False
     assert step.reward + last.reward <= 0.5
+    # Afterwards, the old value is a wrong answer.
+    notes = assignment(recipe(), seed).files[task.truth["change"]["about"]]
+    assert scored(seed, [*solved(task), message("reply", notes)])[ASKED_AFTER] == 0.0
 
 
 @pytest.mark.parametrize("variant", ["delete", "remove"])
@@ -107,30 +116,21 @@ def test_asking_for_a_removed_fact_is_right_only_if_it_was_removed(variant):
     seed, task = first(variant)
     asked = message("reply", task.follow_up.reply)
     undone = play(Memory(recipe()), seed, [message("reply", task.reply), asked])
-    assert undone[-1].info["scores"] == {"update": 0.0, NOTES: 0.0, ASKED_AFTER: 0.0}
+    assert undone[-1].info["scores"] == scores(0.0, 0.0, 0.0)
     assert undone[-1].info["faults"] == ["the notes still say it"]
-    solved = [*(message("python", code) for code in task.code), message("reply", task.reply), asked]
-    assert play(Memory(recipe()), seed, solved)[-1].info["scores"] == {"update": 1.0, NOTES: 1.0, ASKED_AFTER: 1.0}
+    assert scored(seed, [*solved(task), asked]) == scores(1.0, 1.0, 1.0)
     # The second half is about the notes as they are: it stays right where something else was harmed.
-    harmed = [message("python", 'append_file("user.md", "x" * 400)'), *solved]
-    scores = play(Memory(recipe()), seed, harmed)[-1].info["scores"]
-    assert scores == {"update": 0.0, NOTES: 0.0, ASKED_AFTER: 1.0}
-
-
-def test_a_moved_note_does_not_count_as_deleted():
-    seed, task = first("remove")
-    path = task.truth["change"]["about"]
-    moved = message("python", f'move_file("{path}", "entities/elsewhere.md")')
-    asked = message("reply", task.follow_up.reply)
-    steps = play(Memory(recipe()), seed, [moved, message("reply", task.reply), asked])
-    assert steps[-1].info["scores"][ASKED_AFTER] == 0.0
+    harmed = [message("python", 'append_file("user.md", "x" * 400)'), *solved(task), asked]
+    assert scored(seed, harmed) == scores(0.0, 0.0, 1.0)
+    if variant == "remove":
+        moved = message("python", f'move_file("{task.truth["change"]["about"]}", "entities/elsewhere.md")')
+        assert scored(seed, [moved, message("reply", task.reply), asked])[ASKED_AFTER] == 0.0
 
 
 def test_a_right_update_with_a_wrong_follow_up_is_not_a_success():
     seed, task = first("add")
-    answers = [*(message("python", code) for code in task.code), message("reply", task.reply)]
-    steps = play(Memory(recipe()), seed, [*answers, message("reply", "I do not know.")])
-    assert steps[-1].info["scores"] == {"update": 0.0, NOTES: 1.0, ASKED_AFTER: 0.0}
+    steps = play(Memory(recipe()), seed, [*solved(task), message("reply", "I do not know.")])
+    assert steps[-1].info["scores"] == scores(0.0, 1.0, 0.0)
     assert sum(step.reward for step in steps) < 0.6
 
 
@@ -146,31 +146,21 @@ def test_baseline_policies_have_columns_of_both_halves():
     assert all(set(one.scores) == {"update"} for one in plain.values())
 
 
-def test_the_old_value_is_a_wrong_answer_afterwards():
-    seed, task = first("change")
-    environment = Memory(recipe())
-    solved = [*(message("python", code) for code in task.code), message("reply", task.reply)]
-    before = assignment(recipe(), seed).files
-    change = task.truth["change"]
-    notes = before[change["about"]]
-    steps = play(environment, seed, [*solved, message("reply", notes)])
-    assert steps[-1].info["scores"][ASKED_AFTER] == 0.0
-
-
 def test_an_update_without_a_reply_still_has_its_follow_up():
     seed, task = first("change")
     one = recipe(max_turns=2)
-    solved = "\n".join(task.code)
-    steps = play(Memory(one), seed, [message("python", solved), message("python", "a = 1")] * 2)
+    code = "\n".join(task.code)
+    steps = play(Memory(one), seed, [message("python", code), message("python", "a = 1")] * 2)
     assert [step.new_conversation for step in steps] == [False, True, False, False]
     assert steps[-1].truncated
 
 
-def test_the_same_seed_has_the_same_tasks_with_and_without_it():
+def test_other_kinds_and_recipes_have_no_second_half():
     plain = recipe(follow_up=False)
+    others = recipe(worlds={**UPDATES, "retrieval": 1, "update": 0, "filter": 1})
     for seed in range(20):
         assert assignment(plain, seed) == assignment(recipe(), seed)
-        assert not any(step.new_conversation for step in play(Memory(plain), seed))
+        assert not any(step.new_conversation for one in (plain, others) for step in play(Memory(one), seed))
 
 
 def test_records_keep_the_follow_up_and_older_records_have_none():

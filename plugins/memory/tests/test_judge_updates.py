@@ -66,23 +66,13 @@ def _changed(**texts):
     return notes
 
 
-@pytest.mark.parametrize(
-    ("message", "named"),
-    [
-        ("Tara Okafor turned 32.", {TARA}),
-        ("Tara is 32 now.", {TARA}),
-        ("Brightmoor won a prize, and so did Leo.", {STUDIO, LEO}),
-        ("LITTLE BEAR has a new phone", {TARA}),
-        ("My sister has a new phone.", {USER, TARA}),
-        ("The employer moved to Malmö.", {STUDIO}),
-        ("I moved to Malmö.", {USER}),
-        ("We’ve moved.", {USER}),
-        ("The Okafor family moved.", {TARA}),
-        ("entities/leo_varga.md is out of date", {LEO}),
-        ("Starlight moved.", set()),
-        ("", set()),
-    ],
-)
+@pytest.mark.parametrize(("message", "named"), [
+    ("Tara Okafor turned 32.", {TARA}), ("Tara is 32 now.", {TARA}),
+    ("Brightmoor won a prize, and so did Leo.", {STUDIO, LEO}), ("LITTLE BEAR has a new phone", {TARA}),
+    ("My sister has a new phone.", {USER, TARA}), ("The employer moved to Malmö.", {STUDIO}),
+    ("I moved to Malmö.", {USER}), ("We’ve moved.", {USER}), ("The Okafor family moved.", {TARA}),
+    ("entities/leo_varga.md is out of date", {LEO}), ("Starlight moved.", set()), ("", set()),
+])  # fmt: skip
 def test_the_notes_that_a_message_names(message, named):
     assert named_notes(message, NOTES) == named
 

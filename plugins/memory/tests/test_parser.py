@@ -94,6 +94,7 @@ REJECTED = {
     "no code, reply": ("<think>a</think><python></python><reply>b</reply>", "one block only"),
     "no reply": ("<think>a</think><reply> </reply>", "<reply> is empty"),
     "reply not closed": ("<think>a</think><reply>b", "no </reply>"),
+    "a long name": (f"<think>a</think><{'q' * 50_000}>", "text outside the blocks"),
     "reply in a reply": ("<think>a</think><reply>b<reply>c</reply>", "a second <reply>"),
 }
 
@@ -181,9 +182,3 @@ def test_a_long_message_is_parsed_quickly(piece):
         parse(f"<think>t</think>{before}{piece * (400_000 // len(piece))}</python></reply>")
         # A quarter of a second at most here; it once took ten.
         assert time.process_time() - begun < 3
-
-
-def test_the_error_of_an_unknown_block_does_not_repeat_a_long_name():
-    rejected = parse(f"<think>a</think><{'q' * 50_000}>", True)
-    assert isinstance(rejected, Rejected)
-    assert len(rejected.reason) < 200

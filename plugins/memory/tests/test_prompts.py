@@ -3,12 +3,12 @@
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from posttrain.environments.untrusted import sanitize
 from posttrain_memory.parser import Act, Reply, parse
-from posttrain_memory.prompts import first_messages, refusal, result, system_prompt, with_last_turn_notice
+from posttrain_memory.prompts import first_messages, refusal, result, system_prompt
 
 TEMPLATES = {
     "chatml": ["<|im_start|>", "<|im_end|>", "<|endoftext|>"],
@@ -83,12 +83,8 @@ def test_neutral_text_stays_so(text):
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(alphabet="abc 123.,;:-#*()\n'\"%&/=+", max_size=60))
+@example("# Ada\n- friend: [[entities/bo.md|Bo]]\n| a | b |\n1 < 2 and 3 > 2; a[0] -> [x] [ ] ö 日本 👍")
 def test_ordinary_text_is_unchanged(text):
-    assert sanitize(text) == text
-
-
-def test_links_tables_and_comparisons_are_not_touched():
-    text = "# Ada\n- friend: [[entities/bo.md|Bo]]\n| a | b |\n1 < 2 and 3 > 2; a[0] -> [x] [ ] ö 日本 👍"
     assert sanitize(text) == text
 
 
@@ -144,9 +140,9 @@ def test_values_that_cannot_be_shown_are_named():
 
 
 def test_the_last_message_is_announced():
-    for message in (with_last_turn_notice(result({"a": 1}, "", None)), refusal("x", 1)):
+    for message in (result({"a": 1}, "", None, turns_left=1), refusal("x", 1)):
         assert message["content"].endswith("\nThis is your last message: reply now.\n</result>")
-    assert "last" not in refusal("x", 2)["content"]
+    assert "last" not in refusal("x", 2)["content"] + result({}, "", None, turns_left=2)["content"]
 
 
 @pytest.mark.parametrize("length", ["full", "brief"])

@@ -3,25 +3,21 @@
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 
 def chat(
     model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="What `model.path` takes, or the directory of a run, for example runs/run."
-        ),
+        str, Argument(metavar="MODEL", help="What `model.path` takes, or the directory of a run, for example runs/run.")
     ],
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.", min=0)] = 0.7,
-    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of an answer.", min=1)] = 512,
+    system: Annotated[str | None, Option(help="System message.")] = None,
+    temperature: Annotated[float, Option(help="Sampling temperature; 0 is greedy.", min=0)] = 0.7,
+    max_tokens: Annotated[int, Option(help="Maximum number of tokens of an answer.", min=1)] = 512,
 ) -> None:
     """Talk to a model in the terminal. `/new` starts another conversation, Ctrl-D leaves.
 
     Examples:
-
     posttrain chat packaged:smollm2-135m
-
     posttrain chat runs/run --temperature 0
     """
     import asyncio

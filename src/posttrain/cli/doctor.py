@@ -7,7 +7,6 @@ def doctor() -> None:
     """Describe this machine: versions, devices and missing extras. Add the output to bug reports.
 
     Example:
-
     posttrain doctor
     """
     from posttrain.doctor import machine

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 if TYPE_CHECKING:
     from posttrain.environments.audit import Audit
@@ -15,19 +16,18 @@ app = typer.Typer(help="List, play, check and audit environments.", no_args_is_h
 
 _SECONDS = 300.0
 """Time limit of the audit of one environment."""
-_TYPES = "[TYPE ...] [key=value ...]"
 _WORDS_HELP = (
     "A built-in name, `module:Class` or `path/to/file.py`, and keys of the environment, "
     "for example `frozen_lake slippery=false size=5`."
 )
+_TYPES_HELP = f"{_WORDS_HELP} Default: all environments that need no keys."
+_Types = Annotated[list[str] | None, Argument(metavar="[TYPE ...] [key=value ...]", help=_TYPES_HELP)]
 
 
 @app.command("list")
 def list_environments(
-    type_name: Annotated[
-        str | None, typer.Argument(metavar="[TYPE]", help="List the tasks of this environment.")
-    ] = None,
-    seeds: Annotated[int, typer.Option(help="Number of seeds for the baseline policies.", min=1)] = 100,
+    type_name: Annotated[str | None, Argument(metavar="[TYPE]", help="List the tasks of this environment.")] = None,
+    seeds: Annotated[int, Option(help="Number of seeds for the baseline policies.", min=1)] = 100,
 ) -> None:
     """List the environments with the success of the random and the optimal policy."""
     from rich.table import Table
@@ -40,9 +40,8 @@ def list_environments(
         for words in _variants(type_name, []):
             typer.echo(" ".join(words))
         return
-    table = Table(
-        "environment", "turns", "description", "random", "optimal", caption=f"success on seeds 0 to {seeds - 1}"
-    )
+    headings = ("environment", "turns", "description", "random", "optimal")
+    table = Table(*headings, caption=f"success on seeds 0 to {seeds - 1}")
     for name in environment_names():
         try:
             environment = environment_class(name)
@@ -51,18 +50,16 @@ def list_environments(
         except PosttrainError as error:
             table.add_row(name, "-", f"unavailable: {error}", "-", "-")
             continue
-        rates = [
-            f"{100 * baselines[policy].success:.1f} %" if policy in baselines else "-"
-            for policy in ("random", "optimal")
-        ]
+        policies = [baselines.get(policy) for policy in ("random", "optimal")]
+        rates = [f"{100 * one.success:.1f} %" if one is not None else "-" for one in policies]
         table.add_row(name, str(recipe.max_turns), (environment.__doc__ or "").strip().splitlines()[0], *rates)
     new_console().print(table)
 
 
 @app.command()
 def play(
-    words: Annotated[list[str], typer.Argument(metavar="TYPE [key=value ...]", help=_WORDS_HELP)],
-    seed: Annotated[int, typer.Option(help="Seed of the task.", min=0)] = 0,
+    words: Annotated[list[str], Argument(metavar="TYPE [key=value ...]", help=_WORDS_HELP)],
+    seed: Annotated[int, Option(help="Seed of the task.", min=0)] = 0,
 ) -> None:
     """Play an environment in the terminal. A bare action such as `up` is wrapped in the answer format."""
     from posttrain.environments.protocol import ProtocolError
@@ -83,13 +80,8 @@ def play(
 
 @app.command()
 def validate(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(metavar=_TYPES, help=f"{_WORDS_HELP} Default: all environments that need no keys."),
-    ] = None,
-    seeds: Annotated[
-        int | None, typer.Option(help="Seeds to check. Default: 100, or every row of a file.", min=1)
-    ] = None,
+    words: _Types = None,
+    seeds: Annotated[int | None, Option(help="Seeds to check. Default: 100, or every row of a file.", min=1)] = None,
 ) -> None:
     """Check without a model that episodes repeat, end and are scored, and that a reference solution earns full reward.
 
@@ -123,9 +115,8 @@ def validate(
             for line in environment.check_tasks(recipe, range(0), []):
                 typer.echo(f"{recipe.type}: {line}")
             if wrong:
-                failures.append(
-                    f"{recipe.type}: {'; '.join(wrong[:5])}" + f" and {len(wrong) - 5} more" * (len(wrong) > 5)
-                )
+                more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+                failures.append(f"{recipe.type}: {'; '.join(wrong[:5])}{more}")
             valid = f"{count} seeds" if rows is None else f"{count - len(wrong)} of {len(rows)} tasks"
             kinds = Counter(row.kind for row in rows or () if row.kind)
             valid += f" ({', '.join(f'{kind} {number}' for kind, number in kinds.items())})" if kinds else ""
@@ -136,20 +127,18 @@ def validate(
         raise RunError("; ".join(failures) + "; correct the environment")
 
 
+_PLAYER = "One of these policies; may be given several times. Default: all."
+
+
 @app.command()
 def audit(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(metavar=_TYPES, help=f"{_WORDS_HELP} Default: all environments that need no keys."),
-    ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Audit every task that `env list TYPE` shows.")] = False,
-    first: Annotated[int, typer.Option(help="First seed.", min=0)] = 0,
-    seeds: Annotated[int, typer.Option(help="Number of seeds.", min=1)] = 5,
-    player: Annotated[
-        list[str] | None, typer.Option(help="One of these policies; may be given several times. Default: all.")
-    ] = None,
-    show: Annotated[bool, typer.Option(help="Print the episodes.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Append one line of JSON per environment to this file.")] = None,
+    words: _Types = None,
+    every: Annotated[bool, Option("--all", help="Audit every task that `env list TYPE` shows.")] = False,
+    first: Annotated[int, Option(help="First seed.", min=0)] = 0,
+    seeds: Annotated[int, Option(help="Number of seeds.", min=1)] = 5,
+    player: Annotated[list[str] | None, Option(help=_PLAYER)] = None,
+    show: Annotated[bool, Option(help="Print the episodes.")] = False,
+    out: Annotated[Path | None, Option(help="Append one line of JSON per environment to this file.")] = None,
 ) -> None:
     """Play environments with policies that need no model, and report defects.
 
@@ -169,18 +158,13 @@ def audit(
     if unknown := sorted(set(players) - set(PLAYERS)):
         raise InputError(f"--player {unknown[0]}: use {', '.join(PLAYERS)}")
     whole = [name for name, environment in environment_classes().items() if every or environment.self_contained]
-    wanted = [
-        variant
-        for name in types or whole
-        for variant in (_variants(name, overrides) if every else [[name, *overrides]])
-    ]
     audits = []
+    wanted = [one for name in types or whole for one in (_variants(name, overrides) if every else [[name, *overrides]])]
     with AuditProcesses(_SECONDS) as processes:
         for name, *keys in wanted:
             recipe = environment_of(name, keys)
-            chosen = range(first, first + seeds)
             rows = environment_class(recipe.type).task_rows(recipe)
-            chosen = chosen if rows is None else chosen[: max(1, len(rows) - first)]
+            chosen = range(first, first + (seeds if rows is None else min(seeds, max(1, len(rows) - first))))
             if show:
                 for each in players:
                     _show_episode(recipe, first, each)

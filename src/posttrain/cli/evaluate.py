@@ -2,23 +2,19 @@
 
 import json
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer import Argument, Option
 
 from posttrain.cli import stages
+from posttrain.cli.plugins import PluginGroup
 
 if TYPE_CHECKING:
     from posttrain.evaluation.judges import Judgement
     from posttrain.evaluation.results import Results
-
-
-from posttrain.cli.plugins import PluginGroup
 
 
 def show_results(results: "Results", out: Path | None) -> None:
@@ -39,38 +35,29 @@ def show_results(results: "Results", out: Path | None) -> None:
         raise InputError("\n".join(f"{reason} ({others})" for reason in results.failed.values()))
 
 
-PREDICTIONS_HELP = "A .jsonl, .parquet, .json or .csv file with `prompt`, `prediction` and `reference`."
-COLUMNS = "[columns.NAME=COLUMN ...]"
-COLUMNS_HELP = "Column names for `id`, `prompt`, `prediction` and `reference`."
-
-
-ModelDtype = Annotated[
-    Literal["float32", "bfloat16", "auto"],
-    typer.Option(help="Precision of the models. `auto`: bfloat16 where the device has it."),
-]
-ModelDevice = Annotated[
-    Literal["auto", "cpu", "cuda"], typer.Option(help="Device of the models. `auto`: cuda if available.")
-]
-Processes = Annotated[int, typer.Option(help="Copies of each model, each with a share of the rows; a GPU each.", min=1)]
-TokensPerBatch = Annotated[int, typer.Option(help="Maximum number of tokens per forward pass.", min=16)]
+_PREDICTIONS = "A .jsonl, .parquet, .json or .csv file with `prompt`, `prediction` and `reference`."
+Predictions = Annotated[str, Argument(metavar="PREDICTIONS", help=_PREDICTIONS)]
+_COLUMNS = "Column names for `id`, `prompt`, `prediction` and `reference`."
+Columns = Annotated[list[str] | None, Argument(metavar="[columns.NAME=COLUMN ...]", help=_COLUMNS)]
+Out = Annotated[Path | None, Option(help="Write the results to this .json file.")]
+_DTYPE = "Precision of the models. `auto`: bfloat16 where the device has it."
+ModelDtype = Annotated[Literal["float32", "bfloat16", "auto"], Option(help=_DTYPE)]
+ModelDevice = Annotated[Literal["auto", "cpu", "cuda"], Option(help="Device of the models. `auto`: cuda if available.")]
+Processes = Annotated[int, Option(help="Copies of each model, each with a share of the rows; a GPU each.", min=1)]
+TokensPerBatch = Annotated[int, Option(help="Maximum number of tokens per forward pass.", min=16)]
+_METRICS = "Comma-separated: bleu, chrf, exact, verifier, bertscore, perplexity. Default: all whose options are given."
+_VERIFIER = "Verifier: a data set of reasoning-gym, `module:function` or `file.py:function`."
 
 
 def text(
-    predictions: Annotated[str, typer.Argument(metavar="PREDICTIONS", help=PREDICTIONS_HELP)],
-    words: Annotated[list[str] | None, typer.Argument(metavar=COLUMNS, help=COLUMNS_HELP)] = None,
-    metrics: Annotated[
-        str | None,
-        typer.Option(
-            help="Comma-separated: bleu, chrf, exact, verifier, bertscore, perplexity. Default: all whose options are given."
-        ),
-    ] = None,
-    encoder: Annotated[str | None, typer.Option(help="BERTScore: directory or hub id of an encoder.")] = None,
-    layer: Annotated[int | None, typer.Option(help="BERTScore: layer of the encoder, counted from 1.", min=1)] = None,
-    model: Annotated[str | None, typer.Option(help="Perplexity: a causal language model, as `model.path`.")] = None,
-    verifier: Annotated[
-        str | None, typer.Option(help="Verifier: a data set of reasoning-gym, `module:function` or `file.py:function`.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the results to this .json file.")] = None,
+    predictions: Predictions,
+    words: Columns = None,
+    metrics: Annotated[str | None, Option(help=_METRICS)] = None,
+    encoder: Annotated[str | None, Option(help="BERTScore: directory or hub id of an encoder.")] = None,
+    layer: Annotated[int | None, Option(help="BERTScore: layer of the encoder, counted from 1.", min=1)] = None,
+    model: Annotated[str | None, Option(help="Perplexity: a causal language model, as `model.path`.")] = None,
+    verifier: Annotated[str | None, Option(help=_VERIFIER)] = None,
+    out: Out = None,
     dtype: ModelDtype = "float32",
     device: ModelDevice = "auto",
     processes: Processes = 1,
@@ -79,9 +66,7 @@ def text(
     """Compute metrics of predictions against references, each with a 95% interval over prompts.
 
     Examples:
-
     posttrain evaluate text predictions.jsonl --out results.json
-
     posttrain evaluate text predictions.jsonl --encoder FacebookAI/roberta-large --model packaged:smollm2-135m
     """
     from posttrain.errors import InputError
@@ -98,13 +83,14 @@ def text(
     show_results(evaluate_text(rows, options, lambda name: typer.echo(f"computing {name}", err=True)), out)
 
 
+_REWARD_MODEL = "A reward model exported by `posttrain reward`. May be given several times."
+
+
 def reward(
-    predictions: Annotated[str, typer.Argument(metavar="PREDICTIONS", help=PREDICTIONS_HELP)],
-    model: Annotated[
-        list[str], typer.Option(help="A reward model exported by `posttrain reward`. May be given several times.")
-    ],
-    words: Annotated[list[str] | None, typer.Argument(metavar=COLUMNS, help=COLUMNS_HELP)] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the results to this .json file.")] = None,
+    predictions: Predictions,
+    model: Annotated[list[str], Option(help=_REWARD_MODEL)],
+    words: Columns = None,
+    out: Out = None,
     dtype: ModelDtype = "float32",
     device: ModelDevice = "auto",
     processes: Processes = 1,
@@ -115,7 +101,6 @@ def reward(
     If a policy was trained against a reward model, also score it with another one.
 
     Examples:
-
     posttrain evaluate reward predictions.jsonl --model runs/reward/model --model runs/other_reward/model
     """
     from posttrain.evaluation.model_metrics import evaluate_rewards
@@ -133,35 +118,15 @@ def reward(
     show_results(results, out)
 
 
-@contextmanager
-def progress() -> Iterator[Callable[[int, int, int], None]]:
-    """A progress bar in a terminal, ten lines elsewhere."""
-    if not sys.stderr.isatty():
-
-        def lines(done: int, total: int, failed: int) -> None:
-            if done * 10 // total > (done - 1) * 10 // total:
-                typer.echo(f"judged {done:,} of {total:,}{f', {failed:,} failed' if failed else ''}", err=True)
-
-        yield lines
-        return
-    from rich.progress import Progress
-
-    from posttrain.terminal import new_console
-
-    with Progress(console=new_console(stderr=True), transient=True) as bar:
-        task = bar.add_task("judging", total=None)
-
-        def update(done: int, total: int, failed: int) -> None:
-            about = f"judging, {failed} failed" if failed else "judging"
-            bar.update(task, completed=done, total=total, description=about)
-
-        yield update
+def show_progress(done: int, total: int, failed: int) -> None:
+    """Print ten lines while a judge scores `total` rows."""
+    if done * 10 // total > (done - 1) * 10 // total:
+        typer.echo(f"judged {done:,} of {total:,}{f', {failed:,} failed' if failed else ''}", err=True)
 
 
 def show_judged(judgement: "Judgement", records: Path, kept: Path) -> None:
     """Write the records, and the metrics to a .json file of the same name, and print the results. Raises RunError if the
-    server failed or no row has a score.
-    """
+    server failed or no row has a score."""
     from posttrain.errors import RunError
     from posttrain.runs.directory import storage_errors, write_atomically
     from posttrain.terminal import new_console
@@ -190,40 +155,34 @@ def show_judged(judgement: "Judgement", records: Path, kept: Path) -> None:
         raise RunError("no row has a score; see the records, then use another judge or judge.structured=true")
 
 
+_RUBRIC = "factual_accuracy, logical_soundness, efficiency, or a .yaml file."
+_JUDGE_KEYS = (
+    "Keys of a judge, which `posttrain recipe environment.judge` lists: judge.url and judge.model are needed. "
+    + _COLUMNS
+)
+_AGAINST = "Predictions for the same prompts. The judge compares each pair in both orders."
+_RECORDS = "File for one record per row. Default: beside the predictions. Metrics go to a .json file of the same name."
+
+
 def judge(
-    predictions: Annotated[str, typer.Argument(metavar="PREDICTIONS", help=PREDICTIONS_HELP)],
-    rubric: Annotated[str, typer.Option(help="factual_accuracy, logical_soundness, efficiency, or a .yaml file.")],
+    predictions: Predictions,
+    rubric: Annotated[str, Option(help=_RUBRIC)],
     words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="judge.KEY=VALUE... [columns.NAME=COLUMN ...]",
-            help="Keys of a judge, which `posttrain recipe environment.judge` lists: judge.url and judge.model are needed. "
-            + COLUMNS_HELP,
-        ),
+        list[str] | None, Argument(metavar="judge.KEY=VALUE... [columns.NAME=COLUMN ...]", help=_JUDGE_KEYS)
     ] = None,
-    against: Annotated[
-        str | None, typer.Option(help="Predictions for the same prompts. The judge compares each pair in both orders.")
-    ] = None,
-    workers: Annotated[int, typer.Option(help="Maximum number of concurrent requests.", min=1)] = 8,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="File for one record per row. Default: beside the predictions. Metrics go to a .json file of the same name."
-        ),
-    ] = None,
-    max_samples: Annotated[int | None, typer.Option(help="Judge only the first rows.", min=1)] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the first prompt and send no request.")] = False,
+    against: Annotated[str | None, Option(help=_AGAINST)] = None,
+    workers: Annotated[int, Option(help="Maximum number of concurrent requests.", min=1)] = 8,
+    out: Annotated[Path | None, Option(help=_RECORDS)] = None,
+    max_samples: Annotated[int | None, Option(help="Judge only the first rows.", min=1)] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="Show the first prompt and send no request.")] = False,
 ) -> None:
     """Score predictions with a language model as judge, by a rubric. Reports a 95% interval over prompts.
 
     Replies are cached in judge-cache.jsonl beside the predictions, or in `judge.cache`.
 
     Examples:
-
     posttrain evaluate judge predictions.jsonl --rubric factual_accuracy judge.url=http://localhost:8000/v1 judge.model=NAME
-
     posttrain evaluate judge after.jsonl --against before.jsonl --rubric efficiency judge.url=URL judge.model=NAME
-
     posttrain evaluate judge predictions.jsonl --rubric efficiency judge.url=https://api.openai.com/v1 judge.model=o3
     judge.api_key_variable=OPENAI_API_KEY judge.sampling.temperature=null judge.sampling.reasoning_effort=high
     """
@@ -231,13 +190,7 @@ def judge(
 
     from posttrain.environments.judge import check_judge
     from posttrain.errors import InputError
-    from posttrain.evaluation.judges import (
-        Options,
-        judge_pairs,
-        judge_predictions,
-        load_rubric,
-        questions_of,
-    )
+    from posttrain.evaluation.judges import Options, judge_pairs, judge_predictions, load_rubric, questions_of
     from posttrain.evaluation.predictions import column_names, read_predictions
     from posttrain.images import readable
     from posttrain.recipe.compose import section
@@ -280,8 +233,10 @@ def judge(
         typer.echo(f"--- {len(questions):,} requests, fewer if replies are cached")
         return
     check_judge(server)
-    with progress() as report:
-        judgement = judge_pairs(rows, others, options, report) if others else judge_predictions(rows, options, report)
+    if others is not None:
+        judgement = judge_pairs(rows, others, options, show_progress)
+    else:
+        judgement = judge_predictions(rows, options, show_progress)
     show_judged(judgement, records, kept)
 
 
@@ -290,9 +245,7 @@ _ABOUT = """Evaluate a model in an environment, or files of predictions.
 Without one of the subcommands below, evaluates a model in an environment.
 
 Examples:
-
 posttrain evaluate environment.type=sokoban name=before
-
 posttrain evaluate text predictions.jsonl --out results.json
 """
 
@@ -309,6 +262,9 @@ class _ModelUnlessNamed(PluginGroup):
 app = typer.Typer(cls=_ModelUnlessNamed, help=_ABOUT)
 
 
+_EVERY = "Evaluate every checkpoint of the run at `model.path`, or those that match it as a pattern."
+
+
 def model(
     words: stages.Words = None,
     dry_run: stages.DryRun = False,
@@ -316,23 +272,15 @@ def model(
     on: stages.On = None,
     resume: stages.Resume = None,
     overwrite: stages.Overwrite = False,
-    every: Annotated[
-        bool,
-        typer.Option(
-            "--all", help="Evaluate every checkpoint of the run at `model.path`, or those that match it as a pattern."
-        ),
-    ] = False,
+    every: Annotated[bool, Option("--all", help=_EVERY)] = False,
 ) -> None:
     """Evaluate a model in an environment on held-out seeds. The word `model` is optional.
 
     With --all, the report in `<runs>/<name>` has the scores by checkpoint, and figures of them.
 
     Examples:
-
     posttrain evaluate environment.type=sokoban name=before
-
     posttrain evaluate environment.type=bandit model.path=runs/run/model evaluation.sampling.temperature=0.7
-
     posttrain evaluate environment.type=bandit model.path=runs/run name=scores --all
     """
     if not every:
@@ -351,20 +299,20 @@ def model(
         evaluate_checkpoints(*sources, *read_overrides(overrides), overwrite=overwrite)
         return
     from posttrain import pipelines
-    from posttrain.planning.dry_run import show_plan
     from posttrain.planning.model_sizes import model_sizes
     from posttrain.recipe.stages import EvaluateRecipe
+    from posttrain.runs.tables import show_line
 
     recipe, console = read_recipe("evaluate", *sources, *read_overrides(overrides)), new_console()
     assert isinstance(recipe, EvaluateRecipe)
     pipeline = pipelines.evaluate_checkpoints(recipe)
     for line in pipelines.planned(pipeline, None, None, overwrite):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    first = pipeline.stages[0].recipe
-    assert isinstance(first, EvaluateRecipe)
+        show_line(console, line)
+    first = pipeline.stages[0]
+    assert isinstance(first.recipe, EvaluateRecipe)
     console.rule(f"stage {first.name}")
-    show_plan(first, model_sizes(first.model.path), console, device)
-    stages.show_checks(first, console)
+    stages.show_stage(first.recipe, model_sizes(first.recipe.model.path), console, device, full=True, chosen=True)
+    stages.show_checks(first.recipe, console)
 
 
 app.command(context_settings=stages.OPEN)(model)

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
 from posttrain import __version__
 from posttrain.cli.chat import chat
@@ -35,13 +36,8 @@ _UsageError: Any = typer.BadParameter.__base__
 _INTERRUPTED = 130
 """Exit code after Ctrl-C or SIGTERM."""
 
-app = typer.Typer(
-    cls=PluginGroup,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-    rich_markup_mode="markdown",
-)
+_SETTINGS: dict[str, Any] = {"pretty_exceptions_enable": False, "add_completion": False, "rich_markup_mode": "markdown"}
+app = typer.Typer(cls=PluginGroup, no_args_is_help=True, **_SETTINGS)
 for verb in (sft, reward, dpo, rl, distill, generate, pipeline, plan, tune):
     app.command(context_settings=OPEN)(verb)
 for plain in (demo, chat, compare, plot, report, view, episodes, recipe, doctor, export, serve):
@@ -53,20 +49,18 @@ app.add_typer(evaluate, name="evaluate")
 app.add_typer(runs, name="runs", cls=PluginGroup)
 
 
+_DEBUG = "Show tracebacks of errors. May appear anywhere on the command line."
+_TRUST = (
+    "Execute Python files that a recipe names, also outside the current folder, and all that a run of another user, folder or "
+    "machine names. May appear anywhere on the command line."
+)
+
+
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show tracebacks of errors. May appear anywhere on the command line.")
-    ] = False,
-    trust: Annotated[
-        bool,
-        typer.Option(
-            "--trust",
-            help="Execute Python files that a recipe names, also outside the current folder, and all that a run of another "
-            "user, folder or machine names. May appear anywhere on the command line.",
-        ),
-    ] = False,
+    version: Annotated[bool, Option("--version", help="Show the version and exit.", is_eager=True)] = False,
+    debug: Annotated[bool, Option("--debug", help=_DEBUG)] = False,
+    trust: Annotated[bool, Option("--trust", help=_TRUST)] = False,
 ) -> None:
     """Post-training of language models and language-model agents.
 
@@ -88,8 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     # transformers logs missing kernels of GPUs and its own deprecations.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     words = sys.argv[1:] if arguments is None else arguments
-    debug = "--debug" in words
-    trust = "--trust" in words
+    debug, trust = "--debug" in words, "--trust" in words
     words = [word for word in words if word not in ("--debug", "--trust")]
     if words == ["--version"]:
         typer.echo(f"posttrain {__version__}")

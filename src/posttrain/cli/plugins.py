@@ -1,9 +1,9 @@
 """Groups of commands: those that plug-ins add, imported when they are run or listed in a help text, and the errors for
-commands and options that do not exist.
-"""
+commands and options that do not exist."""
 
 import difflib
 import inspect
+import re
 from typing import Any
 
 import typer
@@ -47,6 +47,8 @@ class PluginGroup(TyperGroup):
         command = self._command(ctx, cmd_name)
         if command is not None:
             _flags_without_value(command.get_params(ctx))
+            # In Markdown, an example is a paragraph.
+            command.help = re.sub(r"(?<!\n)\n(?=posttrain )", "\n\n", command.help or "")
         return command
 
     def get_params(self, ctx: Any) -> Any:

@@ -3,33 +3,24 @@
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
+
+_ABOUT = "`list` for the recipes that can be named; or a key or a section to explain."
+_STAGE = "The stage whose keys are shown: rl, sft, reward, dpo, evaluate or generate."
+_MARKDOWN = "All keys of all stages, as docs/reference/recipes.md."
 
 
 def recipe(
-    about: Annotated[
-        str,
-        typer.Argument(
-            metavar="[list | KEY]",
-            help="`list` for the recipes that can be named; or a key or a section to explain.",
-        ),
-    ] = "",
-    stage: Annotated[
-        str, typer.Option(help="The stage whose keys are shown: rl, sft, reward, dpo, evaluate or generate.")
-    ] = "rl",
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="All keys of all stages, as docs/reference/recipes.md.")
-    ] = False,
+    about: Annotated[str, Argument(metavar="[list | KEY]", help=_ABOUT)] = "",
+    stage: Annotated[str, Option(help=_STAGE)] = "rl",
+    markdown: Annotated[bool, Option("--markdown", help=_MARKDOWN)] = False,
 ) -> None:
     """Show the keys of a recipe: what they may be, their default, and what they do.
 
     Examples:
-
     posttrain recipe list
-
     posttrain recipe
-
     posttrain recipe rollout.sampling
-
     posttrain recipe credit --stage rl
     """
     from posttrain.recipe.pages import list_recipes, markdown_reference, show_keys

@@ -3,41 +3,30 @@
 from typing import Annotated, Literal
 
 import typer
+from typer import Argument, Option
+
+_MODEL = "Directory of a run, for example runs/run, or what `model.path` takes."
+_SETTINGS = "Keys of the recipe's section `engine`, for example max_model_len=4096."
+_ENGINE = "local: in this process. vllm: for many requests at once, needs the extra [vllm]."
+_PORT = "Port of the loopback address; 0 picks a free one."
+_KEY = "API key that clients must send. Default: any key."
 
 
 def serve(
-    model: Annotated[
-        str,
-        typer.Argument(metavar="RUN", help="Directory of a run, for example runs/run, or what `model.path` takes."),
-    ],
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[KEY=VALUE]...", help="Keys of the recipe's section `engine`, for example max_model_len=4096."
-        ),
-    ] = None,
-    engine: Annotated[
-        Literal["local", "vllm"],
-        typer.Option(help="local: in this process. vllm: for many requests at once, needs the extra [vllm]."),
-    ] = "local",
-    port: Annotated[
-        int, typer.Option(help="Port of the loopback address; 0 picks a free one.", min=0, max=65535)
-    ] = 8000,
-    key: Annotated[
-        str | None, typer.Option(envvar="POSTTRAIN_SERVE_KEY", help="API key that clients must send. Default: any key.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of requests that have none.", min=0)] = 0,
+    model: Annotated[str, Argument(metavar="RUN", help=_MODEL)],
+    settings: Annotated[list[str] | None, Argument(metavar="[KEY=VALUE]...", help=_SETTINGS)] = None,
+    engine: Annotated[Literal["local", "vllm"], Option(help=_ENGINE)] = "local",
+    port: Annotated[int, Option(help=_PORT, min=0, max=65535)] = 8000,
+    key: Annotated[str | None, Option(envvar="POSTTRAIN_SERVE_KEY", help=_KEY)] = None,
+    seed: Annotated[int, Option(help="Seed of requests that have none.", min=0)] = 0,
 ) -> None:
     """Serve a model to OpenAI clients on this machine: chats with tools, completions, models.
 
     Answers stream token by token with the local engine, and whole with vLLM. Over SSH, forward the port.
 
     Examples:
-
     posttrain serve runs/run
-
     posttrain serve packaged:smollm2-135m --port 0
-
     posttrain serve runs/run --engine vllm python=.venv-vllm/bin/python max_model_len=4096
     """
     from pathlib import Path

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,35 +25,21 @@ WORDS_HELP = (
     "Recipe files, or names of `posttrain recipe list` such as `rlhf/ppo`, merged left to right, then overrides of any of their keys: `key=value`, `--key value` or "
     "`--key=value`, with the key dotted as in `rollout.groups_per_step=4`. `posttrain recipe` lists the keys."
 )
-Words = Annotated[list[str] | None, typer.Argument(metavar=WORDS, help=WORDS_HELP)]
-DryRun = Annotated[
-    bool,
-    typer.Option(
-        "--dry-run",
-        help="Show batch arithmetic and an estimate of memory. Load rows, tasks, reward functions "
-        "and the tokenizer, and report the errors that the run would report, without training.",
-    ),
-]
-On = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DEVICE",
-        help="With --dry-run: plan for this GPU, h200, h100 or a100, or its memory in GB such as 48.",
-    ),
-]
-Full = Annotated[bool, typer.Option("--full", help="With --dry-run: show the whole recipe, and the parts of memory.")]
-Resume = Annotated[Path | None, typer.Option(metavar="RUN", help="Resume the run in this directory.")]
-FallBack = Annotated[
-    bool,
-    typer.Option(
-        "--fall-back", help="With --resume: set damaged checkpoints aside and continue from the newest intact one."
-    ),
-]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete an existing run of the same name first.")]
-Strict = Annotated[
-    bool,
-    typer.Option("--strict", help="Exit with code 4 if training did not improve the held-out measure beyond chance."),
-]
+Words = Annotated[list[str] | None, Argument(metavar=WORDS, help=WORDS_HELP)]
+_DRY_RUN = (
+    "Show batch arithmetic and an estimate of memory. Load rows, tasks, reward functions and the tokenizer, and report the "
+    "errors that the run would report, without training."
+)
+DryRun = Annotated[bool, Option("--dry-run", help=_DRY_RUN)]
+_ON = "With --dry-run: plan for this GPU, h200, h100 or a100, or its memory in GB such as 48."
+On = Annotated[str | None, Option(metavar="DEVICE", help=_ON)]
+Full = Annotated[bool, Option("--full", help="With --dry-run: show the whole recipe, and the parts of memory.")]
+Resume = Annotated[Path | None, Option(metavar="RUN", help="Resume the run in this directory.")]
+_FALL_BACK = "With --resume: set damaged checkpoints aside and continue from the newest intact one."
+FallBack = Annotated[bool, Option("--fall-back", help=_FALL_BACK)]
+Overwrite = Annotated[bool, Option("--overwrite", help="Delete an existing run of the same name first.")]
+_STRICT = "Exit with code 4 if training did not improve the held-out measure beyond chance."
+Strict = Annotated[bool, Option("--strict", help=_STRICT)]
 OPEN = {"ignore_unknown_options": True, "allow_extra_args": True}
 """Context settings of commands that accept `--key value` for every recipe key."""
 
@@ -75,42 +62,54 @@ def run(
 
     device = planned_device(dry_run, on, full)
     sources, overrides = split_words(words)
-    if dry_run:
-        from posttrain.planning.dry_run import show_plan
-        from posttrain.planning.model_sizes import model_sizes
-        from posttrain.runs.tables import show_line
-        from posttrain.terminal import new_console
-
-        recipe = read_recipe(stage, *sources, *read_overrides(overrides), resume=resume)
-        if os.environ.get("RANK", "0") != "0":  # torchrun starts the command once per process
-            return
-        sizes = None if recipe.remote is not None else model_sizes(recipe.model.path)
-        console = new_console()
-        if resume is None:
-            recipe = with_planned_engine(recipe, device, console)
-        show_plan(recipe, sizes, console, device, full)
-        for path in recipe.outputs if resume is None and not overwrite else ():
-            if path.exists():
-                line = f"note: {path} exists; to start, pass --overwrite or another name, or continue it with --resume"
-                show_line(console, line)
-        show_checks(recipe, console)
-        if not full:
-            console.print("\nadd --full for the whole recipe and the parts of the estimate", highlight=False)
+    given: list[Any] = [*sources, *read_overrides(overrides)]
+    if not dry_run:
         if strict:
-            _require_verdict(recipe)
-        check_machine(recipe, sizes, device)
+            _require_verdict(read_recipe(stage, *given, resume=resume))
+        result = run_stage(stage, *given, resume=resume, overwrite=overwrite, **more)
+        if strict:
+            result.require_learning()
         return
+    from posttrain.planning.model_sizes import model_sizes
+    from posttrain.runs.tables import show_line
+    from posttrain.terminal import new_console
+
+    recipe = read_recipe(stage, *given, resume=resume)
+    if os.environ.get("RANK", "0") != "0":  # torchrun starts the command once per process
+        return
+    console, sizes = new_console(), None if recipe.remote is not None else model_sizes(recipe.model.path)
+    recipe = show_stage(recipe, sizes, console, device, full, chosen=resume is not None)
+    for path in recipe.outputs if resume is None and not overwrite else ():
+        if path.exists():
+            how = "to start, pass --overwrite or another name, or continue it with --resume"
+            show_line(console, f"note: {path} exists; {how}")
+    show_checks(recipe, console)
+    if not full:
+        console.print("\nadd --full for the whole recipe and the parts of the estimate", highlight=False)
     if strict:
-        _require_verdict(read_recipe(stage, *sources, *read_overrides(overrides), resume=resume))
-    result = run_stage(stage, *sources, *read_overrides(overrides), resume=resume, overwrite=overwrite, **more)
-    if strict:
-        result.require_learning()
+        _require_verdict(recipe)
+    check_machine(recipe, sizes, device)
+
+
+def show_stage(
+    recipe: "Recipe",
+    sizes: "ModelSizes | None",
+    console: "Console",
+    device: "Device | None",
+    full: bool,
+    chosen: bool = False,
+) -> "Recipe":
+    """Print the plan of a stage. Returns its recipe with the engine that it would use, unless that is `chosen`."""
+    from posttrain.planning.dry_run import show_plan
+
+    recipe = recipe if chosen else with_planned_engine(recipe, device, console)
+    show_plan(recipe, sizes, console, device, full)
+    return recipe
 
 
 def with_planned_engine(recipe: "Recipe", device: "Device | None", console: "Console") -> "Recipe":
     """The recipe with the engine that the run would use on this machine. With `--on`, prints that the plan counts the
-    local engine if the engine depends on what is installed there.
-    """
+    local engine if the engine depends on what is installed there."""
     from posttrain.errors import InputError
     from posttrain.runs.tables import show_line
     from posttrain.training.stage import with_engine
@@ -133,8 +132,7 @@ def with_planned_engine(recipe: "Recipe", device: "Device | None", console: "Con
 
 def show_checks(recipe: "Recipe", console: "Console", made: Sequence[Path] = ()) -> None:
     """Print the dtype and threads that this machine selects, load everything that the run would load before its
-    model, and print the results. Arguments and errors as for `check_recipe`.
-    """
+    model, and print the results. Arguments and errors as for `check_recipe`."""
     from posttrain.errors import InputError
     from posttrain.models.files import on_disk
     from posttrain.runs.tables import show_line
@@ -152,8 +150,7 @@ def show_checks(recipe: "Recipe", console: "Console", made: Sequence[Path] = ())
 
 def check_machine(recipe: "Recipe", sizes: "ModelSizes | None", device: "Device | None") -> None:
     """InputError for packages that a run on this machine lacks, and DoesNotFit if it would be on its processors and needs
-    more memory than they have.
-    """
+    more memory than they have."""
     import torch
 
     from posttrain.planning.fit import require_memory
@@ -173,10 +170,9 @@ def planned_device(dry_run: bool, on: str | None, full: bool = False) -> "Device
     from posttrain.errors import InputError
     from posttrain.planning.devices import device_of
 
-    if on is not None and not dry_run:
-        raise InputError("--on has an effect only with --dry-run; add --dry-run, or remove --on")
-    if full and not dry_run:
-        raise InputError("--full has an effect only with --dry-run; add --dry-run, or remove --full")
+    for option, given in (("--on", on is not None), ("--full", full)):
+        if given and not dry_run:
+            raise InputError(f"{option} has an effect only with --dry-run; add --dry-run, or remove {option}")
     return None if on is None else device_of(on)
 
 
@@ -191,25 +187,39 @@ def split_words(words: list[str], *options: str) -> tuple[list[str], list[str]]:
     """
     from posttrain.errors import InputError
 
-    for word in words:
-        name = word.partition("=")[0]
-        if word.startswith("--") and (near := difflib.get_close_matches(name, [*_OPTIONS, *options], 1, 0.8)):
-            hint = "" if near[0] == name else f"; the nearest is {near[0]}"
-            raise InputError(f"there is no option {name} here{hint}")
     sources, overrides = [], []
     remaining = iter(words)
     for word in remaining:
-        if word == "--recipe":
-            sources += [value for value in [next(remaining, None)] if value is not None]
-        elif word.startswith("--recipe="):
-            sources.append(word.removeprefix("--recipe="))
-        elif word.startswith("--") and "=" not in word:
-            overrides += [word, *[value for value in [next(remaining, None)] if value is not None]]
-        elif word.startswith("--") or ("=" in word and not os.path.isfile(word)):
+        name, equals, value = word.partition("=")
+        if word.startswith("--") and (near := difflib.get_close_matches(name, [*_OPTIONS, *options], 1, 0.8)):
+            hint = "" if near[0] == name else f"; the nearest is {near[0]}"
+            raise InputError(f"there is no option {name} here{hint}")
+        following = (
+            [value]
+            if equals or not word.startswith("--")
+            else [one for one in [next(remaining, None)] if one is not None]
+        )
+        if name == "--recipe":
+            sources += following
+        elif word.startswith("--"):
+            overrides += [word] if equals else [word, *following]
+        elif equals and not os.path.isfile(word):
             overrides.append(word)
         else:
             sources.append(word)
     return sources, overrides
+
+
+def one_file(command: str, words: list[str], what: str, example: str, *options: str) -> tuple[str, list[str]]:
+    """The file of a `command` that takes one, a pipeline or a study, and overrides. `options`: as for `split_words`."""
+    from posttrain.errors import InputError
+
+    sources, overrides = split_words(words, *options)
+    if not sources:
+        raise InputError(f"{words[0]} is not a {what}; name a {what} file first, for example {example}")
+    if len(sources) > 1:
+        raise InputError(f"posttrain {command} takes one file; remove {', '.join(sources[1:])}")
+    return sources[0], overrides
 
 
 def stage_command(stage: str, description: str) -> Callable[..., None]:
@@ -236,11 +246,8 @@ sft = stage_command(
     """Train a policy on conversations, or on the traces of an environment's expert.
 
     Examples:
-
     posttrain sft data.train=conversations.jsonl data.held_out=100 name=first
-
     posttrain sft environment.type=sokoban name=warm
-
     posttrain sft --resume runs/warm
     """,
 )
@@ -251,9 +258,7 @@ dpo = stage_command(
     """Optimize a policy on preferences: dpo, ipo, cdpo, simpo, orpo, apo_zero, apo_down, bco on pairs, kto on judged answers.
 
     Examples:
-
     posttrain dpo data.train=pairs_train.jsonl data.validation=pairs_val.jsonl model.path=runs/sft/model name=dpo
-
     posttrain dpo data.train=pairs_train.jsonl loss.type=simpo loss.beta=2.5 data.held_out=100
     """,
 )
@@ -264,9 +269,7 @@ reward = stage_command(
     """Train a reward model on pairs of answers.
 
     Examples:
-
     posttrain reward data.train=pairs_train.jsonl data.validation=pairs_val.jsonl name=rm
-
     posttrain reward recipes/helpsteer3/reward.yaml model.path=packaged:smollm2-135m --dry-run
     """,
 )
@@ -277,13 +280,9 @@ rl = stage_command(
     """Train a policy by reinforcement learning in an environment.
 
     Examples:
-
     posttrain rl environment.type=bandit
-
     posttrain rl recipes/ragen/sokoban.yaml model.path=packaged:smollm2-135m --steps 20
-
     posttrain rl environment.type=frozen_lake --dry-run --on h200
-
     posttrain rl --resume runs/run
     """,
 )
@@ -294,11 +293,8 @@ distill = stage_command(
     """Train a policy towards a teacher on the policy's own episodes (on-policy distillation).
 
     Examples:
-
     posttrain distill environment.type=bandit teacher.path=runs/rl/model
-
     posttrain distill recipes/distill/frozen_lake.yaml teacher.urls=[http://localhost:8000/v1] --dry-run
-
     posttrain distill --resume runs/run
     """,
 )
@@ -315,77 +311,44 @@ def generate(
     """Answer the rows of a data set and write a file of predictions. Resume a killed run with --resume RUN.
 
     Examples:
-
     posttrain generate data.test=test.jsonl model.path=runs/run/model out=predictions.jsonl
-
     posttrain generate data.test=test.jsonl samples=4 sampling.temperature=0.7
-
     posttrain generate data.test=test.jsonl engine.type=openai engine.url=http://localhost:8000/v1 engine.model=NAME
     """
-    if resume is not None and words:
-        from posttrain.errors import InputError
-        from posttrain.recipe.compose import load_recipe
-        from posttrain.runs.directory import RunDirectory
-        from posttrain.training.stage import with_begun
-
-        sources, overrides = split_words(words)
-        given = load_recipe(sources, overrides, "generate")
-        begun = load_recipe([str(RunDirectory.open(resume).recipe_file)], [], "generate")
-        values, stored = with_begun(given, begun).model_dump(mode="json"), begun.model_dump(mode="json")
-        changed = [key for key, value in values.items() if key not in ("runs", "name") and value != stored[key]]
-        if changed:
-            raise InputError(
-                f"--resume {resume} uses the recipe of that run, which has other values of {', '.join(changed)}; remove "
-                "these changes, or start a run with another name"
-            )
-        words = None
     run("generate", words or [], dry_run, full, on, resume, overwrite)
 
 
-PlanOnly = Annotated[bool, typer.Option("--dry-run", help="Show which stages would run, and their plans. Run nothing.")]
+PlanOnly = Annotated[bool, Option("--dry-run", help="Show which stages would run, and their plans. Run nothing.")]
+_FILE_HELP = "A pipeline file, or a name from `posttrain recipe list`."
 _WORDS_HELP = (
     "The pipeline's file, then overrides: `name=value`, `runs=value`, `data=FOLDER` for the stage that converts data, "
     "`common.KEY=value` for all other stages, `stages.NAME.KEY=value` for one stage."
 )
+_STRICT_STAGE = "Stop with code 4 after a stage that did not improve its held-out measure."
 
 
 def pipeline(
-    file: Annotated[
-        str, typer.Argument(metavar="PIPELINE", help="A pipeline file, or a name from `posttrain recipe list`.")
-    ],
-    words: Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help=_WORDS_HELP)] = None,
-    only: Annotated[str | None, typer.Option(metavar="STAGE", help="Run only this stage.")] = None,
-    start_from: Annotated[
-        str | None, typer.Option("--from", metavar="STAGE", help="Run this stage and all later ones.")
-    ] = None,
+    file: Annotated[str, Argument(metavar="PIPELINE", help=_FILE_HELP)],
+    words: Annotated[list[str] | None, Argument(metavar="[key=value ...]", help=_WORDS_HELP)] = None,
+    only: Annotated[str | None, Option(metavar="STAGE", help="Run only this stage.")] = None,
+    start_from: Annotated[str | None, Option("--from", metavar="STAGE", help="Run this and all later stages.")] = None,
     dry_run: PlanOnly = False,
     full: Full = False,
     on: On = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Run finished stages again.")] = False,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Stop with code 4 after a stage that did not improve its held-out measure.")
-    ] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Run finished stages again.")] = False,
+    strict: Annotated[bool, Option("--strict", help=_STRICT_STAGE)] = False,
 ) -> None:
     """Run stages in order, each from the files or the model of an earlier one. Finished, unchanged stages are skipped.
 
     Examples:
-
     posttrain pipeline demo/pipeline
-
     posttrain pipeline demo/pipeline --dry-run
-
     posttrain pipeline demo/pipeline --from rl stages.rl.steps=50 stages.rl.max_minutes=20
     """
-    from posttrain.errors import InputError
     from posttrain.recipe.pipeline import load_pipeline
 
     device = planned_device(dry_run, on, full)
-    sources, overrides = split_words([file, *(words or [])], "--only", "--from")
-    if not sources:
-        raise InputError(f"{file} is not a pipeline; name a pipeline file first, for example demo/pipeline")
-    file, *others = sources
-    if others:
-        raise InputError(f"posttrain pipeline takes one file; remove {', '.join(others)}")
+    file, overrides = one_file("pipeline", [file, *(words or [])], "pipeline", "demo/pipeline", "--only", "--from")
     if dry_run:
         _plan_pipeline(load_pipeline(file, overrides), only, start_from, overwrite, device, full, strict)
         return
@@ -401,7 +364,6 @@ def demo(dry_run: PlanOnly = False) -> None:
     Its runs are in `runs/demo`.
 
     Example:
-
     posttrain demo
     """
     pipeline("demo/pipeline", dry_run=dry_run)
@@ -431,15 +393,15 @@ def _plan_pipeline(
     from posttrain.data.convert import convert_files
     from posttrain.errors import DoesNotFit, InputError
     from posttrain.pipelines import chosen_stages, planned
-    from posttrain.planning.dry_run import show_plan
     from posttrain.planning.model_sizes import model_sizes
     from posttrain.recipe.pipeline import ConvertRecipe
     from posttrain.recipe.stages import Recipe as AnyRecipe
+    from posttrain.runs.tables import show_line
     from posttrain.terminal import new_console
 
     console, chosen = new_console(), chosen_stages(loaded, only, start_from)
     for line in planned(loaded, only, start_from, overwrite):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        show_line(console, line)
     start: dict[str, ModelSizes | None] = {}
     made: list[Path] = []
     converted: dict[str, str] = {}
@@ -447,37 +409,30 @@ def _plan_pipeline(
     failure: type[InputError] = DoesNotFit
     with TemporaryDirectory(prefix="posttrain-") as scratch:
         for stage in loaded.stages:
-            folder = loaded.directory / stage.name
-            if isinstance(stage.recipe, ConvertRecipe):
+            folder, recipe = loaded.directory / stage.name, stage.recipe
+            if stage in chosen:
+                console.rule(f"stage {stage.name}")
+            if isinstance(recipe, ConvertRecipe):
+                exists = recipe.source is not None and Path(recipe.source).expanduser().exists()
+                place = Path(scratch) / stage.name if exists else None
                 if stage in chosen:
-                    console.rule(f"stage {stage.name}")
-                    source = stage.recipe.source
-                    exists = source is not None and Path(source).expanduser().exists()
-                    place = Path(scratch) / stage.name if exists else None
-                    convert_files(
-                        stage.recipe, place, lambda line: console.print(line, markup=False, soft_wrap=True), True
-                    )
-                    if place is not None:
-                        converted[f"{folder}/"] = f"{place}/"
+                    convert_files(recipe, place, lambda line: show_line(console, line), True)
+                    converted |= {f"{folder}/": f"{place}/"} if exists else {}
                 made.append(folder)
                 continue
             # The exported model of a stage has the same sizes as its initial model.
-            start[stage.name] = start[stage.upstream] if stage.upstream else model_sizes(stage.recipe.model.path)
+            sizes = start[stage.name] = start[stage.upstream] if stage.upstream else model_sizes(recipe.model.path)
             if stage in chosen:
-                console.rule(f"stage {stage.name}")
-                planned_recipe = with_planned_engine(stage.recipe, device, console)
-                show_plan(planned_recipe, start[stage.name], console, device, full)
-                checked = planned_recipe
-                if converted:
-                    text = planned_recipe.model_dump_json()
-                    for there, here in converted.items():
-                        text = text.replace(there, here)
-                    checked = TypeAdapter(AnyRecipe).validate_json(text)
+                recipe = show_stage(recipe, sizes, console, device, full)
+                text = recipe.model_dump_json()
+                for there, here in converted.items():
+                    text = text.replace(there, here)
+                checked = TypeAdapter(AnyRecipe).validate_json(text) if converted else recipe
                 try:
                     if strict and checked.trains:
                         _require_verdict(checked)
                     show_checks(checked, console, made)
-                    check_machine(planned_recipe, start[stage.name], device)
+                    check_machine(recipe, sizes, device)
                 except InputError as error:
                     failure = failure if isinstance(error, DoesNotFit) else InputError
                     message = str(error)
@@ -489,30 +444,25 @@ def _plan_pipeline(
         raise failure("\n".join(problems))
 
 
+_GAIN = (
+    "The gain or loss to show: points of success, or a difference of the mean return in its own unit. Default: 5 points, or a "
+    "tenth of the return's standard deviation."
+)
+_PILOTS = "Finished runs of the recipe with different seeds, separated by commas."
+
+
 def plan(
     words: Words = None,
-    detect: Annotated[
-        float | None,
-        typer.Option(
-            metavar="GAIN",
-            help="The gain or loss to show: points of success, or a difference of the mean return in its own unit. Default: 5 points, or a "
-            "tenth of the return's standard deviation.",
-        ),
-    ] = None,
-    pilots: Annotated[
-        str | None,
-        typer.Option(metavar="RUNS", help="Finished runs of the recipe with different seeds, separated by commas."),
-    ] = None,
-    price: Annotated[float | None, typer.Option(help="Price of an hour of the machine.", min=0)] = None,
+    detect: Annotated[float | None, Option(metavar="GAIN", help=_GAIN)] = None,
+    pilots: Annotated[str | None, Option(metavar="RUNS", help=_PILOTS)] = None,
+    price: Annotated[float | None, Option(help="Price of an hour of the machine.", min=0)] = None,
 ) -> None:
     """Show how many training seeds and final tasks it takes to show that a recipe is better than another.
 
     The spread between seeds and tasks is that of stored runs in this environment, or of `--pilots`.
 
     Examples:
-
     posttrain plan board/firm_lake --detect 5
-
     posttrain plan rl.yaml --detect 3 --pilots runs/a,runs/b --price 2.5
     """
     from posttrain.evaluation.power import pilot_spread, plan_lines, stored_spread
@@ -534,9 +484,8 @@ def plan(
     recipe = stages.pop()
     runs = [] if pilots is None else [Path(one) for one in pilots.split(",") if one]
     spread = stored_spread(recipe) if pilots is None else pilot_spread(runs, recipe, stages)
-    gain = spread.gain_of(detect, recipe)
     tasks = None if evaluated_environment(recipe) is None else tasks_of(recipe)
-    lines, table = plan_lines(recipe, spread, gain, tasks, price)
+    lines, table = plan_lines(recipe, spread, spread.gain_of(detect, recipe), tasks, price)
     console = new_console(highlight=False)
     for line in lines:
         show_line(console, line)
@@ -544,21 +493,18 @@ def plan(
     show_line(console, table.note)
 
 
+_UNIT_RUN = "Run of `posttrain reward` with `units`, for example runs/rm."
+_UNIT_PAIRS = "File of pairs to fit on. Default: the run's validation pairs."
+
+
 def fit_normalizer(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Run of `posttrain reward` with `units`, for example runs/rm.")
-    ],
-    data: Annotated[
-        str | None,
-        typer.Option(metavar="PATH", help="File of pairs to fit on. Default: the run's validation pairs."),
-    ] = None,
+    run: Annotated[Path, Argument(metavar="RUN", help=_UNIT_RUN)],
+    data: Annotated[str | None, Option(metavar="PATH", help=_UNIT_PAIRS)] = None,
 ) -> None:
     """Fit the normalizer of unit rewards by position in the answer. Writes RUN/normalizer/params.json.
 
     Examples:
-
     posttrain fit-normalizer runs/rm
-
     posttrain fit-normalizer runs/rm --data pairs_val.jsonl
     """
     from posttrain.plugins import require_module

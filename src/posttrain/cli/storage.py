@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 if TYPE_CHECKING:
     from posttrain.runs.storage import Usage
@@ -12,8 +13,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="List runs with their sizes, and free what ended runs no longer need.", no_args_is_help=True)
 
 _Runs = Annotated[
-    list[Path] | None,
-    typer.Argument(metavar="[FOLDER ...]", help="Runs, or folders that hold runs. Default: runs."),
+    list[Path] | None, Argument(metavar="[FOLDER ...]", help="Runs, or folders that hold runs. Default: runs.")
 ]
 
 
@@ -22,9 +22,7 @@ def list_runs(folders: _Runs = None) -> None:
     """List runs with their stage, progress, verdict and size, what `posttrain runs clean` would free, and runs that can go.
 
     Examples:
-
     posttrain runs list
-
     posttrain runs list runs/demo
     """
     from rich.table import Table
@@ -36,19 +34,18 @@ def list_runs(folders: _Runs = None) -> None:
 
     used = _usages(folders)
     table = Table(box=None, pad_edge=False)
-    for heading in ("run", "stage", "verdict", "steps", "size", "to free"):
-        table.add_column(
-            heading, justify="left" if heading in ("run", "stage", "verdict") else "right", overflow="fold"
-        )
+    for heading in ("run", "stage", "verdict"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("steps", "size", "to free"):
+        table.add_column(heading, justify="right", overflow="fold")
     for usage in used:
         values = {} if usage.problem else usage.run.recipe_values()
         whole = "" if usage.ended or values.get("steps") is None else f" of {values['steps']}"
-        steps = f"{usage.step}{whole}"
         table.add_row(
             Text(str(usage.run.path)),
             Text(usage.problem) if usage.problem else str(values.get("stage", "?")),
             usage.verdict or "–",
-            "–" if usage.problem else steps,
+            "–" if usage.problem else f"{usage.step}{whole}",
             size_text(usage.total - usage.shared),
             size_text(usage.freed) if usage.ended and usage.freed else "–",
         )
@@ -69,19 +66,14 @@ def list_runs(folders: _Runs = None) -> None:
 
 
 @app.command()
-def clean(
-    folders: _Runs = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-) -> None:
+def clean(folders: _Runs = None, yes: Annotated[bool, Option("--yes", help="Do not ask.")] = False) -> None:
     """Delete the training state of runs that have ended, and store equal weights once. Asks first.
 
     Models, the policies of all checkpoints, metrics, episodes and reports are kept. A run without its training state
     cannot be continued.
 
     Examples:
-
     posttrain runs clean
-
     posttrain runs clean runs/first --yes
     """
     from posttrain.errors import InputError

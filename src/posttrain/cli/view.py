@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from posttrain.cli.runs import only_looking
 
@@ -11,10 +12,10 @@ from posttrain.cli.runs import only_looking
 @only_looking
 def view(
     folder: Annotated[
-        Path, typer.Argument(metavar="[RUNS_FOLDER]", help="Folder of runs, or the directory of one run.")
+        Path, Argument(metavar="[RUNS_FOLDER]", help="Folder of runs, or the directory of one run.")
     ] = Path("runs"),
-    port: Annotated[int, typer.Option(help="Port of the loopback address; 0 picks a free one.", min=0, max=65535)] = 0,
-    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
+    port: Annotated[int, Option(help="Port of the loopback address; 0 picks a free one.", min=0, max=65535)] = 0,
+    browser: Annotated[bool, Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
 ) -> None:
     """Serve a local page about runs: live curves, episodes with their credit, comparisons.
 
@@ -22,11 +23,10 @@ def view(
     that a run names is imported. Over SSH, forward the port: `ssh -L 8321:127.0.0.1:8321 HOST`.
 
     Examples:
-
     posttrain view
-
     posttrain view runs --port 8321 --no-browser
     """
+    import secrets
     import webbrowser
     from urllib.parse import quote
 
@@ -37,7 +37,7 @@ def view(
 
     for module in ("starlette", "uvicorn"):
         require_module(module, "posttrain view")
-    from posttrain.view.server import guarded, new_token
+    from posttrain.view.server import guarded
 
     if not folder.is_dir():
         raise InputError(
@@ -46,7 +46,7 @@ def view(
     single = (folder / "recipe.yaml").is_file() and (folder / "environment.json").is_file()
     path = f"/run/{quote(printable(folder.resolve().name))}" if single else "/"
     with open_listener(port, "--port") as on:
-        token, bound = new_token(), on.getsockname()[1]
+        token, bound = secrets.token_urlsafe(24), on.getsockname()[1]
         guard = guarded(folder.resolve().parent if single else folder, bound, token)
         address = f"http://{ADDRESS}:{bound}{path}?token={token}"
         typer.echo(f"{address}\nCtrl-C ends it")

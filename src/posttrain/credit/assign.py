@@ -125,19 +125,15 @@ def per_token(
 
 def sampled_rewards(episodes: Sequence[Episode], rewards: RewardStreams) -> list[np.ndarray]:
     """Per episode [n] float64: the rewards of its sampled tokens. RunError as for `compute_advantages`."""
-    checked = []
     for episode, streams in zip(episodes, rewards.values, strict=True):
-        values = np.concatenate([np.zeros(0), *streams])
-        mask = np.concatenate([np.zeros(0, dtype=bool), *(stream.sampled for stream in episode.streams)])
         name = f"group {episode.group} episode {episode.index} (environment seed {episode.seed})"
-        if not np.isfinite(values).all():
+        if not all(np.isfinite(values).all() for values in streams):
             raise RunError(f"{name} has a reward that is not finite; correct the reward of its environment")
-        if values[~mask].any():
+        if any(values[~stream.sampled].any() for values, stream in zip(streams, episode.streams, strict=True)):
             raise RunError(
                 f"{name} has a reward at a token that the policy did not sample; put it on the turn's last sampled token"
             )
-        checked.append(values[mask].astype(np.float64))
-    return checked
+    return sampled_values(episodes, rewards.values)
 
 
 def sampled_values(episodes: Sequence[Episode], values: PerToken) -> list[np.ndarray]:

@@ -7,7 +7,7 @@ All sums use `math.fsum`, which rounds once, so results are bit-identical for an
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -33,10 +33,7 @@ def grpo(returns: np.ndarray, groups: np.ndarray) -> np.ndarray:
     of the gradient if returns take more than two values. A group of one, or with equal returns, gets 0.
     Source: Shao et al. 2024, "DeepSeekMath", arXiv 2402.03300, outcome supervision.
     """
-    advantages = np.zeros(len(returns))
-    for index in group_indices(groups):
-        advantages[index] = standardize(returns[index], correction=1)
-    return advantages
+    return by_group(groups, lambda index: standardize(returns[index], correction=1))
 
 
 @register_credit("dr_grpo", compared_with="group")
@@ -48,10 +45,7 @@ def dr_grpo(returns: np.ndarray, groups: np.ndarray) -> np.ndarray:
     divides the loss by a constant, see `loss.aggregation: constant`.
     Source: Liu et al. 2025, "Understanding R1-Zero-like training", arXiv 2503.20783.
     """
-    advantages = np.zeros(len(returns))
-    for index in group_indices(groups):
-        advantages[index] = center(returns[index])
-    return advantages
+    return by_group(groups, lambda index: center(returns[index]))
 
 
 @register_credit("rloo", compared_with="group")
@@ -62,11 +56,7 @@ def rloo(returns: np.ndarray, groups: np.ndarray) -> np.ndarray:
     Source: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!"; Ahmadian et al. 2024, "Back to
     basics", arXiv 2402.14740.
     """
-    advantages = np.zeros(len(returns))
-    for index in group_indices(groups):
-        others = max(len(index) - 1, 1)
-        advantages[index] = center(returns[index]) * len(index) / others
-    return advantages
+    return by_group(groups, lambda index: center(returns[index]) * len(index) / max(len(index) - 1, 1))
 
 
 @register_credit("opo", compared_with="group")
@@ -232,6 +222,14 @@ def group_indices(groups: np.ndarray) -> Iterator[np.ndarray]:
     """For each distinct id in `groups` [N] int, the indices of its members."""
     for group in np.unique(groups):
         yield np.flatnonzero(groups == group)
+
+
+def by_group(groups: np.ndarray, compute: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """[N] float64: what `compute` returns for the indices of the members of each group."""
+    values = np.zeros(len(groups))
+    for index in group_indices(groups):
+        values[index] = compute(index)
+    return values
 
 
 def in_company(groups: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from posttrain.credit.baselines import all_equal, center, group_indices, standardize
+from posttrain.credit.baselines import all_equal, by_group, center, group_indices, standardize
 from posttrain.credit.returns import reinforce
 from posttrain.episode import Episode
 from posttrain.errors import RunError
@@ -34,7 +34,8 @@ class TurnCredit(Credit):
         turns = [turn_indices(episode) for episode in episodes]
         by_turn = [turn_rewards(one, t) for one, t in zip(rewards, turns, strict=True)]
         advantages = self.turn_advantages(episodes, by_turn, groups)
-        return [to_tokens(one, t) for one, t in zip(advantages, turns, strict=True)]
+        lengths = [np.diff(turn_starts(t), append=len(t)) for t in turns]
+        return [np.repeat(one, tokens) for one, tokens in zip(advantages, lengths, strict=True)]
 
     def turn_advantages(self, episodes: Sequence[Episode], rewards: Arrays, groups: np.ndarray) -> Arrays:
         """Per episode [K] float64. `rewards`: per episode [K] float64, the sum of each turn's rewards."""
@@ -204,18 +205,15 @@ def gigpo(
             raise ValueError(f"{len(keys)} state keys for {count} turns")
     owners = np.repeat(np.arange(len(rewards)), counts)
     returns = np.concatenate([np.zeros(0), *turn_returns(rewards, discount)])
-    numbers: dict[Hashable, int] = {}
-    state_numbers = np.array(
-        [
-            numbers.setdefault((int(group), key), len(numbers))
-            for group, keys in zip(groups, states, strict=True)
-            for key in keys
-        ],
-        dtype=np.int64,
-    )
+    visits = [(int(group), key) for group, keys in zip(groups, states, strict=True) for key in keys]
+    numbers = {visit: number for number, visit in enumerate(dict.fromkeys(visits))}
+    state_numbers = np.array([numbers[visit] for visit in visits], dtype=np.int64)
     totals = np.array([episode.sum() for episode in rewards], dtype=np.float64)
-    episode_advantages = _relative(totals, groups, divide_by_std)[owners]
-    advantages = episode_advantages + step_weight * _relative(returns, state_numbers, divide_by_std)
+
+    def relative(values: np.ndarray, sets: np.ndarray) -> np.ndarray:
+        return by_group(sets, lambda i: standardize(values[i], correction=1) if divide_by_std else center(values[i]))
+
+    advantages = relative(totals, groups)[owners] + step_weight * relative(returns, state_numbers)
     return np.split(advantages, np.cumsum(counts)[:-1]) if counts else []
 
 
@@ -241,11 +239,6 @@ def turn_rewards(rewards: np.ndarray, turns: np.ndarray) -> np.ndarray:
     return np.add.reduceat(rewards, turn_starts(turns)) if len(turns) else np.zeros(0)
 
 
-def to_tokens(values: np.ndarray, turns: np.ndarray) -> np.ndarray:
-    """[n] float64: the entry of `values` [K] of each token's turn, for `turns` [n]."""
-    return np.repeat(values, np.diff(turn_starts(turns), append=len(turns)))
-
-
 def state_keys(episode: Episode) -> list[Hashable]:
     """[K] keys: the state in which each turn was played. Equal keys mean equal states.
 
@@ -265,10 +258,3 @@ def state_keys(episode: Episode) -> list[Hashable]:
             keys.append(("tokens", observation) if name is None else ("named", name))
             observation_start = int(positions[stop - 1]) + 1
     return keys
-
-
-def _relative(values: np.ndarray, sets: np.ndarray, divide_by_std: bool) -> np.ndarray:
-    advantages = np.zeros(len(values))
-    for index in group_indices(sets):
-        advantages[index] = standardize(values[index], correction=1) if divide_by_std else center(values[index])
-    return advantages

@@ -21,13 +21,18 @@ LIMIT = 600.0
 """Seconds without a report, or in which all processes are blocked, after which the run ends. Longer than any collective call
 or forward pass."""
 _PACKAGE = Path(__file__).parents[1]
+_CALLS = {"world.py", "ray"}
+"""Files and folders of the package with calls to other processes."""
 
 progress = [0]
 """The number of collective calls and forward passes that this process has started."""
 
 
 def place_of(thread: int) -> tuple[str, bool]:
-    """The innermost line of the package that the thread executes, else of any file, and whether it is in a collective call."""
+    """The line that the thread executes, and whether it is in a collective call.
+
+    It is the innermost line of the package outside of `_CALLS`, else of any file.
+    """
     frame: Any = sys._current_frames().get(thread)
     frames = []
     while frame is not None:
@@ -35,7 +40,7 @@ def place_of(thread: int) -> tuple[str, bool]:
         frame = frame.f_back
     if not frames:
         return "its end", False
-    ours = [place for place in frames if place[0].is_relative_to(_PACKAGE) and place[0].name != "world.py"]
+    ours = [place for place in frames if place[0].is_relative_to(_PACKAGE) and not _CALLS & {*place[0].parts}]
     file, line, name = (ours or frames)[0]
     # Writing a checkpoint may take longer than the limit.
     parts, calls = frames[0][0].parts, ("torch", "distributed")

@@ -69,12 +69,7 @@ def launch(recipe: "Recipe", resume: bool, overwrite: bool) -> None:
 
         variables = {"OMP_NUM_THREADS": str(max(1, len(usable_processors()) // count))}
         unset = {name: value for name, value in variables.items() if name not in os.environ}
-        with (
-            environment(unset),
-            _quiet(),
-            stop_signals_to(forward),
-            deleted_with_this_process(folder),
-        ):
+        with environment(unset), _quiet(), stop_signals_to(forward), deleted_with_this_process(folder):
             try:
                 # `-m` alone would import from the current folder, where files of somebody else may lie beside their run.
                 elastic_launch(config, sys.executable)("-P", "-m", MODULE, name)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 _POLL_SECONDS = 0.02
 
@@ -35,30 +35,16 @@ class ChildProcess:
             command, stdin=stdin, stdout=stdout, stderr=stderr, env=environment, cwd=folder, start_new_session=True
         )
         self.pid = self._process.pid
+        self.stdin: Any = self._process.stdin
+        """The pipe to its standard input, if there is one."""
+        self.stdout: Any = self._process.stdout
+        self.stderr: Any = self._process.stderr
 
     def __enter__(self) -> "ChildProcess":
         return self
 
     def __exit__(self, *error: object) -> None:
         self.kill()
-
-    @property
-    def stdin(self) -> IO[bytes]:
-        """The pipe to its standard input."""
-        assert self._process.stdin is not None
-        return self._process.stdin
-
-    @property
-    def stdout(self) -> IO[bytes]:
-        """The pipe from its standard output."""
-        assert self._process.stdout is not None
-        return self._process.stdout
-
-    @property
-    def stderr(self) -> IO[bytes]:
-        """The pipe from its standard error."""
-        assert self._process.stderr is not None
-        return self._process.stderr
 
     @property
     def code(self) -> int | None:
@@ -84,7 +70,7 @@ class ChildProcess:
 
     def close_pipes(self) -> None:
         """Close its standard input and output."""
-        for pipe in (self._process.stdin, self._process.stdout):
+        for pipe in (self.stdin, self.stdout):
             with suppress(OSError):
                 if pipe is not None:
                     pipe.close()

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -49,20 +50,15 @@ class RankLost(RunError):
     """Another process of the run has exited."""
 
 
+@dataclass(eq=False)
 class World:
     """The processes of a run. This one is `rank` (0 to size - 1), and `local_rank` of `local_size` on its machine."""
 
-    def __init__(
-        self,
-        hardware: HardwareRecipe,
-        rank: int = 0,
-        size: int = 1,
-        local_rank: int = 0,
-        local_size: int = 1,
-    ) -> None:
-        self.hardware = hardware
-        self.rank, self.size = rank, size
-        self.local_rank, self.local_size = local_rank, local_size
+    hardware: HardwareRecipe
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
 
     @property
     def is_rank0(self) -> bool:
@@ -225,13 +221,8 @@ def _joined(hardware: HardwareRecipe, device: str) -> Iterator[World]:
                 f"hardware.processes = {hardware.learners}, but torchrun started {size} processes; set it to {size}, or start "
                 f"{hardware.learners}"
             )
-        world = World(
-            hardware,
-            int(os.environ["RANK"]),
-            size,
-            int(os.environ.get("LOCAL_RANK", 0)),
-            int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-        )
+        local_rank, local_size = os.environ.get("LOCAL_RANK", 0), os.environ.get("LOCAL_WORLD_SIZE", 1)
+        world = World(hardware, int(os.environ["RANK"]), size, int(local_rank), int(local_size))
     else:
         world = World(hardware)
     if hardware.offload != "none" and not _on_gpu(device):

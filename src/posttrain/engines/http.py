@@ -36,11 +36,8 @@ def bounded(client: Any, response_mib: int = RESPONSE_MIB) -> Any:
         if pool is not None:
             pool._network_backend = _Backend(pool._network_backend, limits)
     client.headers["accept-encoding"] = "identity"
-    hooks = client.event_hooks
-    client.event_hooks = {
-        "request": [*hooks["request"], limits.start],
-        "response": [*hooks["response"], _refuse_compression],
-    }
+    for event, hook in (("request", limits.start), ("response", _refuse_compression)):
+        client.event_hooks = client.event_hooks | {event: [*client.event_hooks[event], hook]}
     return client
 
 
@@ -74,9 +71,7 @@ def _refuse_compression(response: Any) -> None:
 
 
 class _Limits(threading.local):
-    """Deadline and remaining size of the request of this thread. Threads share connections, each of which is used by
-    one thread at a time.
-    """
+    """Deadline and remaining size of this thread's request. Threads share connections, one at a time."""
 
     def __init__(self, response_mib: int) -> None:
         self._mib = response_mib
@@ -134,9 +129,8 @@ class _Stream:
         self._read_timeout, self._write_timeout = errors.ReadTimeout, errors.WriteTimeout
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        return self._limits.count(
-            self._inner.read(max_bytes, timeout=self._limits.time_left(timeout, self._read_timeout))
-        )
+        left = self._limits.time_left(timeout, self._read_timeout)
+        return self._limits.count(self._inner.read(max_bytes, timeout=left))
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         self._inner.write(buffer, timeout=self._limits.time_left(timeout, self._write_timeout))

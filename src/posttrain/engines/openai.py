@@ -1,6 +1,5 @@
 """The client of OpenAI-compatible servers, for judges and remote models. Every failed request is a
-`ChatRequestError`.
-"""
+`ChatRequestError`."""
 
 import os
 import threading
@@ -19,13 +18,8 @@ from posttrain.images import folders, parts_of
 from posttrain.plugins import require_module
 from posttrain.redaction import redact, without_secrets
 
-_CUT_OFF = ("length", "content_filter")
-"""Finish reasons of a completion that the model did not end itself."""
-_REACH_SECONDS = 30.0
 _MALFORMED = (ValueError, TypeError, AttributeError, RecursionError)
 """Exceptions of the client for JSON of another form."""
-_REJECTS_FIELDS = (400, 422)
-"""Status codes of a server that rejects the fields of a request."""
 _ANSWERING: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
 """Client -> model of the request -> the name in its first response."""
 
@@ -67,8 +61,7 @@ def chat_client(
     openai = require_module("openai", what)
     key = "none"
     if api_key_variable is not None:
-        key = os.environ.get(api_key_variable, "")
-        if not key:
+        if not (key := os.environ.get(api_key_variable, "")):
             raise InputError(f"{what}.api_key_variable names {api_key_variable}, which is not set; export it")
         redact(key)
     hooks = [RequestRate(requests_per_minute).wait] if requests_per_minute is not None else []
@@ -81,7 +74,7 @@ def require_reachable(what: str, client: Any) -> None:
     import openai
 
     try:
-        client.with_options(timeout=_REACH_SECONDS, max_retries=0).models.list()
+        client.with_options(timeout=30.0, max_retries=0).models.list()
     except openai.APIConnectionError as error:
         address = str(client.base_url).rstrip("/")
         raise InputError(
@@ -117,13 +110,11 @@ class ChatCompletion:
 
     def text_with_reasoning(self) -> str:
         """The text preceded by the reasoning as a `<think>…</think>` block, unless the text begins with such a block.
-
-        The block stays open if the model was cut off before it wrote any text.
-        """
+        The block stays open if the model was cut off before it wrote any text."""
         if not self.reasoning or self.text.lstrip().startswith("<think>"):
             return self.text
-        closed = self.finished or self.text
-        return f"<think>{self.reasoning}</think>{self.text}" if closed else f"<think>{self.reasoning}"
+        end = "</think>" if self.finished or self.text else ""
+        return f"<think>{self.reasoning}{end}{self.text}"
 
 
 def complete(
@@ -180,10 +171,8 @@ def for_servers(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_same_model(client: Any, asked: str, response: Any, where: str) -> None:
-    """ChatRequestError unless the response names the model of the first response of `client` to `asked` in this process.
-
-    The first name may differ from `asked`, which may be an alias.
-    """
+    """ChatRequestError unless the response names the model of the first response of `client` to `asked` in this
+    process. The first name may differ from `asked`, which may be an alias."""
     name = getattr(response, "model", None)
     if isinstance(name, str) and name != (first := _ANSWERING.setdefault(client, {}).setdefault(asked, name)):
         raise ChatRequestError(
@@ -193,17 +182,14 @@ def require_same_model(client: Any, asked: str, response: Any, where: str) -> No
 
 @contextmanager
 def request_errors(where: str, client: Any, content: str, fields: Sequence[str]) -> Iterator[None]:
-    """Raise ChatRequestError for every failure of a request inside the block.
-
-    `where`: the model and its server. `content`, `fields`: the content and fields of the request, for the message if
-    the server rejects it.
-    """
+    """Raise ChatRequestError for every failure of a request inside the block. `where`: the model and its server.
+    `content`, `fields`: the content and fields of the request, for the message if the server rejects it."""
     import openai
 
     try:
         yield
     except openai.APIStatusError as error:
-        rejected = error.status_code in _REJECTS_FIELDS and bool(fields)
+        rejected = error.status_code in (400, 422) and bool(fields)
         hint = f"; besides {content} it was sent {', '.join(fields)}" if rejected else ""
         raise ChatRequestError(
             f"{where} responded with status {error.status_code}: {shortened(str(error))}{hint}", rejected
@@ -231,13 +217,10 @@ def _completion(response: Any, where: str) -> ChatCompletion:
     """Read the response of a server; ChatRequestError if it is not a chat completion."""
     try:
         choice = response.choices[0]
-        message, reason = choice.message, choice.finish_reason
-        calls = []
-        for call in getattr(message, "tool_calls", None) or ():
-            function = getattr(call, "function", None)
-            name, arguments = getattr(function, "name", ""), getattr(function, "arguments", "") or "{}"
-            calls.append((encodable(str(name)), encodable(str(arguments))))
-        text = message.content
+        message, reason, text = choice.message, choice.finish_reason, choice.message.content
+        functions = [getattr(call, "function", None) for call in getattr(message, "tool_calls", None) or ()]
+        names = [encodable(str(getattr(function, "name", ""))) for function in functions]
+        arguments = [encodable(str(getattr(function, "arguments", "") or "{}")) for function in functions]
     except (AttributeError, LookupError, TypeError, RecursionError) as error:
         raise ChatRequestError(f"{where} sent no chat completion: {shortened(str(response))}") from error
     if text is not None and not isinstance(text, str):
@@ -247,9 +230,9 @@ def _completion(response: Any, where: str) -> ChatCompletion:
     return ChatCompletion(
         encodable(text or ""),
         tokens if isinstance(tokens, int) and tokens >= 0 else None,
-        reason not in _CUT_OFF,
+        reason not in ("length", "content_filter"),
         encodable(reasoning) if isinstance(reasoning, str) else "",
-        tuple(calls),
+        tuple(zip(names, arguments, strict=True)),
     )
 
 

@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from posttrain.models.policy import Policy
     from posttrain.recipe.rollout import SamplingRecipe
 
-EXTRA_TOKENS = 8
-"""Tokens decoded beyond the length of a stop string, for tokens that do not end at a character."""
-
 
 @dataclass(frozen=True)
 class Request:
@@ -116,7 +113,7 @@ class StopStrings:
         """Whether the completion `ids` ends here. Call it once for each sampled token."""
         if not self.texts:
             return False
-        # A stop string of n bytes ends within the last n tokens, each of which has at least one byte.
-        tail = max(len(text.encode()) for text in self.texts) + EXTRA_TOKENS
+        # A stop string of n bytes ends within the last n tokens, each of at least one byte; some do not end at a character.
+        tail = max(len(text.encode()) for text in self.texts) + 8
         text = self.tokenizer.decode(list(ids[-tail:]))
         return any(stop in text for stop in self.texts)

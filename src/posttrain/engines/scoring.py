@@ -1,6 +1,5 @@
 """Log-probabilities of given tokens from a model behind a server, using its completions endpoint with token ids as
-prompt.
-"""
+prompt."""
 
 import itertools
 import math
@@ -17,8 +16,6 @@ from posttrain.engines.openai import ChatRequestError, chat_client, request_erro
 from posttrain.errors import InputError
 from posttrain.recipe.teacher import TeacherRecipe
 
-_RESPONSE_MIB = 256
-"""Largest response in MiB: 32,000 tokens, each with 64 log-probabilities, are about 150 MiB."""
 _PROBED = 48
 """Number of tokens whose text is compared with the server's when a run starts."""
 _ID = "token_id:"
@@ -46,18 +43,15 @@ class ScoringServers:
         """`what`: the recipe section, for messages. InputError if the package openai or an API key is missing."""
         self.recipe = recipe
         self.what = what
-        self._clients = [
-            chat_client(what, url, recipe.timeout, recipe.retries, recipe.api_key_variable, response_mib=_RESPONSE_MIB)
-            for url in recipe.urls
-        ]
+        settings = (recipe.timeout, recipe.retries, recipe.api_key_variable)
+        # 32,000 tokens, each with 64 log-probabilities, are about 150 MiB.
+        self._clients = [chat_client(what, url, *settings, response_mib=256) for url in recipe.urls]
         self._turn = itertools.count()
         self._lock = threading.Lock()
         self._model = recipe.model
 
     def score(self, prompts: Sequence[Sequence[int]], top: int) -> list[ScoredPrompt | ChatRequestError]:
-        """Score token ids, with the `top` most probable tokens at each position. Returns the error of each failed
-        request.
-        """
+        """Score token ids, with the `top` most probable tokens at each position. Returns the error of a failed request."""
 
         def scored(ids: Sequence[int]) -> ScoredPrompt | ChatRequestError:
             with self._lock:
@@ -130,10 +124,9 @@ class ScoringServers:
     def _model_name(self, client: Any) -> str:
         with self._lock:
             if self._model is None:
-                where = f"the {self.what} at {str(client.base_url).rstrip('/')}"
+                where, name = f"the {self.what} at {str(client.base_url).rstrip('/')}", None
                 with request_errors(where, client, "", []):
                     listed = client.models.list()
-                name = None
                 with suppress(AttributeError, LookupError, TypeError):
                     name = listed.data[0].id
                 if not isinstance(name, str):
@@ -163,12 +156,9 @@ def _read_echo(choice: Any, ids: list[int]) -> ScoredPrompt:
     logprobs = [math.nan, *(_number(value) for value in returned.token_logprobs[1 : len(ids)])]
     if len(logprobs) != len(ids):
         raise ValueError(f"{len(logprobs)} log-probabilities for {len(ids)} tokens")
-    tops: list[dict[int, float]] = [{}]
     listed: Sequence[Mapping[str, float] | None] = returned.top_logprobs or [None] * len(ids)
-    for entry in listed[1 : len(ids)]:
-        tops.append(
-            {int(key.removeprefix(_ID)): _number(value) for key, value in (entry or {}).items() if key.startswith(_ID)}
-        )
+    named = [{}, *(entry or {} for entry in listed[1 : len(ids)])]
+    tops = [{int(k.removeprefix(_ID)): _number(v) for k, v in entry.items() if k.startswith(_ID)} for entry in named]
     texts = [_text(value) for value in returned.tokens[: len(ids)]]
     if len(texts) != len(ids):
         raise ValueError(f"{len(texts)} texts for {len(ids)} tokens")

@@ -85,7 +85,7 @@ def load_rubric(name: str) -> Rubric:
         if not errors:
             return Rubric.model_validate_json(json.dumps(layer.values, default=str), strict=True)
     except ValidationError as error:
-        errors = validation_errors(error, Rubric, layer, Rubric)
+        errors = validation_errors(error, Rubric, layer)
     raise InputError("\n".join(one if one.startswith(str(file)) else f"{file}: {one}" for one in errors))
 
 
@@ -139,7 +139,7 @@ def _anchor_errors(layer: Layer) -> list[str]:
                 Anchor.model_validate_json(json.dumps(anchor, default=str), strict=True)
             except ValidationError as error:
                 part = layer.part("scale", "anchors", str(index))
-                errors += validation_errors(error, Anchor, part, Anchor)
+                errors += validation_errors(error, Anchor, part)
     return errors
 
 

@@ -21,7 +21,7 @@ from posttrain.rollout.store import read_episodes, stored_steps
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.reader import LARGEST, open_file, read_json
-from posttrain.runs.tables import UNIMPROVED, read_return_source
+from posttrain.runs.tables import UNIMPROVED, read_run_results
 
 _NO_SCORES = ("seed", "sample", "tokens", "index")
 """Numeric columns that identify a row and are not scores."""
@@ -197,7 +197,7 @@ def _read_run(path: str) -> Run:
         details.append(
             f"{path}: {failed} of {len(episodes)} episodes failed; they count as unsuccessful, without a return"
         )
-    given = read_return_source(run.path) or return_source(recipe)
+    given = read_run_results(run.path).return_source or return_source(recipe)
     played = None if environment is None else environment.model_dump(mode="json")
     return Run(path, episode_metrics(episodes, given), {}, played, details, recipe.seed)
 

@@ -39,9 +39,6 @@ MOST_CURVES = len(DOMAINS) * len(DASHES)
 """Maximum number of curves that can be distinguished."""
 SCORES_AGAINST = "metrics_vs_"
 """Prefix of the names in `TITLES` of figures that are no charts: scores against something else than the step."""
-BOUNDS = {"optimal": GREEN, "random": RED}
-"""Colors of the baseline policies that bound a result."""
-OTHER = "#C4C4C4"
 _LONGEST_MESSAGE = 600
 _GIB = 2**30
 _LONGEST = 1e12
@@ -234,23 +231,14 @@ def _chart(figure: str, section: str, panel: Panel, log: Log) -> Chart | None:
 
 
 def _of_series(key: str, label: str, color: str, series: Series, log: Log, dash: int = 0) -> Trace:
-    trace = Trace(
-        key,
-        label,
-        color,
-        np.array(series.steps, np.int64),
-        np.array(series.values, np.float64),
-        is_trained(log, key),
-        series.nonfinite,
-        dash=dash,
-    )
+    x, y = np.array(series.steps, np.int64), np.array(series.values, np.float64)
+    trace = Trace(key, label, color, x, y, is_trained(log, key), series.nonfinite, dash=dash)
     limits = {step: (low, high) for step, low, _, high in limits_of(log, key)}
     if not limits:
         return trace
     low, high = ([limits.get(step, (None, None))[side] for step in series.steps] for side in (0, 1))
-    held_out = {
-        line["step"]: line.get("n") or line.get("validation/rows") for line in log if line["kind"] == "evaluation"
-    }
+    evaluations = (line for line in log if line["kind"] == "evaluation")
+    held_out = {line["step"]: line.get("n") or line.get("validation/rows") for line in evaluations}
     return replace(trace, low=low, high=high, n=[held_out.get(step) for step in series.steps])
 
 
@@ -271,13 +259,10 @@ def levels_of(lines: Sequence[Line], key: str) -> list[dict[str, Any]]:
     last.pop(START, None)
     known = {name: float(v) for name, v in last.items() if isinstance(v, (int, float)) and math.isfinite(v)}
     others = itertools.cycle((GREY, PURPLE, SKY, "#222222"))
+    ordered = sorted(known, key=lambda name: -known[name])
+    colors = {"optimal": GREEN, "random": RED}
     return [
-        {
-            "label": f"{policy} policy",
-            "value": known[policy],
-            "color": BOUNDS.get(policy) or next(others),
-        }
-        for policy in sorted(known, key=lambda name: -known[name])
+        {"label": f"{one} policy", "value": known[one], "color": colors.get(one) or next(others)} for one in ordered
     ]
 
 
@@ -316,7 +301,7 @@ def _phases(log: Log) -> Iterator[Chart]:
     for phase, seconds in parts.items():
         base = base + seconds
         label = f"{phase.replace('_', ' ')}, {seconds.sum() / whole:.0%}"
-        traces.append(Trace(f"time/{phase}", label, PHASES.get(phase, OTHER), steps, base, own=seconds))
+        traces.append(Trace(f"time/{phase}", label, PHASES.get(phase, "#C4C4C4"), steps, base, own=seconds))
     panel = Panel("Time per phase", "seconds per step", ())
     yield Chart("time", "Speed and memory", panel, traces, stacked=True)
 
@@ -357,13 +342,13 @@ def chart_of_runs(
         smoothing = smooth and trained and longest > 2 * SMOOTHED_STEPS
         if smoothing:
             curves = [Series(one.steps[2:-2], smoothed(one.values).tolist(), one.nonfinite) for one in curves]
-        mean = mean_over_seeds(curves, geometric, panel.percent)
-        if not mean.steps:
+        steps, values, *limits = mean_over_seeds(curves, geometric, panel.percent)
+        if not steps:
             warnings.append(f"{metric.key}: {bundle.title} is left out because its runs have no step in common")
             continue
-        low, high = ([None if math.isnan(value) else value for value in side] for side in (mean.low, mean.high))
+        low, high = ([None if math.isnan(value) else value for value in side] for side in limits)
         nonfinite = sorted({step for series in curves for step in series.nonfinite})
-        x, y, n = np.array(mean.steps), np.array(mean.values), [len(curves)] * len(mean.steps)
+        x, y, n = np.array(steps), np.array(values), [len(curves)] * len(steps)
         traces.append(Trace(key, bundle.title, color, x, y, trained and not smoothing, nonfinite, low, high, n, dash))
     if not traces:
         return None, warnings

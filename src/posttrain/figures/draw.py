@@ -17,7 +17,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from posttrain.figures.charts import DASHES, SMOOTHED_STEPS, Chart, Trace, smoothed, thinned
 from posttrain.recipe.metrics import BLUE, GREEN, ORANGE, RED
-from posttrain.runs.directory import storage_errors, write_atomically
+from posttrain.runs.directory import write_atomically
 from posttrain.runs.panels import MOST_POINTS
 from posttrain.runs.tables import plain_numbers
 from posttrain.terminal import printable
@@ -248,13 +248,9 @@ def encode(figure: Figure, form: Format) -> bytes:
 
 def save(figure: Figure, directory: Path, name: str, forms: Sequence[Format]) -> list[Path]:
     """Write the figure to `directory` in each of the formats `forms`; raises `RunError` if that fails."""
-    with storage_errors(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for form in forms:
-        path = directory / f"{name}.{form}"
+    paths = [directory / f"{name}.{form}" for form in forms]
+    for path, form in zip(paths, forms, strict=True):
         write_atomically(path, encode(figure, form))
-        paths.append(path)
     return paths
 
 
@@ -297,8 +293,4 @@ def draw_profile(path: Path, title: str, profile: Profile, curves: Curves, label
         panels[1].xaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
         panels[1].set_xlabel("relative position of the unit in its answer (k / K for unit k of K)")
         entitle(figure, f"Unit rewards by position · {title}")
-        content = io.BytesIO()
-        figure.savefig(content, format="png")
-    with storage_errors(path.parent):
-        path.parent.mkdir(exist_ok=True)
-    write_atomically(path, content.getvalue())
+    save(figure, path.parent, path.stem, ("png",))

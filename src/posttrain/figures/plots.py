@@ -79,6 +79,8 @@ def plot_files(
     Raises `InputError` if there is nothing to draw, `RunError` for damaged metrics or if a file cannot be written.
     """
     sources, left_out = readable_sources(paths)
+    if until is not None:
+        sources = [replace(source, lines=Log.of(source.lines).until(until)) for source in sources]
     single = sources[0].run if len(paths) == len(sources) == 1 else None
     place = Path("plots") if single is None else single.plots
     directory = out or (place if until is None else place / f"until_step_{until}")
@@ -86,12 +88,11 @@ def plot_files(
         raise InputError(f"--out {directory} is a file; give a directory")
     if single is not None and not metrics:
         title = single.path.resolve().name + ("" if until is None else f", until step {until}")
-        shown = figures(title, _until(sources[0].lines, until), Sampling.of(sources[0].recipe))
+        shown = figures(title, sources[0].lines, Sampling.of(sources[0].recipe))
         drawn = [path for name, figure in shown for path in save(figure, directory, name, forms)]
         if not drawn:
             raise InputError(f"{single.metrics} has nothing to plot yet; wait for the first step")
         return drawn, []
-    sources = [replace(source, lines=_until(source.lines, until)) for source in sources]
     compared = compare(sources, metrics)
     if not compared.figures and not compared.tables:
         what = ", ".join(f"{source.name} ({source.stage or 'a log'})" for source in sources)
@@ -100,7 +101,6 @@ def plot_files(
         )
     files = [path for name, figure in compared.figures for path in save(figure, directory, name, forms)]
     if compared.tables:
-        directory.mkdir(parents=True, exist_ok=True)
         text = "\n\n".join(f"## {table.title}\n\n{table.markdown()}\n\n{table.note}" for table in compared.tables)
         write_atomically(directory / "results.md", f"{text}\n")
         files.append(directory / "results.md")
@@ -144,10 +144,6 @@ def compare(sources: Sequence[Source], metrics: Sequence[str] = ()) -> Compared:
         if chart is not None:
             compared.figures.append((chart.figure, draw_charts([chart], metric.panel.title, below=True)))
     return compared
-
-
-def _until(log: Sequence[Line], step: int | None) -> Log:
-    return Log.of(log) if step is None else Log.of(log).until(step)
 
 
 def draw_evaluated(groups: Mapping[str, Log], out: Path) -> list[Path]:

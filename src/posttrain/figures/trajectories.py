@@ -5,8 +5,8 @@ state is shown too, and pictures do not depend on how states were shown to the p
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -48,17 +48,14 @@ _SHAPES: dict[str, list[tuple[str, str, float]]] = {
 """What a cell shows on its ground: shape, color, and size (side of a square, radius otherwise) in cells."""
 
 
-@dataclass(frozen=True)
-class Frame:
-    """One state of an episode."""
+class Frame(NamedTuple):
+    """One state of an episode, and the actions that led to it with their reward."""
 
     cells: Cells
     caption: str
-    """The actions that led to it and their reward."""
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """The frames of one episode."""
 
     title: str
@@ -148,9 +145,6 @@ def draw_run(run: RunDirectory, environment: EnvironmentRecipe | None) -> list[P
     if not steps or make is None:
         return []
     places = {round(place * (len(steps) - 1) / max(MOST_STEPS - 1, 1)) for place in range(MOST_STEPS)}
-    rows = []
-    for place in sorted(places):
-        episodes = read_episodes(steps[place].path).episodes
-        row = row_of(episodes[0], make, f"step {steps[place].step}") if episodes else None
-        rows += [row] if row is not None else []
+    stored = [(steps[place].step, read_episodes(steps[place].path).episodes) for place in sorted(places)]
+    rows = [row for step, episodes in stored if episodes and (row := row_of(episodes[0], make, f"step {step}"))]
     return save(draw(rows, f"Trajectories · {run.path.resolve().name}"), run.plots, NAME, ("png",)) if rows else []

@@ -24,10 +24,8 @@ from posttrain.recipe.model import LoraRecipe, ModelRecipe
 
 
 def add_adapters(model: torch.nn.Module, lora: LoraRecipe, task: str) -> torch.nn.Module:
-    """`model` with new LoRA adapters. Only they are trainable, and for `task` SEQ_CLS the head.
-
-    InputError for a target that names nothing, and for one whose weight is shared with another module.
-    """
+    """`model` with new LoRA adapters. Only they are trainable, and for `task` SEQ_CLS the head. InputError for a target
+    that names nothing, and for one whose weight is shared with another module."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, task_type=task)
@@ -45,9 +43,7 @@ def add_adapters(model: torch.nn.Module, lora: LoraRecipe, task: str) -> torch.n
 
 def check_targets(recipe: ModelRecipe, reward: bool) -> list[str]:
     """What `add_adapters` would raise, and `coverage_warnings`, for a model on disk, without loading its weights.
-
-    `reward`: whether the model becomes a reward model.
-    """
+    `reward`: whether the model becomes a reward model."""
     from transformers import AutoModelForSequenceClassification
 
     assert recipe.lora is not None
@@ -91,11 +87,6 @@ def adapted_beside_layers(model: torch.nn.Module) -> list[str]:
 # -- targets ----------------------------------------------------------------------------------------------------------
 
 
-_READ_AS_WEIGHTS = ("dt_proj", "out_proj")
-"""Modules of state space layers whose weights are read, on a processor or by the kernels of a GPU. `all-linear` leaves them
-out."""
-
-
 def _set_targets(config: Any, model: Any, targets: str | list[str]) -> None:
     """Set the modules and parameters of peft's `config` that `targets` names in `model`, by their full names."""
     from transformers.pytorch_utils import Conv1D
@@ -124,7 +115,7 @@ def _set_targets(config: Any, model: Any, targets: str | list[str]) -> None:
                     raise _no_match(_unadapted(model, target), target, names)
     # State space layers read the weights of some of their modules instead of calling them, so adapters have no effect.
     spaces = {name for name, module in model.named_modules() if hasattr(module, "A_log")}
-    read = {name for name in chosen if name.rpartition(".")[0] in spaces and _leaf(name) in _READ_AS_WEIGHTS}
+    read = {name for name in chosen if name.rpartition(".")[0] in spaces and _leaf(name) in ("dt_proj", "out_proj")}
     if read and not (isinstance(targets, str) and targets.lower() == "all-linear"):
         raise InputError(
             f"model.lora.targets: {min(read)} cannot have adapters, because its layer reads the weight itself; remove it"
@@ -238,9 +229,9 @@ def merged_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tenso
             continue
         name, tensor = _base_name(name), full_tensor(dequantized(parameter)).detach()
         if (module := adapted.get(name)) is not None:
-            factors_of_module = _factors(module)
-            sharded = any(map(is_sharded, factors_of_module.values()))
-            whole = {name: full_tensor(factor) for name, factor in factors_of_module.items()} if sharded else {}
+            matrices = _factors(module)
+            sharded = any(map(is_sharded, matrices.values()))
+            whole = {name: full_tensor(factor) for name, factor in matrices.items()} if sharded else {}
             with _reparametrize_module(module, whole):
                 for adapter in module.active_adapters:
                     tensor = tensor + module.get_delta_weight(adapter)

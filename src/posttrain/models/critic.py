@@ -49,11 +49,9 @@ class ValueHead(torch.nn.Module):
 
 
 class SharedCritic:
-    """A value head on the policy's last hidden states, as a model that trains the head alone.
-
-    To train head and trunk together, pass the head to `Policy.score`. The head is not part of the policy's model, so
-    neither the policy's checkpoint nor its export contains it.
-    """
+    """A value head on the policy's last hidden states, as a model that trains the head alone. To train head and trunk
+    together, pass the head to `Policy.score`. The head is not part of the policy's model, so neither the policy's
+    checkpoint nor its export contains it."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy

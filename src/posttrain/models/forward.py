@@ -25,10 +25,7 @@ COLUMNS = 256
 
 def upload(values: Any, device: torch.device) -> torch.Tensor:
     """`values` (an array, a tensor or a list of numbers) as a tensor on `device`; on a CPU it shares the array's
-    memory.
-
-    Copies to a GPU start from pinned memory, so that the CPU does not wait for queued GPU work.
-    """
+    memory. Copies to a GPU start from pinned memory, so that the CPU does not wait for queued GPU work."""
     tensor = torch.as_tensor(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
@@ -73,13 +70,11 @@ def base_decoder(model: torch.nn.Module) -> Any:
 
 def hidden_states(model: torch.nn.Module, ids: torch.Tensor, positions: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Last hidden states [T, hidden] of a row of tokens; `ids` and `positions` are [T] int64."""
-    if not path_of(model).packed:
-        set_lengths(base_decoder(model), None)  # the rotary embedding reads the length of each pass
-        inner = transformer(model)
-        return by_stream(
-            layout, lambda places: alone_output(inner, ids[upload(places, ids.device)], use_cache=False)[0]
-        )
     decoder = base_decoder(model)
+    if not path_of(model).packed:
+        set_lengths(decoder, None)  # the rotary embedding reads the length of each pass
+        inner = transformer(model)
+        return by_stream(layout, lambda at: alone_output(inner, ids[upload(at, ids.device)], use_cache=False)[0])
     set_lengths(decoder, layout.lengths())
     output = decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, layout=layout)
     return output.last_hidden_state[0]
@@ -88,11 +83,9 @@ def hidden_states(model: torch.nn.Module, ids: torch.Tensor, positions: torch.Te
 def states_at(
     model: torch.nn.Module, ids: torch.Tensor, positions: torch.Tensor, layout: Any, at: torch.Tensor
 ) -> torch.Tensor:
-    """`hidden_states` [n, hidden] at the indices `at` [n] int64 of the row of a `PackedLayout`.
-
-    Where positions depend on the length, a row has its streams once for each length. These are passes one after the other,
-    computed again in the backward pass, so memory is that of the largest.
-    """
+    """`hidden_states` [n, hidden] at the indices `at` [n] int64 of the row of a `PackedLayout`. Where positions depend
+    on the length, a row has its streams once for each length. These are passes one after the other, computed again in
+    the backward pass, so memory is that of the largest."""
     # Processes that share a model need as many passes.
     if current_world().sharded or len(parts := layout.parts()) < 2:
         return hidden_states(model, ids, positions, layout)[at]
@@ -108,11 +101,9 @@ def states_at(
 def alone_output(inner: Any, ids: torch.Tensor, **keywords: Any) -> tuple[torch.Tensor, Any]:
     """Hidden states [T, hidden] of one sequence `ids` [T] int64, or logits [T, V] if the model has no plain projection,
     and the output of the model that is called with `keywords`."""
-    if path_of(inner).projects:
-        output = base_decoder(inner)(input_ids=ids[None], **keywords)
-        return output.last_hidden_state[0], output
-    output = inner(input_ids=ids[None], **keywords)
-    return output.logits[0], output
+    projects = path_of(inner).projects
+    output = (base_decoder(inner) if projects else inner)(input_ids=ids[None], **keywords)
+    return (output.last_hidden_state if projects else output.logits)[0], output
 
 
 def logits_of(model: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -145,9 +136,8 @@ class TokenScores:
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "TokenScores":
         """`function` of each tensor."""
-        values = None if self.values is None else function(self.values)
-        measured = None if self.measured is None else function(self.measured)
-        return TokenScores(function(self.logprobs), function(self.entropies), values, measured)
+        parts: Any = {name: None if part is None else function(part) for name, part in vars(self).items()}
+        return TokenScores(**parts)
 
 
 TokenMetric = Callable[[torch.Tensor, Any], torch.Tensor]
@@ -189,10 +179,8 @@ def token_scores(
     parts = []
     for start in range(0, len(targets), positions_per_chunk):
         places = slice(start, min(start + positions_per_chunk, len(targets)))
-        if torch.is_grad_enabled():
-            parts.append(checkpoint(score, hidden[places], places, use_reentrant=False))
-        else:
-            parts.append(score(hidden[places], places))
+        chunk = (hidden[places], places)
+        parts.append(checkpoint(score, *chunk, use_reentrant=False) if torch.is_grad_enabled() else score(*chunk))
     logprobs, entropies, *measured = (torch.cat(part) for part in zip(*parts, strict=True))
     return TokenScores(logprobs, entropies, measured=measured[0] if measured else None)
 
@@ -215,12 +203,7 @@ def _plain_projection(model: torch.nn.Module) -> tuple[torch.nn.Linear, float] |
 
 
 def projected_scores(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    divisor: float,
-    elements: int,
-    wide: bool = False,
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, divisor: float, elements: int, wide: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of `targets` and entropies, [N] float32 each, in nats, of softmax(hidden @ weight.T / divisor).
 
@@ -236,14 +219,9 @@ class _ProjectedScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        targets: torch.Tensor,
-        divisor: float,
-        elements: int,
-        wide: bool,
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *how: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        divisor, elements, wide = ctx.how = how
         count, vocabulary = len(hidden), len(weight)
         kind = torch.promote_types(hidden.dtype, torch.float32)
         normalizers, logprobs, entropies = (hidden.new_empty(count, dtype=kind) for _ in range(3))
@@ -267,7 +245,6 @@ class _ProjectedScores(torch.autograd.Function):
                 logprobs[rows] = scores.gather(1, targets[rows, None])[:, 0] - normalizer
                 entropies[rows] = normalizer - torch.linalg.vecdot(probabilities, scores)
         ctx.save_for_backward(hidden, weight, targets, normalizers, logprobs, entropies)
-        ctx.how = (divisor, elements, wide)
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
@@ -312,8 +289,7 @@ class _ProjectedScores(torch.autograd.Function):
                 result = matmul(logits.t(), inputs, None if wide else columns_gradient)
                 if result is not columns_gradient:
                     columns_gradient.copy_(result)
-        if hidden_gradient is not None:
-            hidden_gradient = hidden_gradient.to(hidden.dtype)
+        hidden_gradient = None if hidden_gradient is None else hidden_gradient.to(hidden.dtype)
         return hidden_gradient, weight_gradient, None, None, None, None
 
 
@@ -375,10 +351,8 @@ def _divided(scores: torch.Tensor, divisor: float) -> torch.Tensor:
 
 def float32_product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """hidden @ weight.T [N, V] in float32 of `hidden` [N, h] and `weight` [V, h] in bfloat16, without gradient.
-
     Products of bfloat16 numbers are exact in float32, so on a GPU the matrix units compute it without a copy of the
-    weight.
-    """
+    weight."""
     if hidden.is_cuda:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     rows, out = hidden.float(), hidden.new_empty(len(hidden), len(weight), dtype=torch.float32)
@@ -390,10 +364,8 @@ def float32_product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 class Float32Head(torch.nn.Linear):
     """An output projection that multiplies in float32 although its weight is in bfloat16 (`model.head_dtype: float32`).
-
     Sources: MiniMax 2025, "MiniMax-M1", arXiv 2506.13585, section 3.2; Khatri et al. 2025, "The Art of Scaling
-    Reinforcement Learning Compute for LLMs", arXiv 2510.13786, section 3.2.
-    """
+    Reinforcement Learning Compute for LLMs", arXiv 2510.13786, section 3.2."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] float32 of `input` [..., h]."""

@@ -42,25 +42,17 @@ WINDOW = 16
 """Sliding windows and attention chunks are shortened to this during the comparison, so that short rows exceed them."""
 TIME_STEP = 1.0
 """Limits of the time steps of state spaces are raised to this, so that they apply to many tokens."""
-TOLERANCE = {torch.float32: 1e-3}
-"""Largest distance of two exact paths, in nats."""
-ROUNDED_TOLERANCE = 0.5
-"""The same in bfloat16: twice what its rounding makes of SmolLM2-135M."""
 MOST_PARAMETERS = 1 << 31
 """Models with more parameters are compared in their own precision, because a float32 copy of them may not fit."""
 _WINDOWS = (
-    "sliding_window",
-    "attention_chunk_size",
-    "window_size",
-    "local_attention",
-    "attention_window_size",
-    "keep_window_size",
+    *("sliding_window", "attention_chunk_size", "window_size"),
+    *("local_attention", "attention_window_size", "keep_window_size"),
 )
 
 
 def tolerance(dtype: torch.dtype) -> float:
     """The largest distance, in nats per token, of two exact computations in `dtype`."""
-    return TOLERANCE.get(dtype, ROUNDED_TOLERANCE)
+    return 1e-3 if dtype == torch.float32 else 0.5  # twice what rounding to bfloat16 makes of SmolLM2-135M
 
 
 @dataclass(frozen=True)
@@ -80,18 +72,15 @@ class Distance:
 
 def distance(values: Sequence[torch.Tensor], references: Sequence[torch.Tensor]) -> Distance:
     """The distance of rows [T_i, D] from their references of the same shapes."""
-    differences = [
-        (a.float() - b.float()).square().mean(-1).sqrt().max() for a, b in zip(values, references, strict=True)
-    ]
+    pairs = zip(values, references, strict=True)
+    differences = [(a.float() - b.float()).square().mean(-1).sqrt().max() for a, b in pairs]
     nats = float(torch.stack(differences).nan_to_num(float("inf")).max())
     return Distance(nats, float(torch.cat(list(references)).float().std(-1).mean()))
 
 
 def choose_path(model: torch.nn.Module, cache: Path) -> None:
     """Set how the passes of `model`, a model of transformers, are computed; verdicts are kept in the directory `cache`.
-
-    InputError, which names the model type, if no path is exact.
-    """
+    InputError, which names the model type, if no path is exact."""
     key = verdict_key(model)
     if (stored := read_verdict(cache, key, {field.name for field in fields(ForwardPath)})) is None:
         with computing_in_float32(model) as dtype, short_windows(model), torch.no_grad():
@@ -119,10 +108,8 @@ def _exact_path(model: Any, limit: float) -> ForwardPath:
             if causal := distance(cuts, [reference[:stop] for stop in stops]).within(limit):
                 break
     except Exception as error:
-        first = str(error).strip().splitlines()[:1]
-        raise InputError(
-            f"{refused}: a plain row of tokens fails ({type(error).__name__}: {''.join(first)})"
-        ) from error
+        cause = f"{type(error).__name__}: {''.join(str(error).strip().splitlines()[:1])}"
+        raise InputError(f"{refused}: a plain row of tokens fails ({cause})") from error
     if not all(bool(torch.isfinite(reference).all()) for reference in references):
         raise InputError(f"model.path: outputs of this {kind} model are not finite; restore its weights")
     if not causal:
@@ -150,13 +137,11 @@ def _exact_path(model: Any, limit: float) -> ForwardPath:
 
 def exactness(model: torch.nn.Module) -> str:
     """The distances that the gates of the forward pass and of the local engine have measured, in one sentence; empty without."""
-    path, decoding = path_of(model), getattr(transformer(model), "decoding", None)
-    parts = (
-        []
-        if path.nats is None
-        else [f"{'packed rows' if path.packed else 'passes'} from transformers by {path.nats:.1g}"]
-    )
-    parts += [] if decoding is None else [f"{decoding['kind']} decoding from the learner by {decoding['nats']:.1g}"]
+    path, decoding, parts = path_of(model), getattr(transformer(model), "decoding", None), []
+    if path.nats is not None:
+        parts.append(f"{'packed rows' if path.packed else 'passes'} from transformers by {path.nats:.1g}")
+    if decoding is not None:
+        parts.append(f"{decoding['kind']} decoding from the learner by {decoding['nats']:.1g}")
     dtype = str(compute_dtype(next(model.parameters()))).removeprefix("torch.")
     return f"exactness, in nats per token: {', '.join(parts)} ({dtype})" if parts else ""
 

@@ -12,7 +12,7 @@ recomputes its cache when a sequence crosses.
 
 Fused layers (`model.fused`): norms, gated MLPs and rotary positions as few large operations. Weights, module names and
 results (up to rounding) do not change. On a CPU they are the autograd functions of `cpu.backend`. On a GPU they are these
-and PyTorch's norm, Liger's kernels, or what torch.compile makes of the formulas.
+and PyTorch's norm, or Liger's kernels.
 """
 
 import re
@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
 from posttrain.errors import InputError
 from posttrain.models.cpu.backend import Gated, OneDnnLinear, RmsNorm, Rotary, prefers_onednn
@@ -96,11 +96,11 @@ class Layout(Protocol):
 
 
 def causal_attention(heads: Heads) -> torch.Tensor:
-    """Causal attention [H, Q, D_v] of the last Q of K positions: query [H, Q, D], key [H_kv, K, D], value [H_kv, K,
-    D_v]."""
+    """Causal attention [H, Q, D_v] of the last Q of K positions: query [H, Q, D], key [H_kv, K, D], value [H_kv, K, D_v]."""
     query, key, value, scaling, window, bounds = heads
     queries, keys = query.shape[1], key.shape[1]
-    key, value = _repeat(key, query.shape[0]), _repeat(value, query.shape[0])
+    if (groups := len(query) // len(key)) > 1:  # the query heads of each key head
+        key, value = key.repeat_interleave(groups, dim=0), value.repeat_interleave(groups, dim=0)
     mask = None
     square = queries == keys and (window is None or window >= keys)
     if bounds is not None or (not square and (queries > 1 or (window is not None and window < keys))):
@@ -127,12 +127,6 @@ def causal_attention(heads: Heads) -> torch.Tensor:
     )[0]
 
 
-def _repeat(heads: torch.Tensor, count: int) -> torch.Tensor:
-    """Repeat key or value heads [H_kv, K, D] to [count, K, D]: each serves count / H_kv query heads."""
-    groups = count // heads.shape[0]
-    return heads if groups == 1 else heads.repeat_interleave(groups, dim=0)
-
-
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -156,9 +150,9 @@ def packed_attention(
         what = "a position bias" if extra.get("position_bias") is not None else "attention dropout"
         raise InputError(f"model.path: {type(module).__name__} uses {what}, which packed attention does not support")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    bounds = Bounds(extra.get("softcap"), extra.get("s_aux"))
-    some = None if bounds == Bounds(None, None) else bounds
-    heads = Heads(query[0], key[0], value[0], scale, sliding_window, some)
+    cap, sinks = extra.get("softcap"), extra.get("s_aux")
+    bounds = None if cap is None and sinks is None else Bounds(cap, sinks)
+    heads = Heads(query[0], key[0], value[0], scale, sliding_window, bounds)
     out = causal_attention(heads) if layout is None else layout.attend(module.layer_idx, heads)  # type: ignore[arg-type]
     return out.transpose(0, 1)[None], None
 
@@ -172,9 +166,6 @@ def use_packed_attention(model: torch.nn.Module) -> None:
 
 
 # -- recurrent layers --------------------------------------------------------------------------------------------------
-
-_MIXERS = re.compile(r"\.(linear_attn|conv|mamba|mixer|self_attn)$")
-"""Names of the modules that mix tokens in the layers of transformers."""
 
 
 def by_stream(layout: Any, compute: Callable[[np.ndarray], torch.Tensor]) -> torch.Tensor:
@@ -214,8 +205,9 @@ def use_layers_by_stream(model: torch.nn.Module) -> None:
         if hasattr(module, "recurrent_states"):
             module.register_forward_hook(_detach_states)
         cls = type(module)
+        mixes_tokens = re.search(r"\.(linear_attn|conv|mamba|mixer|self_attn)$", name)
         attends = name.endswith("self_attn") and "Delta" not in cls.__name__
-        if _MIXERS.search(name) and not attends and cls.__module__.startswith("transformers.models."):
+        if mixes_tokens and not attends and cls.__module__.startswith("transformers.models."):
             module.__class__ = type(cls.__name__, (_ByStream, cls), {"__module__": __name__})
 
 
@@ -225,8 +217,6 @@ def _detach_states(module: Any, inputs: Any, outputs: Any) -> None:
 
 
 # -- rotary positions by length ------------------------------------------------------------------------------------------
-
-_BY_LENGTH = ("longrope", "dynamic")
 
 
 @dataclass(frozen=True)
@@ -290,13 +280,11 @@ class _ByLength(torch.nn.Module):
 
 def use_positions_by_length(decoder: Any) -> None:
     """Replace the rotary embedding of `decoder`, a base model of transformers, in place if it depends on the length.
-
-    InputError if only some layers have such positions, or if the embedding is not the usual one.
-    """
+    InputError if only some layers have such positions, or if the embedding is not the usual one."""
     for name, module in decoder.named_modules():
         kind = getattr(module, "rope_type", None)
         kinds = list(kind.values()) if isinstance(kind, dict) else [kind]
-        if not any(kind in _BY_LENGTH for kind in kinds):
+        if not any(kind in ("longrope", "dynamic") for kind in kinds):
             continue
         if name != "rotary_emb" or isinstance(kind, dict):
             raise InputError(
@@ -328,41 +316,33 @@ def set_lengths(decoder: Any, lengths: Sequence[int] | None) -> None:
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Decoders of transformers whose norm, gated MLP and attention these functions can replace."""
-Fused = Literal["auto", "liger", "compiled", "none"]
-
-Norm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-"""x [..., D], weight [D], epsilon -> [..., D]."""
-Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""gate and up projections [..., I] -> silu(gate) * up."""
-Rotate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""query [1, T, H, D], key [1, T, H_kv, D], cos and sin [1, T, D] -> both rotated."""
 
 
 @dataclass(frozen=True)
 class Functions:
     """The functions of one value of `model.fused`."""
 
-    norm: Norm
-    gate: Gate
-    rotate: Rotate
-
-
-def _norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    # On a GPU one kernel of PyTorch, as in the local engine.
-    return RmsNorm.apply(x, weight, epsilon) if x.device.type == "cpu" else rms_norm(x, weight.shape, weight, epsilon)
-
-
-def _rotate(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    cos, sin = cos[0, :, None], sin[0, :, None]
-    return Rotary.apply(query, cos, sin), Rotary.apply(key, cos, sin)
+    norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    """x [..., D], weight [D], epsilon -> [..., D]."""
+    gate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """gate and up projections [..., I] -> silu(gate) * up."""
+    rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    """query [1, T, H, D], key [1, T, H_kv, D], cos and sin [1, T, D] -> both rotated."""
 
 
 @cache
 def own() -> Functions:
     """The autograd functions of `cpu.backend`, and PyTorch's norm on a GPU."""
-    return Functions(_norm, Gated.apply, _rotate)
+
+    def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        # On a GPU one kernel of PyTorch, as in the local engine.
+        return RmsNorm.apply(x, weight, epsilon) if x.is_cpu else rms_norm(x, weight.shape, weight, epsilon)
+
+    def rotate(query: torch.Tensor, key: torch.Tensor, *angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = (part[0, :, None] for part in angles)
+        return Rotary.apply(query, cos, sin), Rotary.apply(key, cos, sin)
+
+    return Functions(norm, Gated.apply, rotate)
 
 
 @cache
@@ -374,42 +354,15 @@ def liger() -> Functions:
         # Not in place: the gradient of a residual is still needed.
         return ops.LigerRMSNormFunction.apply(x, weight, epsilon, 0.0, "llama", False)
 
-    def rotate(
-        query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotate(query: torch.Tensor, key: torch.Tensor, *angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # It takes heads before tokens, and writes into contiguous arguments.
-        rotated = ops.LigerRopeFunction.apply(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
+        rotated = ops.LigerRopeFunction.apply(query.transpose(1, 2), key.transpose(1, 2), *angles)
         return rotated[0].transpose(1, 2), rotated[1].transpose(1, 2)
 
     return Functions(norm, ops.LigerSiLUMulFunction.apply, rotate)
 
 
-@cache
-def compiled() -> Functions:
-    """What torch.compile makes of the formulas, for any number of tokens."""
-
-    def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype) * weight
-
-    def gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return silu(gate) * up
-
-    def turned(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        first, second = heads.chunk(2, dim=-1)
-        return heads * cos[:, :, None] + torch.cat([-second, first], dim=-1) * sin[:, :, None]
-
-    def rotate(
-        query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return turned(query, cos, sin), turned(key, cos, sin)
-
-    return Functions(
-        torch.compile(norm, dynamic=True), torch.compile(gate, dynamic=True), torch.compile(rotate, dynamic=True)
-    )
-
-
-def resolve_fused(name: Fused, device: torch.device) -> Literal["own", "liger", "compiled", "none"]:
+def resolve_fused(name: Literal["auto", "liger", "none"], device: torch.device) -> Literal["own", "liger", "none"]:
     """The layers that `model.fused` selects on `device`. InputError for Liger's kernels on a CPU."""
     if name == "auto":
         return "liger" if device.type == "cuda" and find_spec("liger_kernel") is not None else "own"
@@ -460,13 +413,11 @@ class _Attention(torch.nn.Module):
 _REPLACEMENTS = {"RMSNorm": _Norm, "MLP": _Mlp, "Attention": _Attention}
 
 
-def use_fused_layers(model: torch.nn.Module, fused: Literal["own", "liger", "compiled", "none"] = "own") -> None:
-    """Replace the norms, MLPs and attention of known decoders in `model` by fused ones, in place.
-
-    Float32 linear layers use oneDNN where it is faster. All other modules stay as they are.
-    """
+def use_fused_layers(model: torch.nn.Module, fused: Literal["own", "liger", "none"] = "own") -> None:
+    """Replace the norms, MLPs and attention of known decoders in `model` by fused ones, in place. Float32 linear layers
+    use oneDNN where it is faster. All other modules stay as they are."""
     module: Any
-    functions = None if fused == "none" else {"own": own, "liger": liger, "compiled": compiled}[fused]()
+    functions = None if fused == "none" else {"own": own, "liger": liger}[fused]()
     # The output projection is computed together with the log-probabilities.
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
     for module in model.modules():

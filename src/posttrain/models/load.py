@@ -1,6 +1,5 @@
 """Load models and tokenizers from `model.path`. Every problem raises InputError with a one-sentence message."""
 
-import json
 import logging
 import math
 import os
@@ -17,18 +16,10 @@ import torch
 from posttrain.data.rendering import end_token_of
 from posttrain.data.templates import LONGEST, limit_chat_templates
 from posttrain.errors import InputError
+from posttrain.models import files
 from posttrain.models.cpu.backend import bound_kept_kernels, onednn_multiplies, prepare_bfloat16
 from posttrain.models.cuda.attention import use_flash_attention
 from posttrain.models.cuda.four_bit import quantize
-from posttrain.models.files import (
-    conversion_of,
-    is_adapter,
-    is_cached,
-    local_directory,
-    on_disk,
-    packaged_file,
-    tensors_of,
-)
 from posttrain.models.forward import base_decoder, path_of, use_float32_head
 from posttrain.models.gate import choose_path, quiet_transformers
 from posttrain.models.layers import (
@@ -49,18 +40,13 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 _MOST_METADATA = 1 << 23
 """Maximum number of values in the metadata of a GGUF file, of 128 bytes on average: a large vocabulary has two million."""
-_GGUF_STRING, _GGUF_ARRAY = 8, 9
-_GGUF_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Type of a value in GGUF -> its size."""
 
 
 def converted_gguf(file: Path) -> Path:
-    """A directory with the dequantized float32 model and tokenizer of a `.gguf` file, converted on first use.
-
-    The directory's name contains a digest of the file, so another file of the same name gets its own directory. The
-    conversion is written to a temporary directory and renamed, so an interrupted one is never used.
-    """
-    directory = conversion_of(file)
+    """A directory with the dequantized float32 model and tokenizer of a `.gguf` file, converted on first use. The
+    directory's name contains a digest of the file, so another file of the same name gets its own directory. The
+    conversion is written to a temporary directory and renamed, so an interrupted one is never used."""
+    directory = files.conversion_of(file)
     if (directory / "config.json").is_file():
         return directory
     require_module("gguf", f"model.path: {file}")
@@ -70,15 +56,11 @@ def converted_gguf(file: Path) -> Path:
 
     transformers_logging.disable_progress_bar()
 
+    keywords: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_pretrained(
-            str(file.parent),
-            gguf_file=file.name,
-            quantization_config=GgufConfig(dequantize=True),
-            dtype="float32",
-            trust_remote_code=False,
-        )
+        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), **keywords)
+        keywords |= {"quantization_config": GgufConfig(dequantize=True), "dtype": "float32"}
+        model = AutoModelForCausalLM.from_pretrained(str(file.parent), **keywords)
     except Exception as error:
         raise InputError(
             f"model.path: {file} could not be read as a GGUF model ({type(error).__name__}: {error}); "
@@ -94,7 +76,8 @@ def converted_gguf(file: Path) -> Path:
 
 def _require_small_metadata(file: Path) -> None:
     """InputError for a GGUF file whose metadata would fill the memory. The reader reports any other problem."""
-    left = _MOST_METADATA
+    left, string, array = _MOST_METADATA, 8, 9
+    sizes = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # of values, by type
     with file.open("rb") as opened, suppress(struct.error, KeyError, OSError, OverflowError):
 
         def read(form: str) -> tuple[int, ...]:
@@ -114,10 +97,10 @@ def _require_small_metadata(file: Path) -> None:
         for _ in range(*read("<Q")):
             skip(256, *read("<Q"))  # the key of one of some hundred entries
             (kind,), values = read("<I"), 1
-            if kind == _GGUF_ARRAY:
+            if kind == array:
                 kind, values = read("<IQ")
-            skip(values, 0 if kind == _GGUF_STRING else values * _GGUF_BYTES[kind])
-            for _ in range(values if kind == _GGUF_STRING else 0):
+            skip(values, 0 if kind == string else values * sizes[kind])
+            for _ in range(values if kind == string else 0):
                 skip(0, *read("<Q"))
 
 
@@ -149,13 +132,12 @@ def has_bfloat16(device: torch.device) -> bool:
 def resolve_path(path: str) -> str:
     """A directory or hub id that transformers can load, for any form of `model.path`."""
     if path.startswith("packaged:"):
-        return str(converted_gguf(packaged_file(path.removeprefix("packaged:"))))
+        return str(converted_gguf(files.packaged_file(path.removeprefix("packaged:"))))
     if path.endswith(".gguf"):
-        if not Path(path).is_file():
-            raise InputError(f"model.path: file not found: {path}")
+        files.require_model(path)
         return str(converted_gguf(Path(path)))
-    local = local_directory(path)
-    if local is None and not is_cached(path):
+    local = files.local_directory(path)
+    if local is None and not files.is_cached(path):
         from huggingface_hub import HfApi
 
         try:  # the loader itself would retry for a minute
@@ -173,23 +155,20 @@ NO_REWARD_MODEL = "{path} is not a reward model: it has no head `score`; train o
 
 def require_reward_model(path: str, key: str) -> None:
     """InputError, which names `key`, if the model at `path` is on disk and certainly has no head `score`."""
-    if not on_disk(path, key) or not (directory := Path(path).expanduser()).is_dir() or is_adapter(path):
+    if not files.on_disk(path, key) or not (directory := Path(path).expanduser()).is_dir() or files.is_adapter(path):
         return
-    names: set[str] = set()
-    for file in directory.glob("*.safetensors"):
-        names.update(tensors_of(file))
+    names = {name for file in directory.glob("*.safetensors") for name in files.tensors_of(file)}
     if names and "score.weight" not in names:
         raise InputError(f"{key}: {NO_REWARD_MODEL.format(path=path)}")
 
 
 def load_config(recipe: ModelRecipe) -> Any:
-    """The configuration of the recipe's model, or of its base model if the files are adapters.
-    If `AutoModelForCausalLM` loads only the text part of a composite model, it is that of the part.
-    """
+    """The configuration of the recipe's model, or of its base model if the files are adapters. If
+    `AutoModelForCausalLM` loads only the text part of a composite model, it is that of the part."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     path = resolve_path(recipe.path)
-    if is_adapter(path) and not (Path(path) / "config.json").is_file():
+    if files.is_adapter(path) and not (Path(path) / "config.json").is_file():
         path = resolve_path(_adapter_config(path)["base_model_name_or_path"])
     config = AutoConfig.from_pretrained(path, trust_remote_code=recipe.trust_remote_code)
     whole = model_family(config.model_type, path) is not None
@@ -207,9 +186,9 @@ def family_of(recipe: ModelRecipe) -> Any:
     try:
         config = load_config(recipe)
         return model_family(config.model_type, config.name_or_path)
-    except Exception as error:
-        if isinstance(error, InputError):
-            raise
+    except InputError:
+        raise
+    except Exception:
         return None  # the loader of the model reports it
 
 
@@ -239,9 +218,8 @@ def load_tokenizer(recipe: ModelRecipe) -> Any:
             with file.open(encoding="utf-8") as content:
                 tokenizer.chat_template = content.read(LONGEST + 1)
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(
-                f"model.chat_template: {file} cannot be read as UTF-8 ({error}); name a Jinja file"
-            ) from None
+            cause = f"cannot be read as UTF-8 ({error})"
+            raise InputError(f"model.chat_template: {file} {cause}; name a Jinja file") from None
     if not tokenizer.chat_template:
         raise InputError(
             f"model.path: the tokenizer of {recipe.path} has no chat template; set model.chat_template to a Jinja file"
@@ -274,34 +252,26 @@ def _switched(tokenizer: Any, recipe: ModelRecipe) -> str:
     """The chat template with `model.thinking` as its default. InputError if thinking changes nothing in it."""
     template = tokenizer.get_chat_template()
     switched = with_thinking(template, recipe.thinking)
+    messages, keywords = [{"role": "user", "content": "x"}], {"chat_template": template, "tokenize": False}
+    keywords["add_generation_prompt"] = True
+    switches = [dict.fromkeys(SWITCHES, thinking) for thinking in (True, False)]
     try:
-        prompts = [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": "x"}],
-                chat_template=template,
-                tokenize=False,
-                add_generation_prompt=True,
-                **dict.fromkeys(SWITCHES, thinking),
-            )
-            for thinking in (True, False)
-        ]
+        prompts = [tokenizer.apply_chat_template(messages, **keywords, **switch) for switch in switches]
     except Exception as error:  # templates raise errors of any type
         raise InputError(
             f"model.path: the chat template of {recipe.path} cannot render a prompt ({first_line(error)}); set another "
             "template in model.chat_template"
         ) from error
     if switched is None or prompts[0] == prompts[1]:
-        raise InputError(
-            f"model.thinking: the chat template of {recipe.path} has no switch for thinking; set it to template"
-        )
+        lacks = f"the chat template of {recipe.path} has no switch for thinking"
+        raise InputError(f"model.thinking: {lacks}; set it to template")
     return switched
 
 
 def load_end_tokens(path: str, tokenizer: Any) -> frozenset[int]:
     """Token ids that end a completion of the model at `path`, as in `TrainedModel.end_tokens`, without loading the
-    model: those of the tokenizer, of the generation configuration, and of the chat template.
-    InputError if there is none, or if the model's configuration has something other than token ids.
-    """
+    model: those of the tokenizer, of the generation configuration, and of the chat template. InputError if there is
+    none, or if the model's configuration has something other than token ids."""
     from transformers import GenerationConfig
 
     try:
@@ -324,11 +294,9 @@ def load_end_tokens(path: str, tokenizer: Any) -> frozenset[int]:
 
 
 def load_model(recipe: ModelRecipe, device: torch.device | None = None) -> torch.nn.Module:
-    """The causal language model of the recipe in evaluation mode, without adapters, with packed attention.
-
-    `device` replaces the recipe's device. A missing, damaged or incomplete model raises InputError; missing weights are
-    never initialized at random.
-    """
+    """The causal language model of the recipe in evaluation mode, without adapters, with packed attention. `device`
+    replaces the recipe's device. A missing, damaged or incomplete model raises InputError; missing weights are never
+    initialized at random."""
     model, missing = _load(recipe, policy_class(recipe), device)
     if missing:
         raise InputError(f"model.path: {recipe.path} lacks {len(missing)} weights, the first of them {missing[0]}")
@@ -340,11 +308,9 @@ def load_model(recipe: ModelRecipe, device: torch.device | None = None) -> torch
 def load_reward_model(
     recipe: ModelRecipe, head_seed: int | None, head_scale: float = 1.0, device: torch.device | None = None
 ) -> torch.nn.Module:
-    """The recipe's model with a scalar head `score`, loaded as by `load_model`.
-
-    A model without a head, such as a language model, gets one drawn from N(0, 1 / (hidden + 1)) with `head_seed` (the
-    scale of Stiennon et al. 2020, arXiv 2009.01325), times `head_scale`. InputError if `head_seed` is None.
-    """
+    """The recipe's model with a scalar head `score`, loaded as by `load_model`. A model without a head, such as a
+    language model, gets one drawn from N(0, 1 / (hidden + 1)) with `head_seed` (the scale of Stiennon et al. 2020,
+    arXiv 2009.01325), times `head_scale`. InputError if `head_seed` is None."""
     from transformers import AutoModelForSequenceClassification
 
     model, missing = _load(recipe, AutoModelForSequenceClassification, device)
@@ -375,18 +341,17 @@ def _load(recipe: ModelRecipe, auto_class: Any, device_override: torch.device | 
     dtype = resolve_dtype(recipe.dtype, device)
     if device.type == "cpu" and dtype == torch.bfloat16:
         prepare_bfloat16()
-    adapter = _adapter_config(path) if is_adapter(path) else None
+    adapter = _adapter_config(path) if files.is_adapter(path) else None
     keywords: dict[str, Any] = {"trust_remote_code": recipe.trust_remote_code}
     base = resolve_path(adapter["base_model_name_or_path"]) if adapter is not None else path
+    keywords |= {"dtype": dtype, "output_loading_info": True, "use_safetensors": True}
     try:
         if auto_class is AutoModelForSequenceClassification:
             # The same part of a composite model as the policy, with the statistics and units of a reward model.
             keywords["config"] = load_config(recipe)
             keywords["config"].num_labels = 1
         with quiet_transformers():  # the caller reports missing weights
-            loaded: Any = auto_class.from_pretrained(
-                base, dtype=dtype, output_loading_info=True, use_safetensors=True, **keywords
-            )
+            model, info = auto_class.from_pretrained(base, **keywords)
     except Exception as error:
         remedy = "check that the files are complete, or that the hub id is right and reachable"
         if "Unrecognized configuration class" in str(error):
@@ -397,7 +362,6 @@ def _load(recipe: ModelRecipe, auto_class: Any, device_override: torch.device | 
                 "from the same model"
             ) from error
         raise InputError(f"model.path: {recipe.path} could not be loaded ({_reason(error)}); {remedy}") from error
-    model, info = loaded
     missing = sorted(info["missing_keys"])
     if adapter is not None:
         model = _with_adapters(model, path)
@@ -431,9 +395,8 @@ def _load(recipe: ModelRecipe, auto_class: Any, device_override: torch.device | 
             "to cpu"
         ) from error
     if reason := path_of(model).reason:
-        warnings.warn(
-            f"{model.config.model_type} models are computed one by one, which is slower: {reason}", stacklevel=2
-        )
+        slower = f"{model.config.model_type} models are computed one by one, which is slower"
+        warnings.warn(f"{slower}: {reason}", stacklevel=2)
     if (lengths := lengths_of(base_decoder(model))) is not None and lengths.each:
         warnings.warn(
             f"positions of this model depend on the length (rope_type dynamic): each token beyond {lengths.original} takes a "
@@ -446,11 +409,8 @@ def _load(recipe: ModelRecipe, auto_class: Any, device_override: torch.device | 
 def _adapter_config(path: str) -> dict[str, Any]:
     """The configuration of the adapters at `path`; InputError unless it names its base model."""
     file = Path(path) / "adapter_config.json"
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"model.path: {file} cannot be read ({first_line(error)}); restore the file") from error
-    if not isinstance(values, dict) or not isinstance(values.get("base_model_name_or_path"), str):
+    values = files.read_object(file)
+    if not isinstance(values.get("base_model_name_or_path"), str):
         raise InputError(f"model.path: {file} has no text `base_model_name_or_path`; name the base model there")
     return values
 
@@ -479,11 +439,9 @@ def _with_adapters(model: Any, path: str) -> Any:
 
 
 def _bound_patterns(config: Any, model: Any) -> None:
-    """Replace regular expressions of an adapter's configuration by the names that they match, within two seconds.
-
-    peft would match them without a limit of time. Those that it needs as patterns may have two repetitions, and no
-    repeated group.
-    """
+    """Replace regular expressions of an adapter's configuration by the names that they match, within two seconds. peft
+    would match them without a limit of time. Those that it needs as patterns may have two repetitions, and no repeated
+    group."""
     import regex  # type: ignore[import-untyped]
 
     ends = time.monotonic() + 2
@@ -501,9 +459,13 @@ def _bound_patterns(config: Any, model: Any) -> None:
                 "names of modules there"
             ) from None
         setattr(config, key, found)
-    patterns = [getattr(config, "layers_pattern", None)]
-    patterns += [*(getattr(config, "rank_pattern", None) or ()), *(getattr(config, "alpha_pattern", None) or ())]
-    for pattern in (one for part in patterns for one in (part if isinstance(part, list) else [part])):
+    layers = getattr(config, "layers_pattern", None)
+    patterns = layers if isinstance(layers, list) else [layers]
+    for pattern in (
+        *patterns,
+        *(getattr(config, "rank_pattern", None) or ()),
+        *(getattr(config, "alpha_pattern", None) or ()),
+    ):
         if isinstance(pattern, str) and re.search(r"\)[*+{]|([*+{].*){3}", pattern):
             raise InputError(
                 f"model.path: adapter_config.json has the pattern {pattern[:80]!r}, which may match without end; write names there"

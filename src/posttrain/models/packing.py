@@ -6,6 +6,7 @@
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -41,17 +42,13 @@ class PackedLayout:
         """(start, stop, layout) of the parts of the row that do not attend to each other: one for each length that
         decides rotary frequencies. None has more tokens than the prefix tree of the streams."""
         parts = []
-        for _, group in groupby(self.segments, key=lambda segment: segment.length):
+        for length, group in groupby(self.segments, key=lambda segment: segment.length):
             segments = list(group)
             first = segments[0].start
-            moved = [
-                s._replace(
-                    start=s.start - first,
-                    stop=s.stop - first,
-                    before=tuple((start - first, stop - first) for start, stop in s.before),
-                )
-                for s in segments
-            ]
+            moved = []
+            for s in segments:
+                before = tuple((start - first, stop - first) for start, stop in s.before)
+                moved.append(RowSegment(s.start - first, s.stop - first, before, length))
             parts.append((first, segments[-1].stop, PackedLayout(moved)))
         return parts
 
@@ -80,9 +77,7 @@ class PackedLayout:
             return attend_spans(self._spans, query, key, value, scaling, window)
         outputs = []
         for segment in self.segments:
-            keys, values = (
-                torch.cat([rows[:, start:stop] for start, stop in segment.keys], 1) for rows in (key, value)
-            )
+            keys, values = (torch.cat([rows[:, slice(*span)] for span in segment.keys], 1) for rows in (key, value))
             queries = query[:, segment.start : segment.stop]
             outputs.append(causal_attention(Heads(queries, keys, values, scaling, window, bounds)))
         return torch.cat(outputs, dim=1)
@@ -165,7 +160,12 @@ def pack_row(
         path: tuple[tuple[int, int], ...] = ()
         for index, shared in tree_order([streams[stream][:stop] for stream, _, stop in versions]):
             stream, first, stop = versions[index]
-            path = _beginning(path, shared)
+            kept, left = [], shared  # the ranges of the tokens that it shares
+            for start, end_of_span in path:
+                if left > 0:
+                    kept.append((start, min(end_of_span, start + left)))
+                left -= end_of_span - start
+            path = tuple(kept)
             if stop > shared:
                 until = end + stop - shared
                 segments.append(RowSegment(end, until, path, length))
@@ -208,17 +208,6 @@ def _shared(a: np.ndarray, b: np.ndarray) -> int:
     return int(differs.argmax()) if differs.any() else count
 
 
-def _beginning(path: tuple[tuple[int, int], ...], count: int) -> tuple[tuple[int, int], ...]:
-    """The ranges of the first `count` tokens of a path."""
-    kept: list[tuple[int, int]] = []
-    for start, stop in path:
-        if count <= 0:
-            break
-        kept.append((start, min(stop, start + count)))
-        count -= stop - start
-    return tuple(kept)
-
-
 class RowPart:
     """The part of a row that this process computes: the whole row without sequence parallelism.
 
@@ -228,12 +217,7 @@ class RowPart:
     """
 
     def __init__(
-        self,
-        ids: np.ndarray,
-        layout: PackedLayout,
-        at: np.ndarray,
-        device: torch.device,
-        row: PackedRow | None = None,
+        self, ids: np.ndarray, layout: PackedLayout, at: np.ndarray, device: torch.device, row: PackedRow | None = None
     ) -> None:
         """`ids` [T] int64 and `layout` of a whole row, and the places `at` [n] int64 in it whose outputs are needed. `row`: the
         row that they are from, whose experts are used and whose tokens routers count."""
@@ -268,9 +252,8 @@ class RowPart:
 
     def states(self, model: torch.nn.Module) -> torch.Tensor:
         """The last hidden states [m, hidden] of the places in this part."""
-        if (routing := routing_of(model)) is None:
-            return states_at(model, *self._row)
-        with routing.row(*self._routed):
+        routing = routing_of(model)
+        with nullcontext() if routing is None else routing.row(*self._routed):
             return states_at(model, *self._row)
 
     def gather(self, outputs: torch.Tensor) -> torch.Tensor:

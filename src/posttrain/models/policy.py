@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,7 +43,6 @@ from posttrain.recipe.model import ModelRecipe
 from posttrain.seeds import derive_seed
 
 T = TypeVar("T")
-_LAYER = re.compile(r"\.\d+\.")
 
 
 class TrainedModel:
@@ -94,8 +94,8 @@ class TrainedModel:
                 dtype = self.model.get_input_embeddings().weight.dtype  # type: ignore[operator]
                 for parameter in (p for p in self.model.parameters() if p.requires_grad):
                     parameter.data = parameter.data.to(dtype)
-        wanted = {"router_replay": recipe.router_replay, "router_aux_loss": recipe.router_aux_loss > 0}
-        if self.routing is None and (key := next((key for key, given in wanted.items() if given), None)):
+        if self.routing is None and (recipe.router_replay or recipe.router_aux_loss > 0):
+            key = "router_replay" if recipe.router_replay else "router_aux_loss"
             raise InputError(
                 f"model.{key}: the choices of experts of {recipe.path} cannot be read: it has no experts, chooses them in another "
                 "way than by one top-k, or is not computed in packed rows; remove the key"
@@ -116,19 +116,15 @@ class TrainedModel:
         return next(self.model.parameters()).device if self.sharded is None else resolve_device(self.recipe.device)
 
     def release_cached_memory(self) -> None:
-        """Return the freed blocks that torch keeps for reuse, so that an engine on the same GPU can allocate them.
-
-        No effect on a CPU.
-        """
+        """Return the freed blocks that torch keeps for reuse, so that an engine on the same GPU can allocate them. No
+        effect on a CPU."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     @property
     def load_device(self) -> torch.device | None:
-        """The device that `load` puts weights on; None for the device that the recipe names.
-
-        A model that will be sharded is loaded to CPU memory, so that no GPU ever holds all of it.
-        """
+        """The device that `load` puts weights on; None for the device that the recipe names. A model that will be
+        sharded is loaded to CPU memory, so that no GPU ever holds all of it."""
         return torch.device("cpu") if current_world().sharded else None
 
     def shard(self, model: torch.nn.Module, trained: bool) -> ShardedModel | None:
@@ -151,10 +147,8 @@ class TrainedModel:
         return pack_row(streams, sampled, lengths_of(base_decoder(self.model)), experts)
 
     def compute(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Return `function(*arguments)`; sharded weights are gathered while it computes with them.
-
-        Outputs that need a gradient must be a tensor or a tuple of tensors.
-        """
+        """Return `function(*arguments)`; sharded weights are gathered while it computes with them. Outputs that need a
+        gradient must be a tensor or a tuple of tensors."""
         return function(*arguments) if self.sharded is None else self.sharded(function, *arguments)
 
     def reshard(self) -> None:
@@ -176,11 +170,9 @@ class TrainedModel:
 
     @contextmanager
     def training_mode(self, *draw: int | str) -> Iterator[None]:
-        """Enable adapter dropout and gradient checkpointing inside the block, which includes the backward pass.
-
-        Every other module stays in evaluation mode, so the dropout of a model's configuration is never applied. `draw`
-        names the forward pass: dropout masks depend only on `draw` and the run seed, not on earlier draws.
-        """
+        """Enable adapter dropout and gradient checkpointing inside the block, which includes the backward pass. Every
+        other module stays in evaluation mode, so the dropout of a model's configuration is never applied. `draw` names
+        the forward pass: dropout masks depend only on `draw` and the run seed, not on earlier draws."""
         torch.manual_seed(derive_seed(self.seed, "dropout", *draw))
         dropouts = [module for name, module in self.model.named_modules() if ".lora_dropout." in name]
         active = [*dropouts, *_checkpointed_layers(self.model)]
@@ -197,13 +189,10 @@ class TrainedModel:
     # -- checkpoints and export ---------------------------------------------------------------------------------------
 
     def save(self, directory: Path) -> None:
-        """Write the trained weights for a checkpoint: the whole model, or the adapters alone.
-
-        All ranks call it; rank 0 writes.
-        """
+        """Write the trained weights for a checkpoint: the whole model, or the adapters alone. All ranks call it; rank 0
+        writes."""
         if self.sharded is not None:
-            write_rest = write_gathered(self.model, directory, self._saved_once())
-            current_world().on_rank0(write_rest)
+            current_world().on_rank0(write_gathered(self.model, directory, self._saved_once()))
         else:
             write_weights(self.model, directory, None)
         current_world().on_rank0(lambda: self.tokenizer.save_pretrained(directory))
@@ -216,12 +205,10 @@ class TrainedModel:
             if current_world().is_rank0:
                 self.tokenizer.save_pretrained(directory)
             return write_rest
-        copies: dict[int, torch.Tensor] = {}
-        tensors: dict[str, torch.Tensor] = {}
-        for name, tensor in self.saved_tensors().items():  # a tensor with several names stays one
-            if id(tensor) not in copies:
-                copies[id(tensor)] = tensor.detach().to("cpu", copy=True)
-            tensors[name] = copies[id(tensor)]
+        saved = self.saved_tensors()
+        distinct = {id(tensor): tensor for tensor in saved.values()}  # a tensor with several names stays one
+        copies = {number: tensor.detach().to("cpu", copy=True) for number, tensor in distinct.items()}
+        tensors = {name: copies[id(tensor)] for name, tensor in saved.items()}
         # A fast tokenizer raises when two threads use it at a time.
         self.tokenizer.save_pretrained(directory)
         return lambda: write_weights(self.model, directory, tensors)
@@ -258,9 +245,8 @@ class TrainedModel:
         except RuntimeError as error:
             raise InputError(f"{directory}: weights do not have the shapes of {self.recipe.path}") from error
         if mismatched:
-            raise InputError(
-                f"{directory} does not have the model of {self.recipe.path}: they differ in {mismatched[0]}"
-            )
+            differ = f"they differ in {mismatched[0]}"
+            raise InputError(f"{directory} does not have the model of {self.recipe.path}: {differ}")
 
     def export(self, directory: Path) -> None:
         """Write the model so that transformers (or peft, with `lora.export: adapter`) loads it from `directory`."""
@@ -270,10 +256,8 @@ class TrainedModel:
             named = self.weights() if base else self._saved_once()
             model = transformer(self.model) if base else self.model
             current_world().on_rank0(write_gathered(model, directory, named))
-        elif merged:
-            write_weights(self._merged(), directory, None, exported=True)
         else:
-            write_weights(self.model, directory, None, exported=True)
+            write_weights(self._merged() if merged else self.model, directory, None, exported=True)
         current_world().on_rank0(lambda: self.tokenizer.save_pretrained(directory))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -284,17 +268,16 @@ class TrainedModel:
         model: all ranks iterate.
         """
         self.reshard()
-        layer = ""
-        tensors: dict[str, torch.Tensor] = {}
+        from transformers.core_model_loading import revert_weight_conversion
+
+        def layer(named: tuple[str, torch.Tensor]) -> str:
+            match = re.search(r"\.\d+\.", named[0])
+            return named[0][: match.end()] if match else named[0]
+
         with torch.no_grad():
-            for name, tensor in merged_parameters(self.model):
-                match = _LAYER.search(name)
-                prefix = name[: match.end()] if match else name
-                if prefix != layer:
-                    yield from _as_exported(self.model, tensors)
-                    layer, tensors = prefix, {}
-                tensors[name] = tensor
-            yield from _as_exported(self.model, tensors)
+            for _, tensors in groupby(merged_parameters(self.model), key=layer):
+                # transformers holds some weights, such as those of experts, fused in memory and separate in files.
+                yield from revert_weight_conversion(transformer(self.model), dict(tensors)).items()
 
     def _saved_once(self) -> Iterator[tuple[str, torch.Tensor]]:
         """`saved_tensors`, where a tensor with several names has its first one."""
@@ -324,13 +307,10 @@ class TrainedModel:
         """A copy of the model with its adapters merged."""
         assert self.recipe.lora is not None
         # Adapters of 4-bit matrices are added to the matrices that those were made from.
-        whole_numbers = copy.copy(self)
-        whole_numbers.recipe = self.recipe.model_copy(update={"load_in_4bit": False})
-        merged = add_adapters(whole_numbers.load(), self.recipe.lora, self.task)
-        if self.recipe.load_in_4bit:
-            merged.load_state_dict(dict(self.trainable()), strict=False)
-        else:
-            merged.load_state_dict(self.model.state_dict())
+        four_bit, original = self.recipe.load_in_4bit, copy.copy(self)
+        original.recipe = self.recipe.model_copy(update={"load_in_4bit": False})
+        merged = add_adapters(original.load(), self.recipe.lora, self.task)
+        merged.load_state_dict(dict(self.trainable()) if four_bit else self.model.state_dict(), strict=not four_bit)
         whole: Any = merged.merge_and_unload()  # type: ignore[operator]
         whole.config = transformer(self.model).config
         return whole
@@ -364,11 +344,11 @@ _WIDE = 256
 
 def _is_kept(_: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
     """Keeps products with weights, and attention on a GPU. A processor's attention returns numbers for each pair of tokens."""
-    name, kept = operation.name(), False
+    name = operation.name()
     if _PRODUCT.search(name):
         kept = arguments[name == "aten::addmm"].shape[-1] > _WIDE
-    elif _ATTENTION.search(name):
-        kept = True
+    else:
+        kept = _ATTENTION.search(name) is not None
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -384,9 +364,8 @@ def _checkpoint_in_evaluation_mode(
         finally:
             layer.training = True
 
-    options: dict[str, Any] = (
-        {"context_fn": partial(create_selective_checkpoint_contexts, _is_kept)} if selective else {}
-    )
+    kept = partial(create_selective_checkpoint_contexts, _is_kept)
+    options: dict[str, Any] = {"context_fn": kept} if selective else {}
     return checkpoint(compute, *inputs, use_reentrant=False, **options)
 
 
@@ -417,11 +396,9 @@ class Policy(TrainedModel):
             transformer(self.model).generation_config.save_pretrained(directory)
 
     def replica(self) -> "Policy":
-        """A policy with its own trained weights and tokenizer, for use in another thread of this process.
-
-        Frozen weights are shared where this process holds them whole. If the model is sharded, the replica is loaded
-        from its files with the initial weights, without any collective call.
-        """
+        """A policy with its own trained weights and tokenizer, for use in another thread of this process. Frozen
+        weights are shared where this process holds them whole. If the model is sharded, the replica is loaded from its
+        files with the initial weights, without any collective call."""
         if self.sharded is not None:
             with torch.random.fork_rng(devices=[]):
                 return Policy(self.recipe, self.seed, trained=False)
@@ -454,8 +431,7 @@ class Policy(TrainedModel):
         their own choices; the reference model's do not.
         """
         row = self.pack(streams, sampled, () if self._as_reference else experts)
-        # Logits cost as much as several layers, so shared tokens are scored once. `measure` needs every token
-        # separately.
+        # Logits cost as much as several layers, so shared tokens are scored once. `measure` needs each token separately.
         chosen, back = row.distinct() if measure is None else (np.arange(len(row.targets)), None)
         part = RowPart(row.ids, row.layout, row.predictors[chosen], self.device, row)
         targets = upload(row.targets[chosen][part.mine], self.device)
@@ -468,12 +444,8 @@ class Policy(TrainedModel):
             return scores.logprobs, scores.entropies, states, *measured
 
         logprobs, entropies, states, *measured = self.compute(score)
-        scores = TokenScores(
-            logprobs,
-            entropies,
-            values=None if head is None else head(states),
-            measured=measured[0] if measured else None,
-        ).map(part.gather)
+        values = None if head is None else head(states)
+        scores = TokenScores(logprobs, entropies, values, measured[0] if measured else None).map(part.gather)
         if back is None:
             return scores
         places = upload(back, self.device)
@@ -519,9 +491,7 @@ class Policy(TrainedModel):
     @contextmanager
     def as_reference(self) -> Iterator[None]:
         """Score as the reference model inside the block: with adapters off, or with a copy of the initial weights.
-
-        `MovingReference` updates this copy.
-        """
+        `MovingReference` updates this copy."""
         trained = self.model, self.sharded
         self._as_reference = True
         try:
@@ -563,13 +533,3 @@ class Policy(TrainedModel):
         self.reshard()
         for name, tensor in get_peft_model_state_dict(self.model, save_embedding_layers=False).items():
             yield name, full_tensor(tensor).detach()
-
-
-def _as_exported(model: Any, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of one layer under the names of exported files.
-
-    transformers holds some weights, such as those of experts, fused in memory and separate in files.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    yield from revert_weight_conversion(transformer(model), tensors).items()

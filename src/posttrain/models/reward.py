@@ -45,10 +45,8 @@ def vocabulary(tokenizer: Any) -> dict[str, int]:
 
 
 class RewardModel(TrainedModel):
-    """A decoder with a scalar head that scores token streams.
-
-    It starts from a language model with a new head, or from a reward model with its own head.
-    """
+    """A decoder with a scalar head that scores token streams. It starts from a language model with a new head, or from
+    a reward model with its own head."""
 
     task = "SEQ_CLS"
 
@@ -91,22 +89,18 @@ class RewardModel(TrainedModel):
         setattr(transformer(self.model).config, _UNITS, None if units is None else units.model_dump(mode="json"))
 
     def rewards(self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> torch.Tensor:
-        """Rewards [S] float32 of several streams, each read at its last token, in one packed forward pass.
-
-        `streams`: token ids [T_i] int64; `sampled`: [T_i] bool, the completions. Shared prefixes are computed once.
-        Equal to the output of `AutoModelForSequenceClassification(num_labels=1)` for each stream alone.
-        """
+        """Rewards [S] float32 of several streams, each read at its last token, in one packed forward pass. `streams`:
+        token ids [T_i] int64; `sampled`: [T_i] bool, the completions. Shared prefixes are computed once. Equal to the
+        output of `AutoModelForSequenceClassification(num_labels=1)` for each stream alone."""
         row = self.pack(streams, sampled)
         return self._read(row.ids, row.layout, np.array([places[-1] for places in row.places]), row)
 
     def unit_rewards(
         self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray], ends: Sequence[np.ndarray]
     ) -> UnitValues:
-        """Rewards of units, each equal to the reward of the stream cut after the unit.
-
-        `streams` and `sampled` as in `rewards`. `ends`: [K_i] int64, the index in each stream of the last token of each
-        unit, at or after the first sampled token.
-        """
+        """Rewards of units, each equal to the reward of the stream cut after the unit. `streams` and `sampled` as in
+        `rewards`. `ends`: [K_i] int64, the index in each stream of the last token of each unit, at or after the first
+        sampled token."""
         row = self.pack(streams, sampled)
         positions = [places[end] for places, end in zip(row.places, ends, strict=True)]
         counts = [len(end) for end in ends]
@@ -115,10 +109,8 @@ class RewardModel(TrainedModel):
 
     def prefix_rewards(self, streams: Sequence[np.ndarray], lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Rewards of prefixes of the streams, without gradient, in one forward pass: per stream [P_i] float32.
-
         `streams`: token ids [T_i] int64; `lengths`: [P_i] int64, the length of each prefix, 1 to T_i. A prefix is
-        scored with the end token appended, unless it already ends with one.
-        """
+        scored with the end token appended, unless it already ends with one."""
         lengths_by = lengths_of(base_decoder(self.model))
         if lengths_by is not None and max(map(len, streams)) >= lengths_by.original:
             # One stream for each prefix, which has the rotary frequencies of its own length.
@@ -173,9 +165,7 @@ class RewardModel(TrainedModel):
 
     def _padded(self, model: Any) -> Any:
         """`model` with a padding token in its configuration and tokenizer, and a row of the embedding if it is new.
-
-        transformers reads the reward at the last token that is not padding, so no stream may end with this token.
-        """
+        transformers reads the reward at the last token that is not padding, so no stream may end with this token."""
         tokenizer, rows = self.tokenizer, len(model.get_input_embeddings().weight)
         tokens = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         if not self._never_ends(tokenizer.pad_token_id, tokenizer.pad_token):

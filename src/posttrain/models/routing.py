@@ -5,7 +5,7 @@ token by one `topk` over all of them. That call is where choices are read and, i
 is its own code, so weights of experts have the family's formula and its gradient.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -59,9 +59,8 @@ class RoutedTokens:
         return experts * (counts[:, :experts].sum(0) / rows * probabilities / rows).sum()
 
     def _weights(self) -> torch.Tensor:
-        return (
-            self.logits[0].new_ones(len(self.logits[0]), dtype=torch.float32) if self.weights is None else self.weights
-        )
+        ones = self.logits[0].new_ones(len(self.logits[0]), dtype=torch.float32)
+        return ones if self.weights is None else self.weights
 
 
 class Routing:
@@ -146,20 +145,6 @@ class _Router(torch.nn.Module):
         return self.routing.run(self, lambda: super(_Router, self).forward(*inputs, **named))
 
 
-def _inputs_of(model: torch.nn.Module, routers: Iterable[torch.nn.Module]) -> dict[torch.nn.Module, Any]:
-    """The arguments of each router in a pass of three tokens: some take more than hidden states."""
-    given: dict[torch.nn.Module, Any] = {}
-
-    def keep(module: torch.nn.Module, inputs: Any, named: Any) -> None:
-        given[module] = inputs, named
-
-    with ExitStack() as hooks, torch.no_grad():
-        for router in routers:
-            hooks.callback(router.register_forward_pre_hook(keep, with_kwargs=True).remove)
-        alone_output(model, torch.arange(3, device=next(model.parameters()).device))
-    return given
-
-
 def use_routing(model: torch.nn.Module) -> None:
     """Let passes of `model`, a model of transformers whose forward path is chosen, read and replay the choices of its routers
     (`forward.routing_of`). No effect on a model without routers, or with one that does not choose as described above."""
@@ -169,7 +154,14 @@ def use_routing(model: torch.nn.Module) -> None:
     routers: dict[str, Any] = {name: module for name, module in model.named_modules() if type(module) in places}
     if not routers or not path_of(model).packed or lengths_of(base_decoder(model)) is not None:
         return
-    routing, given = Routing(list(routers)), _inputs_of(model, routers.values())
+    routing = Routing(list(routers))
+    # The arguments of each router in a pass of three tokens: some take more than hidden states.
+    given: dict[torch.nn.Module, Any] = {}
+    with ExitStack() as hooks, torch.no_grad():
+        for router in routers.values():
+            keep = router.register_forward_pre_hook(lambda *call: given.update({call[0]: call[1:]}), with_kwargs=True)
+            hooks.callback(keep.remove)
+        alone_output(model, torch.arange(3, device=next(model.parameters()).device))
     for place, router in enumerate(routers.values()):
         cls, at, (inputs, named) = type(router), places[type(router)], given[router]
         with torch.no_grad():

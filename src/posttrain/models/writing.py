@@ -17,9 +17,8 @@ FILE_BYTES = 4 << 30
 
 def write_weights(model: Any, directory: Path, tensors: dict[str, torch.Tensor] | None, exported: bool = False) -> None:
     """Write the `tensors` of the model, by default all. peft would add the frozen weights of adapted embeddings.
-
-    `exported`: under the names of the family's checkpoints, where each expert has its own matrices, not of its modules.
-    """
+    `exported`: under the names of the family's checkpoints, where each expert has its own matrices, not of its
+    modules."""
     has_adapters = hasattr(model, "peft_config")
     keywords = {"save_embedding_layers": False} if has_adapters else {"save_original_format": exported}
     model.save_pretrained(directory, **keywords, **({} if tensors is None else {"state_dict": tensors}))
@@ -40,9 +39,19 @@ def write_gathered(model: Any, directory: Path, named: Iterable[tuple[str, torch
         held.clear()
 
     def write_rest() -> None:
-        if writes:
-            write()
-            _name_files(directory, files)
+        if not writes:
+            return
+        write()
+        if (count := len(files)) == 1:
+            return
+        # The names that transformers expects, with the index of several files.
+        names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+        for number, name in enumerate(names):
+            (directory / (f"model-{number}.safetensors" if number else "model.safetensors")).rename(directory / name)
+        size = sum(sum(file.values()) for file in files)
+        index = {tensor: name for name, file in zip(names, files, strict=True) for tensor in file}
+        text = json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=2)
+        (directory / "model.safetensors.index.json").write_text(text)
 
     for name, tensor in named:
         gathered = full_tensor(tensor).detach()
@@ -52,16 +61,3 @@ def write_gathered(model: Any, directory: Path, named: Iterable[tuple[str, torch
             write()
         held[name] = gathered.to("cpu", copy=True).contiguous()
     return write_rest
-
-
-def _name_files(directory: Path, files: list[dict[str, int]]) -> None:
-    """Give the files of a model the names that transformers expects, with the index of several. `files`: their tensors' bytes."""
-    if (count := len(files)) == 1:
-        return
-    names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
-    for number, name in enumerate(names):
-        (directory / (f"model-{number}.safetensors" if number else "model.safetensors")).rename(directory / name)
-    size = sum(sum(file.values()) for file in files)
-    index = {tensor: name for name, file in zip(names, files, strict=True) for tensor in file}
-    text = json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=2)
-    (directory / "model.safetensors.index.json").write_text(text)

@@ -42,8 +42,8 @@ def show_plan(
     if evaluated_environment(recipe) is not None:
         with suppress(InputError):  # `posttrain.training.checks` reports it.
             tasks = tasks_of(recipe)
-    for what, value in _subject(recipe, tasks, sizes).items():
-        show_line(console, f"{what}: {value}")
+    for line in _subject(recipe, tasks, sizes):
+        show_line(console, line)
     if full:
         console.print(f"\n[bold]recipe[/bold] ({recipe.stage})")
         console.print(dump_recipe(recipe), markup=False, highlight=False, soft_wrap=True, end="")
@@ -56,11 +56,8 @@ def show_plan(
     if recipe.remote is not None:
         console.print("  none for the model: it runs on the server")
     elif sizes is None:
-        unknown = (
-            f"  the files of {recipe.model.path} are not on this machine and its sizes are not known by name, so its memory "
-            "is unknown"
-        )
-        console.print(unknown, markup=False, highlight=False, soft_wrap=True)
+        unknown = "are not on this machine and its sizes are not known by name, so its memory is unknown"
+        show_line(console, f"the files of {recipe.model.path} {unknown}", 2)
     elif not full:
         rows, _ = at_peak(counted, sizes, device)
         largest = sorted(rows, key=lambda what: -rows[what])[:2]
@@ -77,24 +74,23 @@ def show_plan(
         show_line(console, f"warning: {warning}")
 
 
-def _subject(recipe: StageRecipe, tasks: TaskSplit | None, sizes: ModelSizes | None) -> dict[str, str]:
+def _subject(recipe: StageRecipe, tasks: TaskSplit | None, sizes: ModelSizes | None) -> list[str]:
     """What is trained or measured, and on what: `environment` and `tasks`, where there are any, and `model`."""
-    subject = {}
+    subject = []
     environment = getattr(recipe, "environment", None) or evaluated_environment(recipe)
     if environment is not None:
         key = (environment.rows_key or "").removeprefix("environment.")
-        paths = [str(getattr(source, "path", source)) for source in getattr(environment, key, ())] if key else []
-        played = "known when they are read"
-        if tasks is not None:
-            played = named_tasks(tasks, 0 if len(tasks.training) else 2)
-        subject = {"environment": environment.type, "tasks": played + (f" ({', '.join(paths)})" if paths else "")}
+        paths = ", ".join(str(getattr(source, "path", source)) for source in getattr(environment, key, ()) if key)
+        played = "known when they are read" if tasks is None else named_tasks(tasks, 0 if len(tasks.training) else 2)
+        subject = [f"environment: {environment.type}", f"tasks: {played}" + (f" ({paths})" if paths else "")]
     if (server := recipe.remote) is not None:
-        return subject | {"model": f"{server.model} at {server.url}"}
+        return [*subject, f"model: {server.model} at {server.url}"]
     size = "" if sizes is None else f", {sizes.parameters:,} parameters"
     dtype = recipe.model.dtype or "float32 on a CPU, bfloat16 on a GPU"
-    subject["model"] = f"{recipe.model.path}{size}, {dtype}{', LoRA' if recipe.model.lora else ''}"
-    rate = {"learning rate": f"{recipe.optimizer.learning_rate:g}"} if isinstance(recipe, TrainedRecipe) else {}
-    return subject | rate
+    subject.append(f"model: {recipe.model.path}{size}, {dtype}{', LoRA' if recipe.model.lora else ''}")
+    if isinstance(recipe, TrainedRecipe):
+        subject.append(f"learning rate: {recipe.optimizer.learning_rate:g}")
+    return subject
 
 
 def batch_arithmetic(recipe: StageRecipe, tasks: TaskSplit | None = None) -> list[str]:

@@ -77,8 +77,7 @@ def dedicated_rows(recipe: StageRecipe, sizes: ModelSizes, device: Device | None
 
 def at_peak(recipe: StageRecipe, sizes: ModelSizes, device: Device | None) -> tuple[Mapping[str, int], str]:
     """The items that are on the device at the same time when they need the most memory, and when that is. A CPU keeps the
-    cache of the engine and the memory of activations.
-    """
+    cache of the engine and the memory of activations."""
     rows, placement = memory_rows(recipe, sizes, device), placement_of(recipe)
     engine = engine_memory(recipe, sizes, placement, device)
     if device is None or not engine:
@@ -101,10 +100,9 @@ def require_memory(recipe: StageRecipe, sizes: ModelSizes, memory: int) -> None:
     items = at_peak(recipe, sizes, None)[0].items()
     needed = count * sum(number for what, number in items if what not in (ACTIVATIONS, CACHE))
     if needed > memory:
-        raise DoesNotFit(
-            f"the run does not fit: it needs {shown_bytes(needed)} besides activations and the key/value cache, and this "
-            f"machine has {shown_bytes(memory)}; `--full` lists the parts"
-        )
+        needs = f"it needs {shown_bytes(needed)} besides activations and the key/value cache"
+        has = f"this machine has {shown_bytes(memory)}"
+        raise DoesNotFit(f"the run does not fit: {needs}, and {has}; `--full` lists the parts")
 
 
 def too_large(
@@ -130,15 +128,12 @@ def too_large(
             section, _, name = key.partition(".")
             changes[section] = changes.get(section, getattr(recipe, section)).model_copy(update={name: value})
         if needed(recipe.model_copy(update=changes)) <= device.memory:
-            shown = [
-                f"{key}.rank={value.rank}" if isinstance(value, LoraRecipe) else f"{key}={str(value).lower()}"
-                for key, value in keys.items()
-            ]
-            remedy = f"it fits with {' '.join(shown)}"
+            lora = {f"{key}.rank": one.rank for key, one in keys.items() if isinstance(one, LoraRecipe)}
+            plain = {key: one for key, one in keys.items() if not isinstance(one, LoraRecipe)}
+            remedy = f"it fits with {' '.join(f'{key}={str(one).lower()}' for key, one in (plain | lora).items())}"
             break
-    return [
-        f"the run needs an estimated {shown_bytes(total)} and {device.name} has {shown_bytes(int(device.memory))}; {remedy}"
-    ]
+    has = f"{device.name} has {shown_bytes(int(device.memory))}"
+    return [f"the run needs an estimated {shown_bytes(total)} and {has}; {remedy}"]
 
 
 def _smaller(recipe: StageRecipe, heads: int) -> Iterator[dict[str, Any]]:

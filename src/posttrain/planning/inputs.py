@@ -36,9 +36,8 @@ def require_inputs(recipe: StageRecipe, engine_too: bool = True) -> None:
     engine, hardware = recipe.sampler, getattr(recipe, "hardware", None)
     starts = engine_too and getattr(engine, "type", None) == "vllm" and not engine.urls and engine.python is None
     if starts and (hardware is None or hardware.ray is None) and find_spec("vllm") is None:
-        raise InputError(
-            f"engine.type: vllm is not installed; run `{pip_command('vllm')}`, or set engine.python to an interpreter that has it"
-        )
+        remedy = f"run `{pip_command('vllm')}`, or set engine.python to an interpreter that has it"
+        raise InputError(f"engine.type: vllm is not installed; {remedy}")
 
 
 def _require_rows(recipe: StageRecipe, section: BaseConfig, sources: list[SourceRecipe]) -> None:

@@ -30,17 +30,12 @@ _UNSHARDED = "unsharded weights while sampling"
 
 def with_dtypes(recipe: R, device: Device | None) -> R:
     """The recipe with the precision that each of its models has on `device`. For an unknown device (None), it is
-    unchanged.
-    """
+    unchanged."""
     if device is None:
         return recipe
-    return recipe.model_copy(
-        update={
-            name: section.model_copy(update={"dtype": "bfloat16"})
-            for name, section in recipe.models().items()
-            if section.dtype in (None, "auto")
-        }
-    )
+    open_models = {name: section for name, section in recipe.models().items() if section.dtype in (None, "auto")}
+    halves = {name: section.model_copy(update={"dtype": "bfloat16"}) for name, section in open_models.items()}
+    return recipe.model_copy(update=halves)
 
 
 def sizes_at(path: str) -> ModelSizes | None:
@@ -117,12 +112,9 @@ def process_memory(recipe: TrainedRecipe, sizes: ModelSizes, device: Device | No
     over = f", over {count} processes"
     for what in ("gradients", MASTERS):
         rows.pop(what, None)
-    frozen = 0 if recipe.model.lora is None else parameters
-    shares = (
-        width * frozen + 4 * trained,
-        f"float32 shards of trained parameters, {width} bytes per frozen parameter{over}",
-    )
-    rows["weights"] = (-(-shares[0] // count), shares[1])
+    held = 4 * trained + (0 if recipe.model.lora is None else width * parameters)
+    how = f"float32 shards of trained parameters, {width} bytes per frozen parameter{over}"
+    rows["weights"] = (-(-held // count), how)
     rows["gradients"] = (-(-4 * trained // count), f"float32 shards of {trained:,} trained parameters{over}")
     if hardware.offload == "optimizer":
         rows["AdamW state"] = (0, IN_CPU_MEMORY)
@@ -130,15 +122,13 @@ def process_memory(recipe: TrainedRecipe, sizes: ModelSizes, device: Device | No
         state = recipe.state_items(Plan(sizes, placement, device, sizes_at))
         rows |= {what: (0, f"offloaded: {how}") for what, (_, how) in rows.items() if what in state}
     if not hardware.reduces_per_forward and hardware.learners > 1:
-        rows["whole gradients"] = (
-            4 * trained,
-            "float32, accumulated over the forward passes of an update; not needed with `hardware.gradient_sync: per_forward`",
-        )
+        how = "float32, accumulated over an update; not needed with `hardware.gradient_sync: per_forward`"
+        rows["whole gradients"] = (4 * trained, how)
     elif hardware.replicas > 1:
         # FSDP keeps the buffers of a pass's reductions between replicas to its end, when its activations are free.
         free = sum(rows.get(what, (0, ""))[0] for what in (ACTIVATIONS, "logits"))
-        held = "float32, of one pass, reduced between replicas; more than the activations that are free by then"
-        rows[BETWEEN] = (max(0, rows["gradients"][0] - free), held)
+        how = "float32, of one pass, reduced between replicas; more than the activations that are free by then"
+        rows[BETWEEN] = (max(0, rows["gradients"][0] - free), how)
     if not placement.engines and getattr(recipe.sampler, "type", None) == "local":
         rows[_UNSHARDED] = (width * sizes.parameters, "for the engine in this process; activations are freed")
     return rows

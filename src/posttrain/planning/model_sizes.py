@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import InputError
-from posttrain.models.files import check_files, tensors_of
-from posttrain.models.load import packaged_file
+from posttrain.models.files import check_files, packaged_file, tensors_of
 from posttrain.plugins import require_module
 from posttrain.recipe.plan import ModelSizes
 

@@ -63,9 +63,7 @@ class Worker:
 def placed_recipe(recipe: StageRecipe) -> TrainedRecipe:
     """The recipe, if its stage can run on a cluster. Raises `InputError` if its stage cannot run on a cluster."""
     if not recipe.on_cluster:
-        raise InputError(
-            f"stage {recipe.stage} runs in one process; only the stages rl, sft, reward and dpo run on a cluster"
-        )
+        raise InputError(f"stage {recipe.stage} runs in one process; rl, sft, reward and dpo can run on a cluster")
     return recipe  # type: ignore[return-value]
 
 
@@ -73,20 +71,18 @@ def refuse_placement(recipe: TrainedRecipe) -> None:
     """Raise `InputError` for a placement without a model to place, and for engines that a cluster does not support."""
     transfer = getattr(getattr(recipe, "engine", None), "weight_transfer", "files")
     if transfer != "files":
-        raise InputError(
-            f"engine.weight_transfer: {transfer} does not work with hardware.ray; use files, or remove hardware.ray"
-        )
-    dedicated = recipe.hardware.dedicated
-    if dedicated.critic and "critic" not in recipe.separable:
-        raise InputError(
-            "hardware.dedicated.critic: there is no critic with weights of its own; set credit.type=gae and "
-            "critic.backbone=separate, or hardware.dedicated.critic=0"
-        )
-    if dedicated.reference and "reference" not in recipe.separable:
-        raise InputError(
-            "hardware.dedicated.reference: there is no KL penalty with a fixed reference model; set kl.coefficient above 0 "
-            "without kl.reference.update_every, or hardware.dedicated.reference=0"
-        )
+        raise InputError(f"engine.weight_transfer: {transfer} does not work with hardware.ray; use files")
+    for role, why, remedy in (
+        ("critic", "critic with weights of its own", "credit.type=gae and critic.backbone=separate"),
+        (
+            "reference",
+            "KL penalty with a fixed reference model",
+            "kl.coefficient above 0 without kl.reference.update_every",
+        ),
+    ):
+        if getattr(recipe.hardware.dedicated, role) and role not in recipe.separable:
+            key = f"hardware.dedicated.{role}"
+            raise InputError(f"{key}: there is no {why}; set {remedy}, or {key}=0")
 
 
 def engine_count(recipe: TrainedRecipe, devices: bool) -> int:
@@ -148,16 +144,13 @@ def place(recipe: TrainedRecipe, nodes: list[Node]) -> tuple[list[Worker], float
     workers, engines = workers_of(recipe, nodes), recipe.hardware.engines
     needed, there = sum(worker.gpus for worker in workers), sum(node.devices for node in nodes)
     if needed > there:
-        raise InputError(
-            f"hardware: {counted(workers)} need {needed} GPUs, but the cluster has {there}; lower hardware.processes or "
-            "hardware.engines.count, or set hardware.engines.colocated: true"
-        )
-    shared = sum(worker.colocated for worker in workers) * engines.devices
-    if shared > recipe.hardware.learners:
-        raise InputError(
-            f"hardware.engines: colocated engines need {shared} GPUs, more than the GPUs of hardware.processes = "
-            f"{recipe.hardware.learners} learners; lower the count, or set hardware.engines.colocated: false"
-        )
+        remedy = "lower hardware.processes or hardware.engines.count, or set hardware.engines.colocated: true"
+        raise InputError(f"hardware: {counted(workers)} need {needed} GPUs, but the cluster has {there}; {remedy}")
+    shared, learners = sum(worker.colocated for worker in workers) * engines.devices, recipe.hardware.learners
+    if shared > learners:
+        more = f"more than the GPUs of hardware.processes = {learners} learners"
+        remedy = "lower the count, or set hardware.engines.colocated: false"
+        raise InputError(f"hardware.engines: colocated engines need {shared} GPUs, {more}; {remedy}")
     share = min(1.0, sum(node.cpus for node in nodes) / sum(worker.cpus for worker in workers))
     while True:
         # Two decimals; Ray resolves cores to 1e-4.

@@ -13,8 +13,7 @@ from posttrain.recipe.compose import dump_recipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.report import run_facts
-from posttrain.runs.tables import headline, markdown_table, read_policies, read_tables
-from posttrain.runs.tables import policy_tables as tables_of
+from posttrain.runs.tables import headline, markdown_table, policy_tables, read_run_results
 
 if TYPE_CHECKING:
     from posttrain.recipe.stages import Recipe
@@ -22,11 +21,6 @@ if TYPE_CHECKING:
 _PACKAGED = {"packaged:smollm2-135m": ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")}
 """Models that ship with packages -> their hub id and licence."""
 _TAGS = {"rl": "reinforcement-learning", "reward": "reward-model", "distill": "distillation"}
-
-_USES = {
-    "gguf": "```\nllama-cli -m {name}.gguf\n```",
-}
-"""Kind of export -> its use, in the folder of the card."""
 
 
 @looking()
@@ -57,16 +51,18 @@ def model_card(run: RunDirectory, licence: str | None = None, target: str = "hf"
         rows.append(("environment", f"`{environment.type}`", "generated from seeds" if not rows else ""))
     data = markdown_table(("use", "source", "SHA-256"), rows) if rows else "None."
     metadata |= {"license": licence} if licence else {}
+    results = read_run_results(run.path)
+    tables = [*policy_tables(results.policies), *results.tables]
     sections = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
         f"# {run.path.name}",
         f"Trained with posttrain, stage `{recipe.stage}`, from `{base}`.",
         headline(lines),
         "## Results",
-        *_results(run),
+        *(dict.fromkeys(table.markdown() for table in tables) or ["No held-out tasks were measured."]),
         "Intervals are 95%. Rows of baseline policies are of the same held-out tasks; `exact` values are computed.",
         "## Use",
-        _USES[target].format(name=run.path.name) if target in _USES else _use(recipe, adapter, address),
+        f"```\nllama-cli -m {run.path.name}.gguf\n```" if target == "gguf" else _use(recipe, adapter, address),
         "## Data",
         data,
         "## Training",
@@ -114,18 +110,6 @@ def is_adapter(directory: Path) -> bool:
     return (directory / "adapter_config.json").is_file()
 
 
-def _results(run: RunDirectory) -> Iterator[str]:
-    tables = [*tables_of(read_policies(run.path)), *read_tables(run.path)]
-    seen: set[str] = set()
-    for table in tables:
-        text = table.markdown()
-        if text not in seen:
-            seen.add(text)
-            yield text
-    if not tables:
-        yield "No held-out tasks were measured."
-
-
 def _use(recipe: "Recipe", adapter: bool, address: str) -> str:
     loader, imports = "AutoModelForCausalLM", []
     if recipe.stage == "reward":
@@ -149,12 +133,8 @@ def _sources(values: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, 
         elif isinstance(value, list):
             for item in value:
                 if isinstance(item, Mapping) and isinstance(item.get("path"), str):
-                    yield f"`{path}`", f"`{item['path']}`", _hash(item["path"])
-
-
-def _hash(path: str) -> str:
-    file = Path(path).expanduser()
-    if not file.is_file():
-        return "data set of the hub, or no longer here"
-    with file.open("rb") as content:
-        return f"`{hashlib.file_digest(content, 'sha256').hexdigest()}`"
+                    known, file = "data set of the hub, or no longer here", Path(item["path"]).expanduser()
+                    if file.is_file():
+                        with file.open("rb") as content:
+                            known = f"`{hashlib.file_digest(content, 'sha256').hexdigest()}`"
+                    yield f"`{path}`", f"`{item['path']}`", known

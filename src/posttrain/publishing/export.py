@@ -1,11 +1,12 @@
-"""Write the model of a run for another program: transformers and vLLM, or GGUF."""
+"""Write the model of a run for another program (transformers and vLLM, or GGUF), or upload it."""
 
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from posttrain.errors import InputError
+from posttrain.errors import InputError, RunError
 from posttrain.publishing.card import is_adapter, model_card
 from posttrain.runs.directory import RunDirectory, atomic_folder, exported_model, is_used, remove_partials
 from posttrain.runs.reader import is_file, read_text
@@ -61,10 +62,13 @@ def export_run(
     remove_partials(out)
     with atomic_folder(out) as folder:
         if target == "gguf":
-            from posttrain.publishing.gguf import progress, write_gguf  # imports torch
+            from posttrain.publishing.gguf import write_gguf  # imports torch
 
             check = write_gguf(model, folder / f"{run.path.name}.gguf", kind, run.path.name)
-            tell(progress(check, kind))
+            tell(
+                f"checked: logits of the loaded file differ by {100 * check.difference:.2g}% ({kind}), "
+                f"and {100 * check.agreement:.4g}% of the best tokens agree"
+            )
         else:
             copy_model(model, folder, int(shard_gigabytes * GIGABYTE))
         (folder / "README.md").write_text(card, encoding="utf-8")
@@ -92,3 +96,47 @@ def copy_model(model: Path, out: Path, shard_bytes: int) -> None:
             with safe_open(file, "pt") as content:
                 tensors |= {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 (not a mapping)
         save_torch_state_dict(tensors, out, max_shard_size=shard_bytes, metadata={"format": "pt"})
+
+
+def push_run(
+    run: RunDirectory,
+    repository: str,
+    *,
+    private: bool = True,
+    licence: str | None = None,
+    revision: str | None = None,
+    target: str = "hf",
+    tell: Callable[[str], None] = lambda _: None,
+) -> str:
+    """Upload the export of `run` to the Hugging Face hub, or to a server with its interface, in one commit; returns its URL. The token comes from `hf auth login` or `HF_TOKEN`.
+
+    Raises:
+        InputError: `repository` is not `USER/NAME`, or the run has no model.
+        RunError: the server rejected the upload; nothing was committed.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    if repository.count("/") != 1 or not all(repository.split("/")):
+        raise InputError(f"{repository} is not USER/NAME; give the repository as USER/NAME")
+    with TemporaryDirectory(prefix="posttrain-push-") as scratch:
+        out = Path(scratch) / "model"
+        files = export_run(run, target, out, licence=licence, address=repository, tell=tell)
+        tell(f"{len(files)} files, {sum(file.stat().st_size for file in files) / 1e6:.1f} MB")
+        api = HfApi()
+        try:
+            api.create_repo(repository, private=private, exist_ok=True)
+            if revision is not None:
+                api.create_branch(repository, branch=revision, exist_ok=True)
+            done = api.upload_folder(
+                repo_id=repository,
+                folder_path=out,
+                revision=revision,
+                commit_message=f"{run.path.name}, trained with posttrain",
+            )
+        except (HfHubHTTPError, HFValidationError, OSError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise RunError(
+                f"{repository}: the upload failed ({type(error).__name__}: {reason}); log in with `hf auth login`, and check the name"
+            ) from error
+    return str(done)

@@ -230,11 +230,3 @@ def compare(model: Any, tokenizer: Any, file: Path) -> Check:
     difference = float((expected - reloaded).pow(2).mean().sqrt()) / scale
     agreement = float((expected.argmax(-1) == reloaded.argmax(-1)).double().mean())
     return Check(difference if math.isfinite(difference) else math.inf, agreement)
-
-
-def progress(check: Check, kind: str) -> str:
-    """The result of the check in a line."""
-    return (
-        f"checked: logits of the loaded file differ by {100 * check.difference:.2g}% ({kind}), "
-        f"and {100 * check.agreement:.4g}% of the best tokens agree"
-    )

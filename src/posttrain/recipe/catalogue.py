@@ -13,6 +13,7 @@ Its recipes are then called `maze/NAME`.
 
 import difflib
 import importlib.util
+import itertools
 import os
 from collections.abc import Iterator
 from functools import cache
@@ -65,22 +66,16 @@ def recipe_file(name: str) -> Path:
         return names[plain]
     near = difflib.get_close_matches(plain, names, 3, 0.6)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
-    raise InputError(
-        f"there is no recipe file {name}; {hint}name a YAML file or a recipe of `posttrain recipe list`, or write overrides "
-        f"as `key=value`{more()}"
-    )
+    remedy = f"{hint}name a YAML file or a recipe of `posttrain recipe list`, or write overrides as `key=value`{more()}"
+    raise InputError(f"there is no recipe file {name}; {remedy}")
 
 
 def summary(file: Path) -> str:
     """The first sentence of the comment at the top of a recipe file; empty if it has none."""
-    lines = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        lines.append(line.lstrip("# ").strip())
-    text = " ".join(lines)
-    end = text.find(". ")
-    return text if end < 0 else text[: end + 1]
+    lines = file.read_text(encoding="utf-8").splitlines()
+    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    sentence, end, _ = " ".join(line.lstrip("# ").strip() for line in comment).partition(". ")
+    return sentence + end.strip()
 
 
 def _named(folder: Path, prefix: str) -> Iterator[tuple[str, Path]]:

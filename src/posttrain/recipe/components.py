@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, ClassVar, Generic, ParamSpec, TypeVar
 
-from pydantic import BeforeValidator, Field, SerializeAsAny
+from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, ValidationInfo
+from pydantic_core import PydanticCustomError
 
 from posttrain.errors import InputError
 from posttrain.plugins import Group, PluginError, entry_points, load, more, require_trust
@@ -37,8 +39,8 @@ ENVIRONMENTS: dict[str, Any] = {
     "text_task": "posttrain.environments.text_task:TextTask",
 }
 """Name -> the class of an environment, or `module:Class` for the built-in ones, which are imported on demand.
-`register_environment` adds to it; for those of plug-ins, see `environment_names`.
-"""
+`register_environment` adds to it; for those of plug-ins, see `environment_names`."""
+_UNTYPED = "environment.type is missing; name an environment, for example `environment.type=bandit`"
 _UNKNOWN = "posttrain.environments.unknown:Unknown"
 _GAMES = ("bandit", "frozen_lake", "sokoban")
 """Built-in environments whose recipes name neither code nor files."""
@@ -83,10 +85,27 @@ def _leaves(values: dict[str, Any], inside: str = "") -> dict[str, Any]:
     return leaves
 
 
-AnyEnvironment = Annotated[
-    SerializeAsAny[EnvironmentRecipe],
-    BeforeValidator(lambda value: environment_recipe(value) if isinstance(value, dict) else value),
-]
+def _by_type(value: Any, info: ValidationInfo) -> Any:
+    """The typed recipe of a mapping with a `type`; for pydantic. Anything else is returned unchanged."""
+    if not isinstance(value, dict):
+        return value
+    try:
+        name = value.get("type")
+        if not isinstance(name, str):
+            problem = f"is {json.dumps(name)}; it must be text"
+            raise InputError(f"environment.type {problem}" if "type" in value else _UNTYPED)
+        part = environment_class(name).Recipe
+        return part.model_validate_json(json.dumps(value), strict=True) if info.mode == "json" else part(**value)
+    except ValidationError:
+        raise
+    except InputError as error:
+        raise PydanticCustomError("environment", "{problem}", {"problem": str(error)}) from error
+    except (Exception, SystemExit) as error:
+        problem = f"environment.type: {name} failed to load with {type(error).__name__}: {error}; correct that file"
+        raise PydanticCustomError("environment", "{problem}", {"problem": problem}) from error
+
+
+AnyEnvironment = Annotated[SerializeAsAny[EnvironmentRecipe], BeforeValidator(_by_type)]
 """The recipe of an environment, whose class depends on its `type`."""
 
 _looking: ContextVar[bool] = ContextVar("looking", default=False)
@@ -96,8 +115,7 @@ _looking: ContextVar[bool] = ContextVar("looking", default=False)
 def looking() -> Iterator[None]:
     """Inside the block, environments that are neither games of this package nor plug-ins are not imported:
     `environment_class` returns a class that accepts all keys and cannot be played. Run directories may come from other
-    people, and reading one must not execute the code that it names.
-    """
+    people, and reading one must not execute the code that it names."""
     before = _looking.set(True)
     try:
         yield
@@ -157,39 +175,36 @@ def environment_class(type_name: str) -> Any:
     """The `Environment` subclass that `type_name` names. Raises `InputError` if there is none."""
     if type_name not in ENVIRONMENTS and type_name in entry_points(_GROUP):
         return load(_GROUP, type_name)
-    where = ENVIRONMENTS.get(type_name, type_name)
+    where, start = ENVIRONMENTS.get(type_name, type_name), "environment.type: "
     if isinstance(where, type):
         return where
     if _looking.get() and type_name not in _GAMES:
         where = _UNKNOWN
-    if where.split(":")[0].endswith(".py"):
-        file = Path(where.split(":")[0])
-        if not file.is_file():
-            raise InputError(f"environment.type: there is no file {file}; correct the path")
-        return _class_in(module_of_file(file), where.partition(":")[2], where)
-    if ":" not in where:
+    place, colon, class_name = where.partition(":")
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise InputError(f"{start}there is no file {place}; correct the path")
+        return _class_in(module_of_file(Path(place)), class_name, where)
+    if not colon:
         if Path(f"{where}.py").is_file():
-            raise InputError(f"environment.type: {where} is not a built-in environment; write {where}.py for that file")
-        near = difflib.get_close_matches(type_name.casefold(), environment_names(), 1, 0.6)
+            raise InputError(f"{start}{where} is not a built-in environment; write {where}.py for that file")
+        names = environment_names()
+        near = difflib.get_close_matches(type_name.casefold(), names, 1, 0.6)
         hint = f" (did you mean {near[0]}?)" if near else ""
-        raise InputError(
-            f"environment.type: there is no environment {type_name!r}{hint}; use one of {', '.join(environment_names())}, "
-            f"`module:Class`, or the path of a .py file{more()}"
-        )
-    module_name, _, class_name = where.partition(":")
+        use = f"use one of {', '.join(names)}, `module:Class`, or the path of a .py file{more()}"
+        raise InputError(f"{start}there is no environment {type_name!r}{hint}; {use}")
     try:
-        module = importlib.import_module(module_name)
+        module = importlib.import_module(place)
     except ModuleNotFoundError as error:
-        raise InputError(
-            f"environment.type: module {error.name!r} of {type_name!r} is not installed; install it, or correct the name"
-        ) from error
+        missing = f"module {error.name!r} of {type_name!r} is not installed"
+        raise InputError(f"{start}{missing}; install it, or correct the name") from error
     return _class_in(module, class_name, where)
 
 
 def environment_recipe(values: dict[str, Any]) -> EnvironmentRecipe:
     """The validated recipe of the environment that `values["type"]` names."""
     if "type" not in values:
-        raise InputError("environment.type is missing; name an environment, for example `environment.type=bandit`")
+        raise InputError(_UNTYPED)
     return environment_class(values["type"]).Recipe(**values)
 
 
@@ -207,9 +222,7 @@ def module_of_file(path: Path) -> ModuleType:
         name += f"_{hashlib.blake2b(str(file).encode(), digest_size=8).hexdigest()}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -226,21 +239,18 @@ def module_of_file(path: Path) -> ModuleType:
 
 
 def _class_in(module: Any, class_name: str, where: str) -> Any:
-    if class_name:
-        classes = {class_name: getattr(module, class_name, None)}
-    else:
+    classes = {class_name: getattr(module, class_name, None)}
+    if not class_name:
         defined = {name: v for name, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__}
         classes = {name: v for name, v in defined.items() if isinstance(v, type) and hasattr(v, "Recipe")}
-        whole = {name: v for name, v in classes.items() if not inspect.isabstract(v)}
-        classes = whole or classes
+        classes = {name: v for name, v in classes.items() if not inspect.isabstract(v)} or classes
     start = f"environment.type: {where}"
     if not classes:
         raise InputError(f"{start} has no environment; derive a class from posttrain.Environment")
-    if len(classes) > 1:
-        raise InputError(
-            f"{start} has the environments {', '.join(classes)}; name one as {where}:{next(iter(classes))}"
-        )
-    ((name, only),) = classes.items()
+    name, *others = classes
+    if others:
+        raise InputError(f"{start} has the environments {', '.join(classes)}; name one as {where}:{name}")
+    only = classes[name]
     if only is None:
         raise InputError(f"{start}: there is no class {name}; correct the name")
     if not isinstance(only, type) or not hasattr(only, "Recipe"):
@@ -252,8 +262,7 @@ def _class_in(module: Any, class_name: str, where: str) -> Any:
 
 class Factory(Generic[P, T]):
     """A function that creates a component in this process. Inside `placed_by`, another function creates it, for example
-    on a worker of a cluster.
-    """
+    on a worker of a cluster."""
 
     def __init__(self, here: Callable[P, T]) -> None:
         self.here = here

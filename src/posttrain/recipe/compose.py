@@ -12,9 +12,9 @@ from posttrain.errors import InputError, require_type
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import environment_class, register_environment
 from posttrain.recipe.evaluate import NOT_EVALUATED, EvaluateRecipe
-from posttrain.recipe.reference import sections_of, tags_of
+from posttrain.recipe.reference import either, sections_of, tags_of
 from posttrain.recipe.registry import REGISTRIES, Registry
-from posttrain.recipe.sources import KeyPath, Layer, dump_values, merge, read_file, read_overrides, required_keys
+from posttrain.recipe.sources import Layer, dump_values, merge, read_file, read_overrides, required_keys
 from posttrain.recipe.stages import STAGES, Recipe
 from posttrain.recipe.validation import nearest_type, validation_errors
 
@@ -58,20 +58,16 @@ def chosen(kinds: Registry, value: str | BaseConfig | Mapping[str, Any], /, **ke
         return section(type(value), value, **keywords)
     require_type(str(kinds.key), value, str, Mapping)
     values = {"type": value} if isinstance(value, str) else dict(value)
-    name = str(values.get("type"))
-    kind = kinds.find(name)
-    if kind is None:
-        raise InputError(
-            f"there is no {kinds.key} {name!r}{nearest_type(name, kinds.names())}; use one of {', '.join(kinds.names())}"
-        )
+    name, known = str(values.get("type")), kinds.names()
+    if (kind := kinds.find(name)) is None:
+        raise InputError(f"there is no {kinds.key} {name!r}{nearest_type(name, known)}; use one of {', '.join(known)}")
     return section(kind, values, **keywords)
 
 
 def plain_values(value: Any, name: str = "recipe") -> Any:
     """`value` in its YAML form: paths as text, typed sections as mappings, tuples as lists, dotted keys nested, and the
     class of an environment as the `type` that names it. InputError, which names the key (of the whole: `name`), for a value
-    that YAML does not have.
-    """
+    that YAML does not have."""
     if isinstance(value, BaseConfig):
         return value.model_dump(mode="json")
     if isinstance(value, Path):
@@ -123,19 +119,19 @@ def _as_evaluations(layers: list[Layer]) -> list[Layer]:
         if trained == "evaluate" or schema is None:
             converted.append(layer)
             continue
-        default = "environment" in schema.model_fields and schema.model_fields["environment"].default is not None
+        environment = schema.model_fields.get("environment")
+        default = environment is not None and environment.default is not None
         if not default and not any(isinstance(one.values.get("environment"), dict) for one in layers):
             raise InputError(
                 f"{layer.origin(('stage',))}: the recipe is for stage {trained} and has no environment to evaluate in; set "
                 "environment.type, or answer rows with `posttrain generate`"
             )
-        values = {
-            key: {name: kept for name, kept in value.items() if name not in NOT_EVALUATED.get(key, ())}
-            if isinstance(value, dict)
-            else value
-            for key, value in layer.values.items()
-            if key in EvaluateRecipe.model_fields or key not in schema.model_fields
-        }
+        values = {}
+        for key, value in layer.values.items():
+            if isinstance(value, dict):
+                value = {name: kept for name, kept in value.items() if name not in NOT_EVALUATED.get(key, ())}
+            if key in EvaluateRecipe.model_fields or key not in schema.model_fields:
+                values[key] = value
         if "stage" not in layer.values:
             converted.append(Layer(values, layer.origins))
             continue
@@ -173,37 +169,28 @@ def _without_old_keys(values: dict[str, Any], later: dict[str, Any], part: type[
 def typed_recipe(given: Layer, stage: str) -> Recipe:
     """The values `given` as a typed recipe of `stage`; `InputError` as in `load_recipe`."""
     schema = STAGES[stage]
-    declared = given.values.get("stage", stage)
-    if declared != stage:
-        known = [*STAGES, "pipeline", "tune"]
-        message = f"the recipe is for stage {declared}, not {stage}; run it with `posttrain {declared}`"
-        if declared not in known:
-            hint = nearest_type(str(declared), known)
-            message = f"stage is {json.dumps(declared)}{hint}; it must be {', '.join(STAGES)}, pipeline or tune"
-        raise InputError(f"{given.origin(('stage',))}: {message}")
-    if missing := required_keys(given.values):
-        raise InputError("\n".join(_required(path, remedy, given) for path, remedy in missing.items()))
+    require_stage(given, stage)
+    missing = []
+    for path, remedy in required_keys(given.values).items():
+        start, dotted = f"{given.origin(path)}: " if given.origin(path) else "", ".".join(path)
+        remedy = remedy or f"set it in the recipe, or add {dotted}=VALUE"
+        missing.append(f"{start}{dotted} is required and has no value; {remedy}")
+    if missing:
+        raise InputError("\n".join(missing))
     values = {"stage": stage, **_with_defaults(schema, None, _with_rate(_with_evaluated(given.values, schema), schema))}
-    given = Layer(values, given.origins)
-    sentences: list[str] = []
-    rest = values
-    for path in (("environment",), ("evaluation", "environment"), ("audit", "environment")):
-        if errors := _environment_errors(given, schema, path):
-            # Leave out a faulty environment, so that its errors are reported once and errors of other sections are
-            # found as well.
-            sentences, rest = [*sentences, *errors], _without(rest, path)
-            if path[0] == "audit":
-                # With the environment that is played or a model, the section has its scorer.
-                played = (rest.get("evaluation") or {}).get("environment") or rest.get("environment")
-                audit = {"environment": played} if played else {"path": "path", **rest["audit"]}
-                rest = {**rest, "audit": {**rest["audit"], **audit}}
-    try:
-        recipe = checked(Layer(rest, given.origins), schema)
-    except InputError as error:
-        raise InputError("\n".join([*sentences, str(error)])) from None
-    if sentences:
-        raise InputError("\n".join(sentences))
-    return recipe
+    return checked(Layer(values, given.origins), schema)
+
+
+def require_stage(given: Layer, stage: str) -> None:
+    """InputError if the recipe `given` says that it is for another stage than `stage`, or than `pipeline` or `tune`."""
+    declared = given.values.get("stage", stage)
+    if declared == stage:
+        return
+    known = [*STAGES, "pipeline", "tune"]
+    message = f"the recipe is for stage {declared}, not {stage}; run it with `posttrain {declared}`"
+    if declared not in known:
+        message = f"stage is {json.dumps(declared)}{nearest_type(str(declared), known)}; it must be {either(known)}"
+    raise InputError(f"{given.origin(('stage',))}: {message}")
 
 
 def checked(given: Layer, schema: type[P]) -> P:
@@ -211,7 +198,7 @@ def checked(given: Layer, schema: type[P]) -> P:
     try:
         return schema.model_validate_json(json.dumps(given.values), strict=True)
     except ValidationError as error:
-        raise InputError("\n".join(validation_errors(error, schema, given, schema))) from None
+        raise InputError("\n".join(validation_errors(error, schema, given))) from None
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -258,6 +245,8 @@ def _with_evaluated(values: dict[str, Any], schema: type[BaseConfig]) -> dict[st
 
     In a recipe of `evaluate`, which has only one environment, that of `evaluation` becomes `environment`.
     """
+    about = schema.model_fields.get("environment")
+    default = None if about is None else about.get_default(call_default_factory=True)
     for name in ("evaluation", "audit"):
         section = values.get(name)
         changes = section.get("environment") if isinstance(section, dict) else None
@@ -265,64 +254,15 @@ def _with_evaluated(values: dict[str, Any], schema: type[BaseConfig]) -> dict[st
             continue
         evaluation = values.get("evaluation")
         played = evaluation.get("environment") if name == "audit" and isinstance(evaluation, dict) else None
-        changes = _over(played or values.get("environment"), changes, schema)
+        base = played or values.get("environment") or (default.model_dump(mode="json") if default is not None else {})
+        if isinstance(base, dict) and changes.get("type", base.get("type")) == base.get("type"):
+            kept = base
+            with suppress(InputError):
+                kept = _without_old_keys(base, changes, environment_class(str(base.get("type"))).Recipe)
+            changes = merge([Layer(kept), Layer(changes)]).values
         if schema is EvaluateRecipe and name == "evaluation":
-            values = {**values, "environment": changes, name: _without(section, ("environment",))}
+            rest = {key: value for key, value in section.items() if key != "environment"}
+            values = {**values, "environment": changes, name: rest}
         else:
             values = {**values, name: {**section, "environment": changes}}
     return values
-
-
-def _over(base: Any, changes: dict[str, Any], schema: type[BaseConfig]) -> dict[str, Any]:
-    """The keys of an environment, `changes` over those of `base`, by default that of `schema`."""
-    about = schema.model_fields.get("environment")
-    default = None if about is None else about.get_default(call_default_factory=True)
-    base = base or (default.model_dump(mode="json") if default is not None else {})
-    if isinstance(base, dict) and changes.get("type", base.get("type")) == base.get("type"):
-        kept = base
-        with suppress(InputError):
-            kept = _without_old_keys(base, changes, environment_class(str(base.get("type"))).Recipe)
-        changes = merge([Layer(kept), Layer(changes)]).values
-    return changes
-
-
-def _without(values: dict[str, Any], path: KeyPath) -> dict[str, Any]:
-    """A copy of `values` without the key at `path`."""
-    first, *rest = path
-    if rest:
-        return {**values, first: _without(values[first], tuple(rest))}
-    return {key: value for key, value in values.items() if key != first}
-
-
-def _environment_errors(given: Layer, schema: type[BaseConfig], path: KeyPath) -> list[str]:
-    """Errors in the environment at `path`, one sentence each."""
-    values: Any = given.values
-    for key in path:
-        values = values.get(key) if isinstance(values, dict) else None
-    if not isinstance(values, dict):
-        return []
-    name, written, key = values.get("type"), given.origin((*path, "type")), ".".join(path)
-    place = f"{written}: " if written else ""
-    if path[0] == "audit" and "environment" not in schema.model_fields:
-        return [f"{place}{key}: this stage plays no environment; set `audit.path` to a reward model instead"]
-    if name is None:
-        return [f"{place}{key}.type is missing; name an environment, for example `{key}.type=bandit`"]
-    if not isinstance(name, str):
-        return [f"{place}{key}.type is {json.dumps(name)}; it must be text"]
-    try:
-        part = environment_class(name).Recipe
-        part.model_validate_json(json.dumps(values), strict=True)
-    except InputError as error:
-        return [f"{place}{error}"]
-    except ValidationError as error:
-        return validation_errors(error, part, given, schema, path)
-    except (Exception, SystemExit) as error:
-        return [f"{place}{key}.type: {name} failed to load with {type(error).__name__}: {error}; correct that file"]
-    return []
-
-
-def _required(path: KeyPath, remedy: str, given: Layer) -> str:
-    """The sentence about a key with the placeholder `???`."""
-    place, dotted = given.origin(path), ".".join(path)
-    start = f"{place}: " if place else ""
-    return f"{start}{dotted} is required and has no value; {remedy or f'set it in the recipe, or add {dotted}=VALUE'}"

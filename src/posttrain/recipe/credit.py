@@ -24,17 +24,10 @@ class Credit(Section):
 
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric(
-            "credit/zero_groups",
-            "share of groups in which all episodes have equal returns, so that they give no signal; groups of one do not count with a group baseline",
+            "credit/zero_groups", "share of groups whose episodes have equal returns; with a group baseline, of several"
         ),
-        Metric(
-            "credit/without_baseline",
-            "episodes left out of the update because there is no other episode to compare them with",
-        ),
-        Metric(
-            "credit/mean_advantage",
-            "mean advantage of sampled tokens, weighted as in the loss, in units of their root mean square",
-        ),
+        Metric("credit/without_baseline", "episodes left out because there is no other episode to compare them with"),
+        Metric("credit/mean_advantage", "mean advantage of tokens, weighted as in the loss, over its root mean square"),
     )
 
     compared_with: ClassVar[Comparison] = None
@@ -103,6 +96,9 @@ def register_credit(
     return CREDITS.register(*names, compared_with=compared_with, nonnegative=nonnegative, metrics=metrics)
 
 
+EXPLAINED = Panel(
+    "Values against observed returns", "explained variance", from_zero=False, smoothed=True, figure="critic"
+)
 VALUES = Panel("Mean over sampled tokens", "reward", from_zero=False, smoothed=True, figure="critic")
 
 
@@ -110,18 +106,7 @@ class CriticRecipe(BaseConfig):
     """The critic: estimates the remaining return before each sampled token. Used by `gae` and `bilevel_gae`."""
 
     metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            "critic/explained_variance",
-            "explained variance, training episodes",
-            Panel(
-                "Values against observed returns",
-                "explained variance",
-                from_zero=False,
-                smoothed=True,
-                figure="critic",
-            ),
-            TRAINING,
-        ),
+        Metric("critic/explained_variance", "explained variance, training episodes", EXPLAINED, TRAINING),
         Metric("critic/value", "value", VALUES, TRAINING),
         Metric("critic/return", "return from the token onward", VALUES, HELD_OUT),
         Metric("critic/loss", "value loss", Panel("Value loss", "reward squared", logarithmic=True, figure="critic")),

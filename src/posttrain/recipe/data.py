@@ -4,12 +4,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from posttrain.recipe.base import BaseConfig, Reads, Text, Writes
 from posttrain.recipe.metrics import PURPLE, Metric
 from posttrain.recipe.model import LOSS_TERMS
-from posttrain.recipe.needs import needs
+from posttrain.recipe.needs import needs, unless
 from posttrain.recipe.rollout import HeldOut
 
 DEPTH = 200
@@ -146,16 +146,14 @@ class DataRecipe(RowsRecipe):
     """Validation rows, for the learning curve and the choice of the best checkpoint."""
     test: Sources = []
     """Test rows, for the final table; nothing is selected on them. If empty, and `held_out` is too, the final table uses the validation rows and has a selection bias."""
-    held_out: HeldOut | Literal[0] = 0
+    held_out: Annotated[
+        HeldOut | Literal[0], unless("validation", reason="`validation` names the validation rows", refused=True)
+    ] = 0
     """Training rows to hold out if `validation` is empty: a number (100) or a share (0.1). They are for validation; if `test` is empty, half of them are for the final table instead. Rows with the same prompt stay together."""
     streaming: bool = False
     """Read rows during training instead of at the start. Needs `steps`."""
     shuffle_buffer: Annotated[int, needs("streaming")] = Field(10_000, ge=1)
     """With `streaming`: size of the shuffle buffer, in rows."""
-
-    def _check(self) -> None:
-        if self.held_out and self.validation:
-            raise ValueError("`held_out` and `validation` both define validation rows; remove one")
 
 
 class FixedRowsRecipe(BaseConfig):
@@ -166,16 +164,6 @@ class FixedRowsRecipe(BaseConfig):
 
     data: RowsRecipe
     """The rows: conversations in `data.train`. All are loaded at the start, and nothing is evaluated on them."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _there_are_rows(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values and not values.get("data"):
-            raise ValueError(
-                f"`{next(iter(values))}` would have no effect: there are no rows to train on; set `data.train`, or remove "
-                "the section"
-            )
-        return values
 
 
 class PtxRecipe(FixedRowsRecipe):

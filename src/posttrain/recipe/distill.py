@@ -21,9 +21,7 @@ from posttrain.recipe.teacher import TeacherRecipe, refuse_other_temperature
 
 class _DistillationLoss(Aggregation):
     metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            "loss/distillation", "distillation loss per token; for `reverse_kl` a surrogate whose value has no meaning"
-        ),
+        Metric("loss/distillation", "distillation loss per token; of `reverse_kl`, the value has no meaning"),
         MISMATCH,
     )
 
@@ -118,11 +116,9 @@ class DistillRecipe(SampledRecipe):
         rollout, sizes, top_k = self.rollout, plan.sizes, self.loss.top_k
         answer = min(self.environment.max_turns * rollout.tokens_per_turn, rollout.tokens_per_episode)
         tokens = rollout.groups_per_step * rollout.episodes_per_group * answer
-        size, what = (
-            (8 * top_k, f"loss.top_k {top_k} x 8") if top_k else (4 * sizes.vocabulary, f"{sizes.vocabulary:,} x 4")
-        )
-        how = f"{tokens:,} sampled tokens of a step x {what} bytes"
-        return {"teacher's distributions, at most": (tokens * size, how), **items}
+        count, width = (top_k, 8) if top_k else (sizes.vocabulary, 4)
+        how = f"{tokens:,} sampled tokens of a step x {'loss.top_k ' if top_k else ''}{count:,} x {width} bytes"
+        return {"teacher's distributions, at most": (tokens * count * width, how), **items}
 
     def work_lines(self) -> list[str]:
         """The teacher, and steps on fixed rows."""
@@ -131,14 +127,13 @@ class DistillRecipe(SampledRecipe):
         if teacher.urls:
             model, urls = teacher.model or "the first model", ", ".join(teacher.urls)
             who = f"{model} at {urls}, {teacher.max_concurrent} requests in flight"
-        if off is None:
-            return [f"teacher: {who}"]
-        paths = ", ".join(source.path for source in off.data.train)
-        return [
-            f"teacher: {who}",
-            f"each step trains on {off.rows_per_step} rows from {paths} with probability {off.share:g} in place of "
-            f"episodes: about {self.steps * off.share:,.0f} of {self.steps:,} steps",
-        ]
+        lines = [f"teacher: {who}"]
+        if off is not None:
+            paths = ", ".join(source.path for source in off.data.train)
+            rows = f"each step trains on {off.rows_per_step} rows from {paths} with probability {off.share:g}"
+            about = f"about {self.steps * off.share:,.0f} of {self.steps:,} steps"
+            lines.append(f"{rows} in place of episodes: {about}")
+        return lines
 
     def warnings(self) -> list[str]:
         """Nothing to evaluate, or no episodes to sample, besides those of all sampled stages."""
@@ -157,22 +152,20 @@ class DistillRecipe(SampledRecipe):
         refuse_other_temperature(self.teacher, rollout.sampling.temperature)
         if rollout.sampling.temperature == 0:
             raise ValueError(
-                "with `rollout.sampling.temperature: 0` the policy samples greedily and no divergence is estimated; set it to 1"
+                "`rollout.sampling.temperature: 0` samples greedily and estimates no divergence; set it to 1"
             )
         if rollout.async_rollouts:
             raise ValueError("`rollout.async_rollouts` is not supported by the distill stage; set it to 0")
         if self.hardware.ray is not None:
-            raise ValueError(
-                "`hardware.ray` is not supported by the distill stage; remove it, and use `hardware.processes` or servers in "
-                "`teacher.urls`"
-            )
+            instead = "use `hardware.processes` or servers in `teacher.urls`"
+            raise ValueError(f"`hardware.ray` is not supported by the distill stage; {instead}")
         refuse_longer(self, "teacher", "rollout.tokens_per_episode", rollout.tokens_per_episode)
         if off is None:
             return
         if self.loss.type == "reverse_kl":
             raise ValueError(
-                "`loss.type: reverse_kl` is a policy gradient on tokens that the policy sampled, which rows of `off_policy` are "
-                "not; use jsd, or remove off_policy"
+                "`loss.type: reverse_kl` is a policy gradient on sampled tokens, which rows of `off_policy` are not; use jsd, or "
+                "remove off_policy"
             )
         if self.teacher.context is not None:
             raise ValueError(

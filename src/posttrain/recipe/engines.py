@@ -50,16 +50,12 @@ class _Engine(BaseConfig):
 
 class LocalEngineRecipe(_Engine):
     """The in-process engine: it uses the weights in training directly, with continuous batching and a prefix cache
-    across turns and groups.
-    """
+    across turns and groups."""
 
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("memory/key_value_cache", "largest size of the local engine's key/value cache so far, in bytes"),
         Metric("time/decoding", "seconds of the local engine's passes on sampled tokens, summed over processes"),
-        Metric(
-            "time/prompts",
-            "seconds of the local engine's passes on prompt tokens, summed over processes; the rest of the rollout is rendering, environments and scheduling",
-        ),
+        Metric("time/prompts", "seconds of the local engine's passes on prompt tokens, summed over processes"),
     )
 
     type: Literal["local"] = "local"
@@ -72,8 +68,7 @@ class LocalEngineRecipe(_Engine):
     """Largest size of the key/value cache in bytes, at least that of one sequence of `rollout.tokens_per_episode` tokens.
     Null: as much as `slots` sequences need. On a CPU, requests wait until their prompt and longest answer fit; memory is
     taken page by page as sequences grow, and returned when new weights arrive if it was not used since the last ones. On
-    a GPU, only as many sequences are decoded at the same time as fit with `rollout.tokens_per_episode` tokens each.
-    """
+    a GPU, only as many sequences are decoded at the same time as fit with `rollout.tokens_per_episode` tokens each."""
 
     def memory_items(self, plan: Plan, model: ModelRecipe, tokens: int) -> Items:
         items, width = _own_weights(plan, model) if plan.placement.engines else {}, model.weight_bytes
@@ -106,16 +101,13 @@ class OpenAIEngineRecipe(_Engine):
     max_concurrent: int = Field(8, ge=1)
     """Maximum number of concurrent episodes; each has at most one request open."""
     timeout: float = Field(120, gt=0)
-    """Timeout of one request in seconds, from sending it to the end of the response. Redirects to another server are
-    not followed.
-    """
+    """Timeout of one request in seconds, to the end of the response. Redirects to another server are not followed."""
     retries: int = Field(3, ge=0)
     """Retries after a timeout, a lost connection, or status 429 or 5xx, with exponential backoff."""
     extra_body: Annotated[dict[str, Any], CONNECTS] = {}
     """Additional JSON fields of every request, for example `top_k: 20`. Null removes a field that a server or model
     rejects: `temperature`, `seed`, or `max_tokens`, whose number is then sent as `max_completion_tokens`. Do not put
-    secrets here: the recipe is stored in the run directory.
-    """
+    secrets here: the recipe is stored in the run directory."""
 
     @property
     def sends_seed(self) -> bool:
@@ -142,10 +134,8 @@ def refuse_unknown_sampling(sampling: SamplingRecipe, key: str) -> None:
     for name in ("top_k", "min_p"):
         value = getattr(sampling, name)
         if value != SamplingRecipe.model_fields[name].default:
-            raise ValueError(
-                f"`{key}.{name}` is not a field of the OpenAI protocol; if the server supports it, set "
-                f"`engine.extra_body.{name}={value:g}` instead"
-            )
+            instead = f"if the server supports it, set `engine.extra_body.{name}={value:g}` instead"
+            raise ValueError(f"`{key}.{name}` is not a field of the OpenAI protocol; {instead}")
 
 
 def has_thinking(environment: EnvironmentRecipe) -> bool:
@@ -155,16 +145,13 @@ def has_thinking(environment: EnvironmentRecipe) -> bool:
 
 def no_primer(environment: EnvironmentRecipe, primer: str) -> str:
     """Why an environment with the primer `primer` cannot be played remotely, and the setting to change."""
+    remedy = f"{environment.type} has to leave its `primer` empty"
     if hasattr(environment, "opened_by"):
         remedy = "set environment.opened_by=policy"
     elif hasattr(getattr(environment, "format", None), "prime"):
         remedy = "set environment.format.prime=false"
-    else:
-        remedy = f"{environment.type} has to leave its `primer` empty"
-    return (
-        f"{environment.type} begins every answer with {primer}, and a chat server cannot continue an answer that has begun; "
-        f"{remedy}"
-    )
+    begun = "a chat server cannot continue an answer that has begun"
+    return f"{environment.type} begins every answer with {primer}, and {begun}; {remedy}"
 
 
 AT_START = unless("urls", remedy="start the servers with it")
@@ -175,24 +162,19 @@ class VllmEngineRecipe(_Engine):
 
     type: Literal["vllm"] = "vllm"
     """`vllm`: a separate vLLM engine."""
-    servers: int = Field(1, ge=1)
+    servers: Annotated[int, unless("urls", refused=True)] = Field(1, ge=1)
     """Number of servers to start on this machine."""
     urls: list[Connects] = []
-    """Addresses of running servers (`python -m posttrain.engines.vllm.server`), for example `http://10.0.0.2:8700`. If
-    given, no server is started. The environment variable `POSTTRAIN_VLLM_TOKEN` holds their access token.
-    """
+    """Addresses of running servers (`python -m posttrain.engines.vllm.server`) to use instead of new ones, for example
+    `http://10.0.0.2:8700`. The environment variable `POSTTRAIN_VLLM_TOKEN` holds their access token."""
     python: Annotated[Executes | None, AT_START] = None
-    """Python interpreter that has vLLM installed, since vLLM pins other package versions than training uses. Null: this
-    interpreter.
-    """
+    """Python interpreter with vLLM, which pins other package versions than training uses. Null: this interpreter."""
     tensor_parallel: Annotated[int, AT_START] = Field(1, ge=1)
     """Tensor-parallel size: devices per server."""
     first_device: Annotated[int, AT_START] = Field(0, ge=0)
     """Index of the first server's GPU among the visible GPUs; each server takes the next `tensor_parallel` GPUs."""
     threads: Annotated[int | None, AT_START] = Field(None, ge=1)
-    """CPU only: threads per engine, not bound to cores. Null: one thread bound to each core, which is fastest if
-    nothing else runs at the same time.
-    """
+    """CPU only: threads per engine, not bound to cores. Null: one bound to each core, fastest if nothing else runs."""
     gpu_memory_utilization: Annotated[float, AT_START] = Field(0.5, gt=0, lt=1)
     """GPU only: share of GPU memory for weights and key/value cache."""
     cache_gigabytes: Annotated[float | None, AT_START] = Field(None, gt=0)
@@ -233,8 +215,6 @@ class VllmEngineRecipe(_Engine):
             )
         if self.weight_transfer == "ipc" and self.urls:
             raise ValueError("`weight_transfer: ipc` is for servers that the run starts; set `weight_transfer: nccl`")
-        if self.urls and self.servers != 1:
-            raise ValueError("`urls` names running servers and `servers` starts new ones; set only one of them")
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"`urls` contains {url}; it must begin with http:// or https://")
@@ -284,3 +264,5 @@ class VllmEngineRecipe(_Engine):
 
 PolicyEngineRecipe = Annotated[LocalEngineRecipe | VllmEngineRecipe, Field(discriminator="type")]
 """An engine that samples with the weights of the policy in this process."""
+AnyEngineRecipe = Annotated[LocalEngineRecipe | VllmEngineRecipe | OpenAIEngineRecipe, Field(discriminator="type")]
+"""Any engine that answers."""

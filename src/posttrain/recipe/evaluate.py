@@ -1,19 +1,11 @@
 """The recipe of `posttrain evaluate`."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Any, Literal
 
 from posttrain.recipe.agent import AgentRecipe, refuse_with_agent
 from posttrain.recipe.components import environment_class
-from posttrain.recipe.engines import (
-    LocalEngineRecipe,
-    OpenAIEngineRecipe,
-    VllmEngineRecipe,
-    no_primer,
-    refuse_unknown_sampling,
-)
+from posttrain.recipe.engines import AnyEngineRecipe, LocalEngineRecipe, no_primer, refuse_unknown_sampling
 from posttrain.recipe.model import RewardSource
 from posttrain.recipe.plan import TaskSplit, counted
 from posttrain.recipe.rollout import EvaluationRecipe, HeldOut, RolloutRecipe
@@ -43,9 +35,7 @@ class EvaluateRecipe(PlayedRecipe):
 
     stage: Literal["evaluate"] = "evaluate"
     """Which stage the recipe is for; `posttrain evaluate` takes this one."""
-    engine: Annotated[LocalEngineRecipe | VllmEngineRecipe | OpenAIEngineRecipe, Field(discriminator="type")] = (
-        LocalEngineRecipe()
-    )
+    engine: AnyEngineRecipe = LocalEngineRecipe()
     """The engine that answers: `model.path` in this process or in vLLM, or a remote model behind a server."""
     rollout: RolloutRecipe = RolloutRecipe()
     reward: RewardSource | None = None
@@ -64,10 +54,7 @@ class EvaluateRecipe(PlayedRecipe):
         if self.remote is not None:
             refuse_unknown_sampling(self.evaluation.sampling, "evaluation.sampling")
             if self.reward is not None:
-                raise ValueError(
-                    "`reward.path` needs token ids, which a server does not return; remove `reward`, or set "
-                    "environment.judge"
-                )
+                raise ValueError("`reward.path` needs token ids, which a server does not return; use environment.judge")
 
     def models(self) -> dict[str, Any]:
         return super().models() | ({} if self.reward is None else {"reward": self.reward})

@@ -8,30 +8,21 @@ from pydantic import Field
 
 from posttrain.recipe.base import BaseConfig, Text, Writes
 from posttrain.recipe.data import ColumnsRecipe, Sources
-from posttrain.recipe.engines import (
-    LocalEngineRecipe,
-    OpenAIEngineRecipe,
-    VllmEngineRecipe,
-    refuse_unknown_sampling,
-)
+from posttrain.recipe.engines import AnyEngineRecipe, LocalEngineRecipe, refuse_unknown_sampling
 from posttrain.recipe.metrics import Metric
+from posttrain.recipe.needs import needs
 from posttrain.recipe.plan import TaskSplit, counted
 from posttrain.recipe.rollout import LOADED, MOST_EPISODES, SamplingRecipe, StopString
 from posttrain.recipe.run import StageRecipe, imported
 
 OWN_COLUMNS = (
-    "id",
-    "prompt",
-    "prediction",
-    "reference",
-    "sample",
-    "seed",
-    "stop_reason",
-    "tokens",
-    "thinking_tokens",
-    "thinking_characters",
+    *("id", "prompt", "prediction", "reference", "sample", "seed", "stop_reason", "tokens"),
+    *("thinking_tokens", "thinking_characters"),
 )
 """Columns of a prediction, besides those of `keep_columns`."""
+
+
+SEVERAL = needs("sampling.temperature", reason="greedy answers to one row are identical", refused=True)
 
 
 class PromptsRecipe(BaseConfig):
@@ -65,10 +56,8 @@ class LimitsRecipe(BaseConfig):
 
     def _check(self) -> None:
         if self.tokens_per_turn >= self.tokens_per_episode:
-            raise ValueError(
-                f"`tokens_per_turn` {self.tokens_per_turn} leaves no room for a prompt within `tokens_per_episode` "
-                f"{self.tokens_per_episode}; raise `tokens_per_episode`"
-            )
+            room = f"leaves no room for a prompt within `tokens_per_episode` {self.tokens_per_episode}"
+            raise ValueError(f"`tokens_per_turn` {self.tokens_per_turn} {room}; raise the latter")
 
 
 class GenerateRecipe(StageRecipe):
@@ -91,14 +80,12 @@ class GenerateRecipe(StageRecipe):
     data: PromptsRecipe
     system: Text | None = None
     """System message of every prompt; it replaces the row's own."""
-    engine: Annotated[LocalEngineRecipe | VllmEngineRecipe | OpenAIEngineRecipe, Field(discriminator="type")] = (
-        LocalEngineRecipe()
-    )
+    engine: AnyEngineRecipe = LocalEngineRecipe()
     """The engine that answers: `model.path` in this process or in vLLM, or a remote model behind a server."""
     rollout: LimitsRecipe = LimitsRecipe()
     sampling: SamplingRecipe = SamplingRecipe(temperature=0.0)
     """Sampling; greedy by default."""
-    samples: int = Field(1, ge=1, le=MOST_EPISODES)
+    samples: Annotated[int, SEVERAL] = Field(1, ge=1, le=MOST_EPISODES)
     """Answers per row."""
     thinking: Literal["keep", "remove"] = "keep"
     """`keep`: predictions include thinking. `remove`: strip it, up to `</think>`, and record its length."""
@@ -134,13 +121,15 @@ class GenerateRecipe(StageRecipe):
         rows = f"the first {self.data.max_rows:,} usable rows" if self.data.max_rows else "every usable row"
         heat, engine = self.sampling.temperature, self.engine
         how = "greedy" if heat == 0 else f"at temperature {heat:g}"
+        if engine.type == "openai":
+            flight = f"{engine.model} at {engine.url}, {counted(engine.max_concurrent, 'request')} in flight"
+        else:
+            flight = f"{engine.slots} answers in flight, {self.window} per window"
+        kept = "kept" if self.thinking == "keep" else "removed"
         return [
             f"{rows} of {paths}, {counted(self.samples, 'answer')} each, {how}",
-            f"answers of at most {limits.tokens_per_turn:,} tokens, thinking "
-            f"{'kept' if self.thinking == 'keep' else 'removed'}",
-            f"{engine.model} at {engine.url}, {counted(engine.max_concurrent, 'request')} in flight"
-            if engine.type == "openai"
-            else f"{engine.slots} answers in flight, {self.window} per window",
+            f"answers of at most {limits.tokens_per_turn:,} tokens, thinking {kept}",
+            flight,
             f"predictions: {self.predictions}",
         ]
 
@@ -148,8 +137,6 @@ class GenerateRecipe(StageRecipe):
         self.engine.check(self.model)
         if self.remote is not None:
             refuse_unknown_sampling(self.sampling, "sampling")
-        if self.sampling.temperature == 0 and self.samples > 1:
-            raise ValueError("greedy answers to one row are identical; set `samples: 1` or a `sampling.temperature`")
         for name in self.keep_columns:
             if name in OWN_COLUMNS:
                 hint = "; give it as `data.id`" if name == "id" else ""

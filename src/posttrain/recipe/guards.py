@@ -29,10 +29,7 @@ SOLVED = 0.9
 OFF_POLICY = ("learner.epochs_per_step", "learner.updates_per_step", "optimizer.learning_rate")
 """Keys of how far the updates of a step move the policy from the one that sampled."""
 
-BROKEN = (
-    "the first step was far from it and had a higher return, so updates are too large",
-    ("optimizer.learning_rate",),
-)
+BROKEN = ("the first step was far from it and had a higher return, so updates are too large", OFF_POLICY[-1:])
 """Cause and key of a policy that training has broken."""
 
 
@@ -95,13 +92,18 @@ class Guard:
         )
 
 
+RATE = ("optimizer.learning_rate",)
+VARIETY = ("rollout.sampling.temperature", "rollout.episodes_per_group")
+FAILURES = ("rollout.failures.action", "rollout.failures.retries")
+EQUAL_ANSWERS = ("rollout.sampling.temperature", "kl.coefficient", "optimizer.learning_rate")
+
 GUARDS = (
     Guard(
         "max_zero_groups",
         "credit/zero_groups",
         0.8,
         "all episodes of these groups end with the same return and give no signal",
-        ("rollout.sampling.temperature", "rollout.episodes_per_group"),
+        VARIETY,
         "choose tasks that sometimes succeed and sometimes fail",
         unless_solved=True,
         lost=True,
@@ -111,43 +113,23 @@ GUARDS = (
         "reward/group_spread",
         1e-6,
         "returns in a group hardly differ",
-        ("rollout.sampling.temperature", "rollout.episodes_per_group"),
+        VARIETY,
         "let the reward tell answers apart",
         below=True,
         unless_solved=True,
         lost=True,
     ),
     Guard(
-        "min_entropy",
-        "policy/entropy",
-        0.02,
-        "the policy has stopped exploring",
-        ("optimizer.learning_rate",),
-        below=True,
-        unless_solved=True,
+        "min_entropy", "policy/entropy", 0.02, "the policy has stopped exploring", RATE, below=True, unless_solved=True
     ),
-    Guard(
-        "max_gradient_norm",
-        "optimizer/gradient_norm",
-        10.0,
-        "updates have become unstable",
-        ("optimizer.learning_rate",),
-        times=10.0,
-    ),
-    Guard(
-        "max_repeated_share",
-        "policy/repeated_share",
-        0.2,
-        "the policy repeats the same token",
-        ("optimizer.learning_rate",),
-        times=1.5,
-    ),
+    Guard("max_gradient_norm", "optimizer/gradient_norm", 10.0, "updates have become unstable", RATE, times=10.0),
+    Guard("max_repeated_share", "policy/repeated_share", 0.2, "the policy repeats the same token", RATE, times=1.5),
     Guard(
         "max_same_answers",
         "rollout/same_answer_share",
         0.99,
         "the policy gives one answer to all tasks",
-        ("rollout.sampling.temperature", "kl.coefficient", "optimizer.learning_rate"),
+        EQUAL_ANSWERS,
         unless_solved=True,
         lost=True,
     ),
@@ -180,7 +162,7 @@ GUARDS = (
         "rollout/failed",
         0.1,
         "the environment or its reward fails",
-        ("rollout.failures.action", "rollout.failures.retries"),
+        FAILURES,
         "correct it",
         per="rollout/episodes",
     ),

@@ -55,8 +55,7 @@ class HardwareRecipe(BaseConfig):
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("memory/process", "largest resident memory of the process so far, in bytes"),
         Metric(
-            "speed/gpu_utilization",
-            "share of the last second of the step in which the GPU computed; needs nvidia-ml-py",
+            "speed/gpu_utilization", "share of the step's last second in which the GPU computed; needs nvidia-ml-py"
         ),
         Metric("memory/gpu", "largest memory that torch allocated on the GPU so far, in bytes"),
     )
@@ -96,9 +95,9 @@ class HardwareRecipe(BaseConfig):
     def _check(self) -> None:
         for key, count in (("processes", self.learners), ("dedicated.critic", self.dedicated.critic)):
             if count % self.sequence_parallel:
+                groups = f"groups of `hardware.sequence_parallel` = {self.sequence_parallel}"
                 raise ValueError(
-                    f"`hardware.{key}` = {count} processes do not form groups of `hardware.sequence_parallel` = "
-                    f"{self.sequence_parallel}; make the former a multiple of the latter"
+                    f"`hardware.{key}` = {count} processes do not form {groups}; make the former a multiple"
                 )
 
     @property

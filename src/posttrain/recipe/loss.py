@@ -77,10 +77,7 @@ class PolicyLoss(Aggregation, Section):
         Metric("policy/kl_rollout_k3", "the same with estimator k3"),
         Metric("policy/off_policy_masked", "share of tokens masked by `loss.off_policy_mask`"),
         Metric("policy/truncated_masked", "share of episodes masked by `loss.mask_truncated`"),
-        Metric(
-            "policy/clipped_before_update",
-            "share of tokens that lose their gradient to the clip before any weight has changed",
-        ),
+        Metric("policy/clipped_before_update", "share of tokens without a gradient by the clip before any update"),
         MISMATCH,
     )
 
@@ -105,9 +102,7 @@ class PolicyLoss(Aggregation, Section):
 
     def _check(self) -> None:
         if self.correction is not None and self.old == "rollout":
-            raise ValueError(
-                "`correction` compares the learner's log-probabilities with the rollout's, so it needs `old: learner` or `auto`"
-            )
+            raise ValueError("`correction` compares the learner with the rollout, so it needs `old: learner` or `auto`")
 
     @property
     def compares_with_rollout(self) -> bool:
@@ -122,8 +117,7 @@ class PolicyLoss(Aggregation, Section):
     @property
     def compares_streams(self) -> str | None:
         """The key that sums log-ratios to the rollout over whole streams, or uses the rollout's log-probabilities
-        instead of the learner's; None if there is none.
-        """
+        instead of the learner's; None if there is none."""
         for name, values in (("weights", ("sequence",)), ("reject", ("sequence", "geometric"))):
             if self.correction is not None and (value := getattr(self.correction, name)) in values:
                 return f"loss.correction.{name}: {value}"
@@ -197,17 +191,14 @@ ADAPTERS_OFF = "cannot be set with `model.lora`, where the reference model is th
 
 
 PENALIZED = needs("coefficient")
+DISTANCE = Panel("Distance from the reference model", "nats per token", figure="kl")
 
 
 class KlRecipe(BaseConfig):
     """KL penalty towards the reference model."""
 
     metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            "policy/kl",
-            "Kullback-Leibler divergence",
-            Panel("Distance from the reference model", "nats per token", figure="kl"),
-        ),
+        Metric("policy/kl", "Kullback-Leibler divergence", DISTANCE),
         Metric("kl/coefficient", "KL coefficient", Panel("Penalty", "coefficient", figure="kl")),
         Metric("loss/kl", "KL", LOSS_TERMS, GREEN),
         Metric("policy/kl_clamped", "share of tokens whose k3 estimate reached its limit of 10"),
@@ -221,7 +212,7 @@ class KlRecipe(BaseConfig):
     """`loss`: add the penalty to the loss. `reward`: subtract it from the reward of each sampled token."""
     importance_weighted: Annotated[bool, PENALIZED, needs("apply_to", "loss", refused=True)] = False
     """In the loss, multiply the estimate by p / p_rollout, with the gradient through both (DeepSeek-V3.2, equation 7). With k1 or k3, the expected gradient is then that of KL(p, p_ref) also for stale or repeated samples."""
-    target: float | None = Field(None, gt=0)
+    target: Annotated[float | None, needs("coefficient", refused=True)] = Field(None, gt=0)
     """Target KL per token of the adaptive coefficient. Null: fixed coefficient."""
     horizon: Annotated[float, PENALIZED, needs("target")] = Field(10_000.0, gt=0)
     """Adaptive coefficient: number of episodes over which it adapts. Smaller is faster."""
@@ -230,22 +221,16 @@ class KlRecipe(BaseConfig):
     def _check(self) -> None:
         unweighted = self.apply_to == "loss" and not self.importance_weighted
         if unweighted and self.estimator == "k1" and self.coefficient > 0:
-            raise ValueError(
-                "the gradient of k1 in the loss is zero on average; use `estimator: k2` or `k3`, `importance_weighted: true` "
-                "or `apply_to: reward`"
-            )
+            remedy = "use `estimator: k2` or `k3`, `importance_weighted: true` or `apply_to: reward`"
+            raise ValueError(f"the gradient of k1 in the loss is zero on average; {remedy}")
         if self.importance_weighted and self.estimator == "k2":
-            raise ValueError(
-                "the importance-weighted k2 does not have the gradient of the KL divergence; use `estimator: k1` or `k3`, or "
-                "`importance_weighted: false`"
-            )
+            remedy = "use `estimator: k1` or `k3`, or `importance_weighted: false`"
+            raise ValueError(f"the importance-weighted k2 does not have the gradient of the KL divergence; {remedy}")
         if self.apply_to == "reward" and self.estimator not in (None, "k1"):
             raise ValueError(
                 f"`estimator: {self.estimator}` in the reward is not a KL penalty: the cosine of its expected gradient with that of "
                 "the KL is +0.05 near KL 0 and -0.99 at KL 0.16 for k3, and +1.00 for k1; use k1, or `apply_to: loss`"
             )
-        if self.target is not None and self.coefficient == 0:
-            raise ValueError("an adaptive coefficient cannot leave 0; set `coefficient` above 0")
 
     @property
     def estimator_in_use(self) -> Literal["k1", "k2", "k3"]:

@@ -1,5 +1,6 @@
 """The model, its precision and adapters, and how it is optimized."""
 
+import itertools
 import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -18,35 +19,34 @@ _MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "do
 _FOUR_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes per weight of a 4-bit matrix: the number, a byte of scale for 64 of them, and 4 bytes for 256 scales."""
 IN_CPU_MEMORY = "in CPU memory (hardware.offload)"
-_DEFAULT = "{%- if NAME is not defined %}{%- set NAME = VALUE %}{%- endif %}"
+THINKING: tuple[Literal["on", "off"], ...] = ("on", "off")
+
+
+def _default(name: str, thinking: str) -> str:
+    """The beginning of a chat template that sets its switch `name` unless it is given."""
+    return f"{{%- if {name} is not defined %}}{{%- set {name} = {str(thinking == 'on').lower()} %}}{{%- endif %}}"
 
 
 def with_thinking(template: str, thinking: "Thinking") -> str | None:
     """The chat template with `thinking` as the default of its switch; None if it has no switch."""
-    for name in SWITCHES:
-        for value in ("true", "false"):
-            template = template.removeprefix(_DEFAULT.replace("NAME", name).replace("VALUE", value))
-    value = "true" if thinking == "on" else "false"
+    for name, stored in itertools.product(SWITCHES, THINKING):
+        template = template.removeprefix(_default(name, stored))
     for name in SWITCHES:
         if re.search(rf"\b{name}\b", template):
-            return _DEFAULT.replace("NAME", name).replace("VALUE", value) + template
+            return _default(name, thinking) + template
     return None
 
 
 def thinking_of(template: str) -> Literal["on", "off"] | None:
     """The setting that `with_thinking` stored in the template; None if there is none."""
-    for name in SWITCHES:
-        for value, thinking in (("true", "on"), ("false", "off")):
-            if template.startswith(_DEFAULT.replace("NAME", name).replace("VALUE", value)):
-                return thinking  # type: ignore[return-value]
-    return None
+    stored = {_default(name, thinking): thinking for name in SWITCHES for thinking in THINKING}
+    return next((thinking for start, thinking in stored.items() if template.startswith(start)), None)
 
 
 def stored_thinking(path: str) -> Literal["on", "off"] | None:
     """`thinking_of` the chat template in the model directory `path`; None if `path` is not a directory with one."""
-    file = Path(path).expanduser() / "chat_template.jinja"
     try:
-        return thinking_of(file.read_text(encoding="utf-8"))
+        return thinking_of((Path(path).expanduser() / "chat_template.jinja").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
         return None
 
@@ -111,8 +111,8 @@ class ModelRecipe(BaseConfig):
     """LoRA adapters; true: with the defaults of its keys. Null: train all weights."""
     load_in_4bit: bool = False
     """Keep the frozen matrices in 4-bit NormalFloat numbers (QLoRA, bitsandbytes): an eighth of float32's memory. Needs `lora`, a GPU, and one process. Not for the critic."""
-    fused: Literal["auto", "liger", "compiled", "none"] = "auto"
-    """Norms, gated MLPs and rotary positions of Llama, Mistral and Qwen decoders. `liger`: the Triton kernels of the package liger-kernel, on a GPU. `compiled`: torch.compile, which takes about a minute at the start. `none`: the operations of transformers. `auto`: `liger` on a GPU that has the package, else functions of this package."""
+    fused: Literal["auto", "liger", "none"] = "auto"
+    """Norms, gated MLPs and rotary positions of Llama, Mistral and Qwen decoders. `liger`: the Triton kernels of the package liger-kernel, on a GPU. `none`: the operations of transformers. `auto`: `liger` on a GPU that has the package, else functions of this package."""
     attention: Literal["fa2", "fa3", "fa4"] = "fa2"
     """FlashAttention on a GPU, as `torch.nn.attention.activate_flash_attention_impl` selects it. `fa2` is part of torch. `fa3` (Hopper) needs the package flash_attn_interface, `fa4` (Hopper, Blackwell) flash-attn-4. No effect on a CPU."""
     trust_remote_code: Annotated[bool, Mark("executes", "path")] = False
@@ -196,22 +196,16 @@ class RewardSource(BaseConfig):
 
 LOSS_TERMS = Panel("Loss and its terms", "loss", from_zero=False, figure="optimization")
 """The terms of the loss of a policy."""
-MISMATCH = Metric(
-    "policy/mismatch",
-    "log-probability mismatch",
-    Panel("Engine against learner", "mean |difference|, nats", logarithmic=True, figure="optimization"),
-)
+_APART = Panel("Engine against learner", "mean |difference|, nats", logarithmic=True, figure="optimization")
+MISMATCH = Metric("policy/mismatch", "log-probability mismatch", _APART)
+_GRADIENT = Panel("Gradient", "norm before clipping", logarithmic=True, figure="optimization")
 
 
 class OptimizerRecipe(BaseConfig):
     """AdamW, its schedule, and gradient clipping."""
 
     metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            "optimizer/gradient_norm",
-            "gradient norm",
-            Panel("Gradient", "norm before clipping", logarithmic=True, figure="optimization"),
-        ),
+        Metric("optimizer/gradient_norm", "gradient norm", _GRADIENT),
         Metric("optimizer/learning_rate", "learning rate", Panel("Step size", "learning rate", figure="optimization")),
         Metric("optimizer/no_signal", "1 if an update had no gradient because no episode had credit"),
         Metric("optimizer/skipped", "1 if an update was skipped because its gradient was not finite"),
@@ -263,9 +257,7 @@ class LearnerRecipe(BaseConfig):
         Metric("router/imbalance", "tokens of the busiest expert over the mean of all; 1: balanced, mean over routers"),
         Metric("router/entropy", "entropy of the shares of tokens over experts, as a share of its maximum"),
         Metric("router/unused", "share of experts without a token in the update"),
-        Metric(
-            "router/changed", "share of tokens and routers for which replay took other experts than the router would"
-        ),
+        Metric("router/changed", "share of tokens and routers for which replay took other experts"),
         Metric("tokens/trained", "tokens in the loss"),
     )
 

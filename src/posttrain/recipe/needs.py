@@ -120,8 +120,7 @@ def without_effect(section: BaseConfig, prefix: str = "", around: Around = Aroun
 
 def unmet_needs(section: BaseConfig, around: Around, refused: bool) -> Iterator[tuple[str, str]]:
     """Each given key of `section` without effect, and a sentence with the first of its needs that does not hold, of those
-    that are `refused` or of the others.
-    """
+    that are `refused` or of the others."""
     for name, all_needs in needs_of(type(section)).items():
         value = getattr(section, name)
         for need in [one for one in all_needs if one.refused is refused]:
@@ -129,9 +128,8 @@ def unmet_needs(section: BaseConfig, around: Around, refused: bool) -> Iterator[
             if given and need.only(value) and not need.holds(around):
                 key = f"{name}.{need.inside}" if need.inside else name
                 shown = f"`{key}`" if refused else f"{around.sections[0][0]}{key}"
-                reason, remedy = (
-                    text if isinstance(text, str) else text(around) for text in (need.reason, need.remedy)
-                )
+                texts = (need.reason, need.remedy)
+                reason, remedy = (text if isinstance(text, str) else text(around) for text in texts)
                 yield key, f"{shown} has no effect: {reason}; remove it{', or ' if remedy else ''}{remedy}"
                 break
 
@@ -175,7 +173,6 @@ def advised(recipe: BaseConfig, *keys: str) -> str:
 @cache
 def needs_of(section: type[BaseConfig]) -> dict[str, list[Needs]]:
     """Key of `section` -> its needs, without keys that have none."""
-    found = {
-        name: [mark for mark in info.metadata if isinstance(mark, Needs)] for name, info in section.model_fields.items()
-    }
+    fields = section.model_fields.items()
+    found = {name: [mark for mark in info.metadata if isinstance(mark, Needs)] for name, info in fields}
     return {name: marks for name, marks in found.items() if marks}

@@ -2,7 +2,6 @@
 
 import difflib
 import re
-from collections.abc import Iterable
 
 from rich.console import Console
 from rich.padding import Padding
@@ -61,7 +60,8 @@ def markdown_reference() -> str:
 
 
 def show_keys(about: str, stage: str, console: Console) -> None:
-    """Print the keys of `stage` at or under the dotted key `about` (empty: all), or whose last part is `about`.
+    """Print the keys of `stage` at or under the dotted key `about` (empty: all), or whose last part is `about`: its default,
+    its types and allowed values, and its description.
 
     Raises `InputError` if there are none.
     """
@@ -76,25 +76,19 @@ def show_keys(about: str, stage: str, console: Console) -> None:
         close = difflib.get_close_matches(about, sorted(names), 1)
         hint = f"the nearest is {close[0]}" if close else f"`posttrain recipe --stage {stage}` shows all"
         raise InputError(f"stage {stage} has no key {about}; {hint}")
-    _show(shown, console)
+    for key in shown:
+        console.print(Text.assemble((key.path, "bold"), f" = {key.default}"), soft_wrap=True)
+        about = f"For {key.variant}. " if key.variant else ""
+        about += f"Must be {key.allowed}. {' '.join(key.description.split())}"
+        console.print(Padding(Text(about), (0, 0, 0, 4)))
 
 
 def list_recipes(console: Console) -> None:
     """Print the name, the stage and the first sentence of every recipe that can be named."""
     for name, file in recipe_names().items():
-        console.print(
-            Text.assemble((name, "bold"), f"  {read_file(str(file)).values.get('stage', 'rl')}"), soft_wrap=True
-        )
+        stage = read_file(str(file)).values.get("stage", "rl")
+        console.print(Text.assemble((name, "bold"), f"  {stage}"), soft_wrap=True)
         console.print(Padding(Text(summary(file)), (0, 0, 0, 4)))
-
-
-def _show(keys: Iterable[Key], console: Console) -> None:
-    """Print each key with its default on a line, followed by its types, its allowed values and its description."""
-    for key in keys:
-        console.print(Text.assemble((key.path, "bold"), f" = {key.default}"), soft_wrap=True)
-        about = f"For {key.variant}. " if key.variant else ""
-        about += f"Must be {key.allowed}. {' '.join(key.description.split())}"
-        console.print(Padding(Text(about), (0, 0, 0, 4)))
 
 
 def _markdown_table(keys: list[Key]) -> str:

@@ -11,7 +11,7 @@ from pydantic import Field
 from posttrain.errors import InputError
 from posttrain.recipe.base import BaseConfig, Reads, Text, Writes
 from posttrain.recipe.catalogue import recipe_file
-from posttrain.recipe.compose import checked, merge_typed, typed_recipe
+from posttrain.recipe.compose import checked, merge_typed, require_stage, typed_recipe
 from posttrain.recipe.reference import either
 from posttrain.recipe.sources import KeyPath, Layer, merge, read_file, read_overrides
 from posttrain.recipe.stages import STAGES, Recipe
@@ -19,7 +19,6 @@ from posttrain.recipe.trust import require_trust_of_run
 from posttrain.recipe.validation import nearest_type
 
 _STAGE = "stage:"
-_KEYS = ("stage", "name", "runs", "data", "common", "stages")
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 STAGE = "stage "
@@ -95,6 +94,17 @@ class PipelineRecipe(BaseConfig):
         return Path(self.runs) / self.name
 
 
+class PipelineFile(BaseConfig):
+    """The file of a pipeline. `load_pipeline` says what its keys are."""
+
+    stage: Literal["pipeline"] = "pipeline"
+    name: Text = Field("pipeline", pattern=_NAME)
+    runs: Writes = "runs"
+    data: Reads | None = None
+    common: dict[str, Any] = {}
+    stages: list[dict[str, Any]] = Field(min_length=1)
+
+
 @dataclass
 class _File:
     """What the stages of one file have in common."""
@@ -127,12 +137,17 @@ def load_pipeline(source: str, overrides: list[str], changes: Sequence[Layer] = 
     changes = [*read_overrides(overrides), *changes]
     source = str(recipe_file(source))
     given = merge([read_file(source), *(layer for layer in changes if not {"stages", "common"} & layer.values.keys())])
-    _check_file(given, source)
-    entries = [given.part("stages", str(at)) for at in range(len(given.values["stages"]))]
-    names = [_name(entry, at, source) for at, entry in enumerate(entries)]
-    for name in names:
-        if names.count(name) > 1:
+    require_stage(given, "pipeline")
+    whole = checked(given, PipelineFile)
+    entries, names = [given.part("stages", str(at)) for at in range(len(whole.stages))], list[str]()
+    for at, entry in enumerate(entries, start=1):
+        name = entry.values.get("name")
+        place = entry.origin(("name",)) or next(iter(entry.origins.values()), source)
+        if not isinstance(name, str) or not name:
+            raise InputError(f"{place}: stage {at} of the pipeline has no name; give it one, as text")
+        if name in names:
             raise InputError(f"{source}: two stages are called {name}; rename one")
+        names.append(name)
     changed = [_change_of_stage(layer, names) for layer in changes if "stages" in layer.values]
     for layer in changes:
         if not isinstance(layer.values.get("common", {}), dict):
@@ -140,7 +155,7 @@ def load_pipeline(source: str, overrides: list[str], changes: Sequence[Layer] = 
             raise InputError(f"{where}: common must be a section of keys for every stage; write `common.KEY=value`")
     file = _File(
         Path(source).parent,
-        Path(given.values.get("runs", "runs")) / given.values.get("name", "pipeline"),
+        Path(whole.runs) / whole.name,
         names,
         given.part("common") if "common" in given.values else Layer({}),
         [layer.part("common") for layer in changes if "common" in layer.values],
@@ -151,47 +166,46 @@ def load_pipeline(source: str, overrides: list[str], changes: Sequence[Layer] = 
         try:
             if merge(stage_layers).values.get("stage") == "convert":
                 # The default source is `data` of the pipeline.
-                data = Layer({"source": given.values.get("data")}, {("source",): given.origin(("data",)) or ""})
-                place = Layer({"name": name, "runs": str(file.directory)})
-                conversion = checked(merge([data, *stage_layers, place]), ConvertRecipe)
+                data = Layer({"source": whole.data}, {("source",): given.origin(("data",)) or ""})
+                here = Layer({"name": name, "runs": str(file.directory)})
+                conversion = checked(merge([data, *stage_layers, here]), ConvertRecipe)
                 file.earlier[name] = PipelineStage(name=name, recipe=conversion)
             else:
                 file.earlier[name] = _resolved(name, stage_layers, file)
         except InputError as error:
             file.earlier[name] = None
             problems += [f"stage {name}: {sentence}" for sentence in str(error).splitlines()]
-    stages = [stage for stage in file.earlier.values() if stage is not None]
-    converts = any(entry.values.get("stage") == "convert" for entry in entries)
-    if given.values.get("data") is not None and not converts:
-        problems.append(
-            f"{given.origin(('data',))}: data has no effect without a stage that converts it; set keys of stages"
-        )
+    if whole.data is not None and not any(entry.values.get("stage") == "convert" for entry in entries):
+        where = given.origin(("data",))
+        problems.append(f"{where}: data has no effect without a stage that converts it; set keys of stages")
     if problems:
         raise InputError("\n".join(problems))
-    return PipelineRecipe(stages=stages, **{key: given.values[key] for key in ("name", "runs") if key in given.values})
+    stages = [stage for stage in file.earlier.values() if stage is not None]
+    return PipelineRecipe(stages=stages, name=whole.name, runs=whole.runs)
 
 
 def _resolved(name: str, stage_layers: list[Layer], pipeline: _File) -> PipelineStage:
     """One stage. `stage_layers`: its entry in the file and its overrides, between which are those of every stage."""
     entry = merge(stage_layers)
+
+    def refuse(key: KeyPath, problem: str) -> InputError:
+        return InputError(f"{entry.origin(key)}: {problem}")
+
     upstream, files = entry.values.get("from"), entry.values.get("recipe") or []
-    if isinstance(files, str):
-        files = [files]
+    files = [files] if isinstance(files, str) else files
     if upstream is not None and not isinstance(upstream, str):
-        raise InputError(f"{entry.origin(('from',))}: from is {json.dumps(upstream)}; it must be text")
+        raise refuse(("from",), f"from is {json.dumps(upstream)}; it must be text")
     if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
-        raise InputError(
-            f"{entry.origin(('recipe',))}: recipe is {json.dumps(files)}; it must be a file or a list of files"
-        )
+        raise refuse(("recipe",), f"recipe is {json.dumps(files)}; it must be a file or a list of files")
     if "runs" in entry.values:
-        raise InputError(f"{entry.origin(('runs',))}: runs of a stage has no effect; set runs of the pipeline")
+        raise refuse(("runs",), "runs of a stage has no effect; set runs of the pipeline")
     given_keys = merge([stage_layers[0], *pipeline.for_all, *stage_layers[1:]])
     values = {key: value for key, value in given_keys.values.items() if key not in ("name", "from", "recipe")}
     place: dict[str, Any] = {"name": name, "runs": str(pipeline.directory)}
     if upstream is not None:
         if isinstance(entry.values.get("model"), dict) and "path" in entry.values["model"]:
-            where = entry.origin(("model", "path"))
-            raise InputError(f"{where}: model.path and from: {upstream} both set the model to start from; keep one")
+            both = f"model.path and from: {upstream} both set the model to start from; keep one"
+            raise refuse(("model", "path"), both)
         place["model"] = {"path": f"{_STAGE}{upstream}"}
     read = [read_file(str(pipeline.folder / file)) for file in files]
     layers = [pipeline.common, *read, Layer(values, given_keys.origins)]
@@ -204,89 +218,50 @@ def _resolved(name: str, stage_layers: list[Layer], pipeline: _File) -> Pipeline
     inputs: list[str] = []
     given = Layer(_with_models(given.values, (), given, pipeline, inputs), given.origins)
     if stage is None:
-        raise InputError(f"{entry.origin(('name',))}: stage is missing; say {', '.join(STAGES)}")
+        raise refuse(("name",), f"stage is missing; say {', '.join(STAGES)}")
     if stage not in STAGES:
-        hint = nearest_type(str(stage), list(STAGES))
-        where = given.origin(("stage",))
+        hint, where = nearest_type(str(stage), list(STAGES)), given.origin(("stage",))
         raise InputError(f"{where}: stage is {json.dumps(stage)}{hint}; it must be {', '.join(STAGES)}")
     return PipelineStage(name=name, upstream=upstream, inputs=inputs, recipe=typed_recipe(given, stage))
 
 
 def _with_models(value: Any, path: KeyPath, given: Layer, pipeline: _File, inputs: list[str]) -> Any:
     """`value` with every `stage:NAME` as the directory of that stage's model and every `stage:NAME/FILE` as the path of that
-    file; the names go to `inputs`."""
+    file; the names go to `inputs`. `InputError` unless an earlier stage exports that model or makes that file."""
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         inside = {key: _with_models(inner, (*path, str(key)), given, pipeline, inputs) for key, inner in items}
         return inside if isinstance(value, dict) else list(inside.values())
     if not isinstance(value, str) or not value.startswith(_STAGE):
         return value
-    name, _, file = value.removeprefix(_STAGE).partition("/")
-    where = given.origin(path) or "from"
-    _require_made(name, file, where, pipeline)
-    if name not in inputs:
-        inputs.append(name)
-    return str(pipeline.directory / name / (f"{file}.jsonl" if file else "model"))
-
-
-def _require_made(upstream: str, file: str, where: str, pipeline: _File) -> None:
-    """`InputError` unless `upstream` is an earlier stage that exports a model, or that makes `file` where one is named."""
-    source, names = pipeline.earlier.get(upstream), pipeline.names
-    if upstream in pipeline.earlier and source is None:
-        raise InputError("")  # The messages about that stage suffice.
-    if source is None and upstream in names:
-        raise InputError(f"{where}: it names {upstream}, which is not an earlier stage; move it up or correct it")
+    upstream, _, file = value.removeprefix(_STAGE).partition("/")
+    where, source, names = given.origin(path) or "from", pipeline.earlier.get(upstream), pipeline.names
     if source is None:
-        raise InputError(
-            f"{where}: there is no stage {upstream}{nearest_type(upstream, names)}; use {', '.join(names)}"
-        )
-    made = [file.removesuffix(".jsonl") for file in source.files]
+        if upstream in pipeline.earlier:
+            raise InputError("")  # The messages about that stage suffice.
+        problem = f"there is no stage {upstream}{nearest_type(upstream, names)}; use {', '.join(names)}"
+        if upstream in names:
+            problem = f"it names {upstream}, which is not an earlier stage; move it up or correct it"
+        raise InputError(f"{where}: {problem}")
+    made = [one.removesuffix(".jsonl") for one in source.files]
+    problem = ""
     if made and file not in made:
-        hint = nearest_type(file, made)
         choices = either([f"{_STAGE}{upstream}/{name}" for name in made])
-        raise InputError(f"{where}: {upstream} makes no file {file!r}{hint}; use {choices}")
-    if file and not made:
-        raise InputError(f"{where}: {upstream} exports a model and no files; write stage:{upstream}")
-    if source.recipe.stage in ("evaluate", "generate"):
-        raise InputError(
-            f"{where}: {upstream} only evaluates or generates and exports no model; name a stage that trains"
-        )
-
-
-def _check_file(given: Layer, source: str) -> None:
-    for key in given.values:
-        if key not in _KEYS:
-            known = any(key in schema.model_fields for schema in STAGES.values())
-            hint = nearest_type(key, list(_KEYS)) or (" (put it under common)" if known else "")
-            where = given.origin((key,))
-            raise InputError(f"{where}: there is no key {key} in a pipeline{hint}; the keys are {', '.join(_KEYS)}")
-    if (stage := given.values.get("stage", "pipeline")) != "pipeline":
-        remedy = f"run it with `posttrain {stage}`" if stage in STAGES else "write `stage: pipeline`"
-        raise InputError(f"{given.origin(('stage',))}: the recipe is for stage {stage}, not pipeline; {remedy}")
-    stages = given.values.get("stages")
-    if not isinstance(stages, list) or not stages or not all(isinstance(entry, dict) for entry in stages):
-        where = given.origin(("stages",)) or source
-        raise InputError(f"{where}: stages must be a list of stages, each with a `name` and a `stage` or `recipe`")
-    if not isinstance(given.values.get("common") or {}, dict):
-        raise InputError(f"{given.origin(('common',))}: common must be a section of keys beneath every stage")
-    for key in ("name", "runs", "data"):
-        if key in given.values and not (isinstance(given.values[key], str) and given.values[key]):
-            where = given.origin((key,))
-            raise InputError(f"{where}: {key} is {json.dumps(given.values[key])}; it must be text, in quotes")
-
-
-def _name(entry: Layer, at: int, source: str) -> str:
-    name = entry.values.get("name")
-    where = entry.origin(("name",)) or next(iter(entry.origins.values()), source)
-    if not isinstance(name, str) or not name:
-        raise InputError(f"{where}: stage {at + 1} of the pipeline has no name; give it one, as text")
-    return name
+        problem = f"makes no file {file!r}{nearest_type(file, made)}; use {choices}"
+    elif file and not made:
+        problem = f"exports a model and no files; write stage:{upstream}"
+    elif source.recipe.stage in ("evaluate", "generate"):
+        problem = "only evaluates or generates and exports no model; name a stage that trains"
+    if problem:
+        raise InputError(f"{where}: {upstream} {problem}")
+    if upstream not in inputs:
+        inputs.append(upstream)
+    return str(pipeline.directory / upstream / (f"{file}.jsonl" if file else "model"))
 
 
 def _change_of_stage(layer: Layer, names: list[str]) -> tuple[str, Layer]:
     """The stage that an override `stages.NAME.KEY=value` changes, and the change."""
-    where = layer.origin(("stages",))
-    changes = layer.values["stages"]
+    where, changes = layer.origin(("stages",)), layer.values["stages"]
     if not isinstance(changes, dict) or not all(isinstance(change, dict) for change in changes.values()):
         raise InputError(f"{where}: the stages are changed one key at a time; write `stages.NAME.KEY=value`")
     (name,) = changes

@@ -117,8 +117,7 @@ def metrics_of(part: type[BaseConfig]) -> list[Metric]:
 
 def sections_of(annotation: Any) -> list[type[BaseConfig]]:
     """The `BaseConfig` classes that `annotation` admits, in order; empty for plain values. Plug-ins count once they are
-    imported.
-    """
+    imported."""
     origin = typing.get_origin(annotation)
     if origin in (Annotated, SerializeAsAny):
         return sections_of(typing.get_args(annotation)[0])
@@ -150,27 +149,17 @@ def allowed(info: FieldInfo) -> str:
     return _bounded(nullable, info) + (", or null" if nullable != words else "")
 
 
-_PATTERNS = {
-    "^[A-Za-z0-9][A-Za-z0-9._-]*$": "of letters, digits, `.`, `_` and `-`, and begin with a letter or digit",
-}
+_PATTERNS = {"^[A-Za-z0-9][A-Za-z0-9._-]*$": "of letters, digits, `.`, `_` and `-`, and begin with a letter or digit"}
 """Pattern of a text -> what it allows, in words."""
 
 
 def _bounded(words: str, info: FieldInfo) -> str:
     """`words` with the bounds of `info`."""
-    bounds = {type(bound).__name__: bound for bound in info.metadata}
     limits = []
-    for name, attribute, phrase in (
-        ("Ge", "ge", "{} or more"),
-        ("Gt", "gt", "above {}"),
-        ("Le", "le", "at most {}"),
-        ("Lt", "lt", "below {}"),
-    ):
-        if name in bounds:
-            limit = getattr(bounds[name], attribute)
+    for name, phrase in (("ge", "{} or more"), ("gt", "above {}"), ("le", "at most {}"), ("lt", "below {}")):
+        for limit in (getattr(bound, name) for bound in info.metadata if hasattr(bound, name)):
             limits.append(phrase.format(f"{limit:g}" if isinstance(limit, float) else limit))
-    pattern = next((bound.pattern for bound in info.metadata if getattr(bound, "pattern", None)), None)
-    if pattern:
+    for pattern in (bound.pattern for bound in info.metadata if getattr(bound, "pattern", None)):
         limits.append(_PATTERNS.get(pattern, f"of the form {pattern}"))
     separator = ", " if limits and limits[0].endswith(" or more") else " "
     return separator.join([words, " and ".join(limits)] if limits else [words])
@@ -192,11 +181,8 @@ def _kind(annotation: Any) -> str:
             words = (", or " if any("," in kind for kind in kinds) else " or ").join(kinds)
         return f"{words} or null" if type(None) in members else words
     if origin is list or members[1:] == (...,):
-        return (
-            f"a list of {_kind(members[0])}"
-            if typing.get_origin(members[0]) is Literal
-            else f"a list of {_plural(members[0])}"
-        )
+        literal = typing.get_origin(members[0]) is Literal
+        return f"a list of {_kind(members[0]) if literal else _plural(members[0])}"
     if origin is tuple:
         return f"a list of {len(members)} {_plural(members[0])}"
     if sections_of(annotation):

@@ -10,6 +10,7 @@ import inspect
 import json
 import typing
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationInfo, create_model
@@ -49,8 +50,7 @@ class Registry:
 
     def __init__(self, key: str, group: Group, base: type[Section], built_in: tuple[str, ...]) -> None:
         """`key`: the dotted key of the section, for messages; `group`: the entry points that add kinds; `built_in`: the
-        modules that register the kinds of this package, imported when a kind is first looked up.
-        """
+        modules that register the kinds of this package, imported when a kind is first looked up."""
         self.key = key
         self.group: Group = group
         self.base = base
@@ -72,10 +72,8 @@ class Registry:
     def load_plugins(self) -> None:
         """Import all plug-ins of the group, except those that cannot be imported."""
         for name in entry_points(self.group):
-            try:
+            with suppress(PluginError):
                 self.find(name)
-            except PluginError:
-                continue
 
     def find(self, name: str) -> type[Section] | None:
         """The section of the type `name`, imported if a plug-in adds it; None if there is none."""
@@ -125,9 +123,8 @@ class Registry:
         section = self.find(str(value["type"]))
         if section is None:
             expected = ", ".join(f"'{name}'" for name in self.names())
-            raise PydanticKnownError(
-                "union_tag_invalid", {"discriminator": "'type'", "tag": str(value["type"]), "expected_tags": expected}
-            )
+            tags = {"discriminator": "'type'", "tag": str(value["type"]), "expected_tags": expected}
+            raise PydanticKnownError("union_tag_invalid", tags)
         if info.mode == "json":
             return section.model_validate_json(json.dumps(value), strict=True)
         return section.model_validate(dict(value))
@@ -158,13 +155,8 @@ def section_of(names: tuple[str, ...], function: Callable[..., Any], base: type[
         default = ... if parameter.default is inspect.Parameter.empty else parameter.default
         fields[parameter.name] = (hints[parameter.name], default)
     doc = inspect.getdoc(function) or f"The {name} that {function.__module__} registers."
-    section: type[Section] = create_model(
-        "".join(word.capitalize() for word in name.replace("-", "_").split("_")) + base.__name__,
-        __base__=base,
-        __module__=function.__module__,
-        __doc__=doc,
-        **fields,
-    )
+    title = "".join(word.capitalize() for word in name.replace("-", "_").split("_")) + base.__name__
+    section: type[Section] = create_model(title, __base__=base, __module__=function.__module__, __doc__=doc, **fields)
     section.model_fields["type"].description = f"`{name}`: {doc.splitlines()[0]}"
     settings = [field for field in fields if field != "type"]
     if not settings:

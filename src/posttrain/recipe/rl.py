@@ -28,7 +28,6 @@ _STEEP = 0.95
 _NEW_WEIGHTS = {
     "finish": "finish with the old weights",
     "continue": "continue with the new weights from the next token",
-    "restart": "restart with the new weights",
 }
 
 
@@ -36,11 +35,9 @@ class RlRecipe(SampledRecipe):
     """Reinforcement learning in an environment."""
 
     metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric("rollout/restarted", "episodes restarted on new weights"),
         Metric("rollout/stale", "episodes dropped as stale"),
         Metric("policy/staleness_mean", "mean number of optimizer updates between sampling a token and training on it"),
         Metric("policy/staleness_max", "largest number of these updates"),
-        Metric("tokens/discarded", "tokens of restarted episodes"),
         Metric("time/overlap_share", "share of the sampling time during which the learner did not wait"),
         Metric("time/sampling", "seconds of sampling the batch"),
         Metric("time/waited_for_learner", "seconds that sampling waited for weights"),
@@ -56,7 +53,7 @@ class RlRecipe(SampledRecipe):
     """Credit assignment: from rewards to one advantage per sampled token."""
     teacher: RewardTeacherRecipe | None = None
     """Teacher whose distance from the policy is subtracted from the reward of each sampled token. Null: none."""
-    unit_credit: UnitCreditRecipe | None = None
+    unit_credit: Annotated[UnitCreditRecipe | None, needs("reward", remedy="set `reward.path`", refused=True)] = None
     """Unit-level credit from the reward model. Null: credit of episodes or turns only."""
     critic: Annotated[
         CriticRecipe,
@@ -119,16 +116,13 @@ class RlRecipe(SampledRecipe):
 
     def _penalties(self) -> list[str]:
         """Keys that subtract something from the environment's reward."""
-        return [
-            key
-            for key, given in (
-                ("kl.apply_to", self.kl.coefficient > 0 and self.kl.apply_to == "reward"),
-                ("rollout.overlong_penalty", self.rollout.overlong_penalty is not None),
-                ("rollout.missing_eos_penalty", self.rollout.missing_eos_penalty > 0),
-                ("teacher", self.teacher is not None),
-            )
-            if given
-        ]
+        given = {
+            "kl.apply_to": self.kl.coefficient > 0 and self.kl.apply_to == "reward",
+            "rollout.overlong_penalty": self.rollout.overlong_penalty is not None,
+            "rollout.missing_eos_penalty": self.rollout.missing_eos_penalty > 0,
+            "teacher": self.teacher is not None,
+        }
+        return [key for key, is_given in given.items() if is_given]
 
     def negative_rewards(self) -> list[str]:
         """Keys that can make returns negative."""
@@ -165,8 +159,7 @@ class RlRecipe(SampledRecipe):
             raise ValueError(problem)
         if self.engine.truncated_logprobs(self.rollout.sampling) and (key := self.loss.compares_streams):
             raise ValueError(
-                "with `rollout.sampling.temperature` other than 1 and top_p, top_k or min_p, `engine.type: vllm` returns the "
-                "log-probabilities of the truncated distribution, which are larger at every token, so "
+                "with `rollout.sampling.temperature` other than 1, `engine.type: vllm` returns log-probabilities after truncation, so "
                 f"`{key}` would treat truncation as a change of the policy; use `loss.old: auto` and token corrections"
             )
         if self.teacher is not None:
@@ -175,19 +168,17 @@ class RlRecipe(SampledRecipe):
                 raise ValueError("`teacher` is not supported with `hardware.ray`; remove one of them")
             refuse_longer(self, "teacher", "rollout.tokens_per_episode", self.rollout.tokens_per_episode)
         rollout, updates = self.rollout, self.steps * self.updates
-        if self.credit.compared_with == "group" and rollout.episodes_per_group < 2:
-            raise ValueError(
-                f"`credit.type: {self.credit.type}` compares the episodes of a group; set `rollout.episodes_per_group` to 2 or more, or use brpo, arpo, reinforce, reinforce_pp or gae"
-            )
-        if rollout.filter.type != "none" and rollout.episodes_per_group < 2:
+        compares, single = f"`credit.type: {self.credit.type}` compares the episodes", rollout.episodes_per_group < 2
+        if self.credit.compared_with == "group" and single:
+            others = "use brpo, arpo, reinforce, reinforce_pp or gae"
+            raise ValueError(f"{compares} of a group; set `rollout.episodes_per_group` to 2 or more, or {others}")
+        if rollout.filter.type != "none" and single:
             raise ValueError(
                 "`rollout.filter` uses the variance within a group; set `rollout.episodes_per_group` to 2 or more"
             )
-        if self.has_critic and self.critic.updates_before_policy >= updates:
-            raise ValueError(
-                f"`critic.updates_before_policy` ({self.critic.updates_before_policy}) leaves the policy none of the run's "
-                f"{updates} updates; lower it or raise `steps`"
-            )
+        if self.has_critic and (warmup := self.critic.updates_before_policy) >= updates:
+            left = f"leaves the policy none of the run's {updates} updates"
+            raise ValueError(f"`critic.updates_before_policy` ({warmup}) {left}; lower it or raise `steps`")
         if self.ptx is not None:
             refuse_longer(self, "learner", "ptx.data.max_tokens", self.ptx.data.max_tokens, "one row")
         self._check_async_rollouts()
@@ -195,8 +186,6 @@ class RlRecipe(SampledRecipe):
     def _check_units(self) -> None:
         if self.unit_credit is None:
             return
-        if self.reward is None:
-            raise ValueError("`unit_credit` needs a reward model; set `reward.path`, or remove it")
         if isinstance(self.unit_credit, CausalCredit) and self.credit.rewards_of != "token":
             what = "a turn" if self.credit.rewards_of == "turn" else "an episode"
             raise ValueError(
@@ -205,10 +194,8 @@ class RlRecipe(SampledRecipe):
                 "reinforce_pp or optimal_token_baseline, or give units advantages with loo or trunc"
             )
         if self.loss.averages_advantages:
-            raise ValueError(
-                f"`loss.type: {self.loss.type}` gives every token the mean advantage of its stream, so `unit_credit` has no effect; "
-                "use gspo_token or ppo"
-            )
+            mean = f"`loss.type: {self.loss.type}` gives every token the mean advantage of its stream"
+            raise ValueError(f"{mean}, so `unit_credit` has no effect; use gspo_token or ppo")
         refuse_longer(self, "reward", "rollout.tokens_per_episode", self.rollout.tokens_per_episode)
 
     def _check_reference(self) -> None:
@@ -216,43 +203,34 @@ class RlRecipe(SampledRecipe):
             return
         if self.model.lora is not None:
             raise ValueError(f"`kl.reference.update_every` {ADAPTERS_OFF}")
+        needed = "needs a reference model that stays the initial model; remove `kl.reference.update_every`"
         if isinstance(getattr(self.unit_credit, "segmenter", None), EntropyUnits):
-            raise ValueError(
-                "`unit_credit.segmenter.type: entropy` needs a reference model that stays the initial model; remove "
-                "`kl.reference.update_every`, or use another segmenter"
-            )
+            raise ValueError(f"`unit_credit.segmenter.type: entropy` {needed}, or use another segmenter")
         if self.teacher is not None and self.teacher.policy == "initial":
-            raise ValueError(
-                "`teacher.policy: initial` needs a reference model that stays the initial model; remove "
-                "`kl.reference.update_every`, or use current"
-            )
+            raise ValueError(f"`teacher.policy: initial` {needed}, or use current")
 
     def _check_async_rollouts(self) -> None:
         rollout, hardware, behind = self.rollout, self.hardware, self.updates_behind
         if not rollout.async_rollouts:
             return
+        when, most = rollout.on_new_weights, rollout.max_staleness
         if hardware.learners > 1 and self.reward is not None:
             raise ValueError(
-                "with `rollout.async_rollouts` above 0 only the first process samples and scores, but with "
-                "`hardware.processes` above 1 the reward model of `reward.path` is sharded over all processes; change one "
-                "of the three"
+                "with `rollout.async_rollouts` only the first process samples and scores, but `hardware.processes` shards the "
+                "reward model of `reward.path` over all; change one of the three"
             )
-        if rollout.on_new_weights != "finish" and hardware.ray is not None:
+        if when != "finish" and hardware.ray is not None:
+            why = "engines on a Ray cluster load new weights only between rollouts"
+            raise ValueError(f"{why}, so `rollout.on_new_weights: {when}` is not supported; set it to finish")
+        if when == "finish" and most is not None and most < behind:
             raise ValueError(
-                "engines on a Ray cluster load new weights only between rollouts, so `rollout.on_new_weights: "
-                f"{rollout.on_new_weights}` is not supported; set it to finish"
-            )
-        if rollout.on_new_weights == "finish" and rollout.max_staleness is not None and rollout.max_staleness < behind:
-            raise ValueError(
-                f"with `rollout.on_new_weights: finish` every episode is {behind} updates old when it is used for training "
-                f"(`rollout.async_rollouts` {rollout.async_rollouts} x updates per step), so `rollout.max_staleness` = "
-                f"{rollout.max_staleness} would drop them all; raise it, or use continue or restart"
+                f"with `rollout.on_new_weights: finish` every episode is {behind} updates old when it is trained on "
+                f"(`rollout.async_rollouts` {rollout.async_rollouts} x updates per step), so `rollout.max_staleness` = {most} would "
+                "drop them all; raise it, or use continue"
             )
         if hardware.offload == "rollouts":
-            raise ValueError(
-                "`hardware.offload: rollouts` moves the optimizer's state away while episodes are sampled, and with "
-                "`rollout.async_rollouts` updates are made meanwhile; use `optimizer`"
-            )
+            why = "moves the optimizer's state away during rollouts, in which `rollout.async_rollouts` makes updates"
+            raise ValueError(f"`hardware.offload: rollouts` {why}; use `optimizer`")
 
     # -- batches and memory
 
@@ -271,11 +249,9 @@ class RlRecipe(SampledRecipe):
         if self.has_critic:
             warmup = self.critic.updates_before_policy
             first = f"; the first {warmup} without the policy, which makes {updates - warmup:,}" if warmup else ""
-            who, how = (
-                ("the critic", "on the same episodes, in separate forward and backward passes")
-                if self.separate_critic
-                else ("the value head", "in the forward and backward passes of the policy")
-            )
+            who, how = "the value head", "in the forward and backward passes of the policy"
+            if self.separate_critic:
+                who, how = "the critic", "on the same episodes, in separate forward and backward passes"
             lines.append(f"{who} makes {updates:,} optimizer {plural('step', updates)} {how}{first}")
         if self.ptx is not None:
             paths = ", ".join(source.path for source in self.ptx.data.train)
@@ -286,10 +262,8 @@ class RlRecipe(SampledRecipe):
                 f"additional forward {plural('pass', more)} with rows of {longest} tokens"
             )
         if (credit := self.unit_credit) is not None:
-            what = "advantages" if isinstance(credit, HindsightCredit) else "rewards"
-            lines.append(
-                f"{credit.type} {what} for K units per answer, weight {credit.beta:g}: {credit.cost} more per episode"
-            )
+            what = f"{credit.type} {'advantages' if isinstance(credit, HindsightCredit) else 'rewards'}"
+            lines.append(f"{what} for K units per answer, weight {credit.beta:g}: {credit.cost} more per episode")
         return lines
 
     @property
@@ -333,10 +307,10 @@ class RlRecipe(SampledRecipe):
         warnings = [*super().warnings(), *self._sampling_warnings(), *self._update_warnings()]
         loss, credit = self.loss, self.credit
         if isinstance(self.unit_credit, CausalCredit) and getattr(credit, "discount", 1.0) < 1:
-            warnings.append(
-                f"with credit.discount below 1, unit_credit.type {self.unit_credit.type} changes the objective, because "
-                "earlier rewards count more"
+            changes = (
+                f"unit_credit.type {self.unit_credit.type} changes the objective, because earlier rewards count more"
             )
+            warnings.append(f"with credit.discount below 1, {changes}")
         warnings += [*loss.warnings(self), *credit.warnings(self)]
         if self.evaluation.every > self.steps:
             warnings.append(f"evaluation.every has no effect: the run ends after {counted(self.steps, 'step')}")
@@ -348,8 +322,8 @@ class RlRecipe(SampledRecipe):
         vllm = self.engine.type == "vllm"
         if vllm and loss.correction is None and loss.ratio_to != "rollout":
             warnings.append(
-                "engine.type vllm computes log-probabilities differently from the learner (policy/mismatch measures the "
-                "difference), without a correction; set loss.correction.weights or loss.correction.reject"
+                "engine.type vllm computes other log-probabilities than the learner (policy/mismatch), without a correction; set "
+                "loss.correction.weights or loss.correction.reject"
             )
         if loss.ratio_to == "old" and loss.old == "rollout" and (vllm or self.model.dtype not in ("float32", None)):
             warnings.append(
@@ -365,16 +339,14 @@ class RlRecipe(SampledRecipe):
         truncating = [key for key in ("top_p", "top_k", "min_p") if is_given(sampling, key)]
         if truncating and sampling.temperature > 0:
             warnings.append(
-                f"{' and '.join(f'rollout.sampling.{key}' for key in truncating)} truncate the sampling distribution, but "
-                "the log-probabilities in the loss are those of the full vocabulary: the gradient also moves probability "
-                "between kept and left-out tokens, and policy/entropy and policy/kl are biased; sample from the full "
-                "vocabulary (top_p 1, top_k 0, min_p 0)"
+                f"{' and '.join(f'rollout.sampling.{key}' for key in truncating)} truncate the sampling distribution, but the loss is "
+                "that of the full vocabulary: the gradient also moves probability between kept and left-out tokens, and "
+                "policy/entropy and policy/kl are biased; set top_p 1, top_k 0 and min_p 0"
             )
         if self.engine.truncated_logprobs(sampling):
             warnings.append(
-                "engine.type vllm returns the log-probabilities of the truncated distribution at temperatures other than "
-                "1, so policy/mismatch includes the negative logarithm of the probability that truncation keeps, at most "
-                "-log(top_p) with top_p alone"
+                "engine.type vllm returns the log-probabilities of the truncated distribution at temperatures other than 1, so "
+                "policy/mismatch includes -log of the probability that truncation keeps, at most -log(top_p) with top_p alone"
             )
         if sampling.temperature == 0 and self.rollout.episodes_per_group > 1:
             warnings.append("rollout.sampling.temperature 0 makes all episodes of a group identical")
@@ -384,10 +356,10 @@ class RlRecipe(SampledRecipe):
         """Many updates per step, long warm-ups, and a KL coefficient that moves fast."""
         kl, learner, warnings = self.kl, self.learner, []
         if self.updates > _MOST_UPDATES:
+            product = f"learner.updates_per_step {learner.updates_per_step} x learner.epochs_per_step {learner.epochs_per_step}"
             warnings.append(
-                f"a step makes {self.updates} updates on the same episodes (learner.updates_per_step "
-                f"{learner.updates_per_step} x learner.epochs_per_step {learner.epochs_per_step}). Late updates are far "
-                f"off-policy, which can make a run collapse; use {_MOST_UPDATES} or fewer"
+                f"a step makes {self.updates} updates on the same episodes ({product}). Late updates are far off-policy, which can "
+                f"make a run collapse; use {_MOST_UPDATES} or fewer"
             )
         # The adaptive coefficient moves by at most KL_STEP x episodes / horizon in a step (Ziegler et al. 2019).
         episodes = self.rollout.groups_per_step * self.rollout.episodes_per_group

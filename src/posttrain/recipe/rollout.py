@@ -113,10 +113,8 @@ class RolloutRecipe(BaseConfig):
     overlong_penalty: Annotated[OverlongRecipe | None, TRAINED, REWARDED] = None
     async_rollouts: Annotated[int, TRAINED, REWARDED] = Field(0, ge=0)
     """Steps that sampling may run ahead of learning. With k, sampling for step n starts when the weights after step n - k - 1 exist. 0: sample, then learn (on-policy)."""
-    on_new_weights: Annotated[Literal["finish", "continue", "restart"], TRAINED, REWARDED, needs("async_rollouts")] = (
-        "finish"
-    )
-    """What happens to unfinished episodes when new weights arrive. `finish`: keep the old weights. `continue`: use the new weights from the next token on. `restart`: start over with the new weights."""
+    on_new_weights: Annotated[Literal["finish", "continue"], TRAINED, REWARDED, needs("async_rollouts")] = "finish"
+    """What happens to unfinished episodes when new weights arrive. `finish`: keep the old weights. `continue`: use the new weights from the next token on."""
     max_staleness: Annotated[int | None, TRAINED, REWARDED, needs("async_rollouts")] = Field(None, ge=0)
     """Maximum number of optimizer updates between sampling a token and training on it. Episodes with an older token are dropped and counted in `rollout/stale`. Null: train on all episodes."""
     missing_eos_penalty: Annotated[float, TRAINED, REWARDED] = Field(0.0, ge=0)
@@ -230,6 +228,7 @@ REJECTED = Panel("Rejected answers", "share of answers", percent=True, figure="l
 
 
 CURVE_ONLY = unless("stage", "evaluate")
+SEVERAL = needs("sampling.temperature", reason="greedy episodes of one seed are identical", refused=True)
 
 
 class EvaluationRecipe(BaseConfig):
@@ -260,7 +259,7 @@ class EvaluationRecipe(BaseConfig):
     """Held-out seeds of the learning curve, on which the best checkpoint is selected. Usual for generated tasks: 64 from 1,000,000 on."""
     final_seeds: SeedRange = SeedRange()
     """Held-out seeds of the final table. Nothing is selected on them, so the final numbers have no selection bias. Usual for generated tasks: 256 from 2,000,000 on."""
-    episodes_per_seed: int = Field(1, ge=1)
+    episodes_per_seed: Annotated[int, SEVERAL] = Field(1, ge=1)
     """Episodes per held-out seed."""
     sampling: SamplingRecipe = SamplingRecipe(temperature=0.0)
     """Sampling in evaluations; greedy by default."""
@@ -277,8 +276,6 @@ class EvaluationRecipe(BaseConfig):
     def _check(self) -> None:
         for seeds in self.ranges.values():
             refuse_many(seeds.count or 1, self.episodes_per_seed, "episodes_per_seed")
-        if self.sampling.temperature == 0 and self.episodes_per_seed > 1:
-            raise ValueError("greedy episodes of one seed are identical; set `episodes_per_seed: 1` or a temperature")
 
     def batch_lines(self, tasks: TaskSplit | None, steps: int) -> list[str]:
         """Episodes of the learning curve and of the final table in a run of `steps` steps."""

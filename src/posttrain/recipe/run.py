@@ -1,6 +1,5 @@
 """What every stage has: keys of directories and checkpoints, the environment of stages that use one, and the
-methods by which a stage declares what it loads, its warnings, its batches and its memory.
-"""
+methods by which a stage declares what it loads, its warnings, its batches and its memory."""
 
 import json
 import math
@@ -20,16 +19,7 @@ from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.metrics import TRAINING, Metric, Panel
 from posttrain.recipe.model import LearnerRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.recipe.needs import TRAINED, Needs, needs, unless
-from posttrain.recipe.plan import (
-    ACTIVATIONS,
-    GATHERED,
-    Items,
-    Plan,
-    TaskSplit,
-    counted,
-    named_tasks,
-    plural,
-)
+from posttrain.recipe.plan import ACTIVATIONS, GATHERED, Items, Plan, TaskSplit, counted, named_tasks, plural
 from posttrain.recipe.rollout import (
     ANSWERS,
     LOADED,
@@ -60,8 +50,6 @@ class CheckpointRecipe(BaseConfig):
 ExportedStep = Literal["best", "last", "best_by_audit"]
 BY_AUDIT: ExportedStep = "best_by_audit"
 """The audit selects the checkpoint."""
-
-
 SinkName = Literal["tensorboard", "wandb", "trackio"]
 LOGGED_IN = ("runs", "sinks", "tracking", "plots")
 """Keys that control only storage, logging and figures of a run. They do not change its results."""
@@ -92,6 +80,8 @@ class TrackingRecipe(BaseConfig):
 
 
 ENTROPY = Panel("Entropy", "nats per token", figure="entropy")
+REPETITION = Panel("Repetition", "share of sampled tokens", percent=True, figure="entropy")
+SPREAD = Panel("Spread within groups", "standard deviation", figure="reward")
 
 
 class StageRecipe(BaseConfig):
@@ -157,8 +147,7 @@ class StageRecipe(BaseConfig):
 
     def check(self) -> list[str]:
         """Load what the run loads before its model, besides what the sections of the recipe name. Returns lines for
-        `--dry-run`; raises InputError as the run does.
-        """
+        `--dry-run`; raises InputError as the run does."""
         return []
 
     def warnings(self) -> list[str]:
@@ -227,10 +216,8 @@ def refuse_longer(
     """ValueError if `what` does not fit into a forward pass of `section`: `count` times the `most` tokens that `key` allows."""
     limit, times = getattr(recipe, section).tokens_per_batch, f"{count} x " if count > 1 else ""
     if count * most > limit:
-        raise ValueError(
-            f"{what} may have {times}`{key}` = {count * most} tokens, more than `{section}.tokens_per_batch` = {limit}; raise "
-            "the latter or lower the former"
-        )
+        tokens = f"{times}`{key}` = {count * most} tokens, more than `{section}.tokens_per_batch` = {limit}"
+        raise ValueError(f"{what} may have {tokens}; raise the latter or lower the former")
 
 
 class TrainedRecipe(StageRecipe):
@@ -279,18 +266,16 @@ class TrainedRecipe(StageRecipe):
         hardware = self.hardware
         if hardware.offload != "none" and any(optimizer.type == "adamw_8bit" for optimizer in self.optimizers):
             raise ValueError(
-                "`optimizer.type: adamw_8bit` keeps its state on the GPU, and `hardware.offload` moves it to CPU memory; use "
-                "`adamw`, or remove `hardware.offload`"
+                "`optimizer.type: adamw_8bit` keeps its state on the GPU; use `adamw`, or no `hardware.offload`"
             )
         if self.model.load_in_4bit and (hardware.learners > 1 or hardware.offload == "all"):
             raise ValueError(
-                "`model.load_in_4bit` is for one process without `hardware.offload: all`; remove it, or set "
-                "`hardware.processes` to 1"
+                "`model.load_in_4bit` is for one process without `hardware.offload: all`; remove one of them"
             )
         if hardware.deterministic and getattr(getattr(self, "engine", None), "weight_transfer", "files") == "nccl":
             raise ValueError(
-                "with `hardware.deterministic`, vLLM sets up its communication differently from the learner, and "
-                "`engine.weight_transfer: nccl` would hang; use `ipc` or `files`"
+                "with `hardware.deterministic`, `engine.weight_transfer: nccl` would hang, because vLLM sets up its communication "
+                "differently from the learner; use `ipc` or `files`"
             )
 
     @property
@@ -337,42 +322,34 @@ class TrainedRecipe(StageRecipe):
     def too_few(self, count: int) -> list[str]:
         if count >= FEWEST or self.untested():
             return []
-        what = "row" if self.tested_key.startswith("data.") else "task"
-        return [
-            f"{self.tested_key} leaves {counted(count, f'held-out {what}')} for the verdict, and fewer than {FEWEST} cannot show "
-            "that anything was learned; hold out more"
-        ]
+        left = counted(count, f"held-out {'row' if self.tested_key.startswith('data.') else 'task'}")
+        why = f"fewer than {FEWEST} cannot show that anything was learned"
+        return [f"{self.tested_key} leaves {left} for the verdict, and {why}; hold out more"]
 
     def process_lines(self) -> list[str]:
         """How several processes divide the work; empty for one process."""
-        if (count := self.hardware.learners) == 1:
+        count, row = self.hardware.learners, self.hardware.sequence_parallel
+        if count == 1:
             return []
-        held = count // self.hardware.replicas
         play = f" and the {self.rollout.groups_per_step} groups" if self.on_policy else ""  # type: ignore[attr-defined]
-        who = f"{count} processes"
-        if (together := self.hardware.sequence_parallel) > 1:
-            who += f", of which each {together} compute a row together,"
-        return [f"{who} divide the forward passes of each update{play}; each holds 1/{held} of the model's state"]
+        who = f"{count} processes" + (f", of which each {row} compute a row together," if row > 1 else "")
+        held = f"each holds 1/{count // self.hardware.replicas} of the model's state"
+        return [f"{who} divide the forward passes of each update{play}; {held}"]
 
     def memory_items(self, plan: Plan) -> Items:
         """What is in the memory of one learner device: `state_items`, which sharding divides, and `pass_items`."""
-        items, sizes, placement = (
-            plan.divided(self.state_items(plan)) | self.pass_items(plan),
-            plan.sizes,
-            plan.placement,
-        )
-        if placement.shard > 1 or self.hardware.offload == "all":
+        items, sizes = plan.divided(self.state_items(plan)) | self.pass_items(plan), plan.sizes
+        if plan.placement.shard > 1 or self.hardware.offload == "all":
             whole, width = not self.hardware.reshard_after_forward, self.model.weight_bytes
             held, logits = (items.get(what, (0, ""))[0] for what in (ACTIVATIONS, "logits"))
-            tokens = self.learner.tokens_per_batch // self.hardware.sequence_parallel
-            before = sizes.layers * (
-                sizes.kept_products if self.model.gradient_checkpointing == "selective" else sizes.hidden
-            )
-            inputs = width * tokens * before if self.model.gradient_checkpointing else held
-            items[GATHERED] = (
-                sizes.gathered_bytes(width, inputs, held, logits, self.model.lora is None, self.scores, whole),
-                f"{'all weights' if whole else 'two layers'}, embeddings and output projection, with gradients of one layer",
-            )
+            inputs = held
+            if (checkpointing := self.model.gradient_checkpointing) is not False:
+                tokens = self.learner.tokens_per_batch // self.hardware.sequence_parallel
+                each = sizes.kept_products if checkpointing == "selective" else sizes.hidden
+                inputs = width * tokens * sizes.layers * each
+            size = sizes.gathered_bytes(width, inputs, held, logits, self.model.lora is None, self.scores, whole)
+            what = "all weights" if whole else "two layers"
+            items[GATHERED] = (size, f"{what}, embeddings and output projection, with gradients of one layer")
         return items
 
     def state_items(self, plan: Plan) -> Items:
@@ -404,11 +381,8 @@ class TrainedRecipe(StageRecipe):
             kept += sizes.heads * sizes.head_size
         per_token, how = width * sizes.layers * kept, "every layer"
         if self.model.gradient_checkpointing:
-            inputs, what = (
-                (sizes.kept_products, "products")
-                if self.model.gradient_checkpointing == "selective"
-                else (sizes.hidden, "inputs")
-            )
+            selective = self.model.gradient_checkpointing == "selective"
+            inputs, what = (sizes.kept_products, "products") if selective else (sizes.hidden, "inputs")
             per_token = width * (sizes.layers * inputs + kept + sizes.backward_activations)
             how = f"all of one layer and of its backward pass, {what} of the others"
         held = tokens * per_token
@@ -463,26 +437,14 @@ class SampledRecipe(PlayedRecipe, TrainedRecipe):
         Metric("rollout/kept", "episodes of the step after `rollout.filter`"),
         Metric("rollout/failed", "episodes that failed"),
         Metric("rollout/unscored", "episodes to which no reward applies"),
-        Metric(
-            "reward/group_spread",
-            "mean standard deviation of a group's returns",
-            Panel("Spread within groups", "standard deviation", figure="reward"),
-            TRAINING,
-        ),
+        Metric("reward/group_spread", "mean standard deviation of a group's returns", SPREAD, TRAINING),
         Metric("policy/entropy", "entropy of the policy", ENTROPY),
-        Metric(
-            "policy/repeated_share",
-            "same token twice in a row",
-            Panel("Repetition", "share of sampled tokens", percent=True, figure="entropy"),
-        ),
+        Metric("policy/repeated_share", "same token twice in a row", REPETITION),
         Metric("tokens/sampled", "tokens sampled"),
         Metric("tokens/prefilled", "prompt tokens computed"),
         Metric("tokens/reused", "prompt tokens taken from the cache"),
         Metric("tools/calls", "well-formed tool calls per episode"),
-        Metric(
-            "tools/failed_share",
-            "share of the well-formed calls of unknown tools, with wrong arguments, or that raised an error",
-        ),
+        Metric("tools/failed_share", "share of well-formed calls with an unknown tool, wrong arguments or an error"),
         Metric("tools/malformed_share", "share of all calls that could not be parsed"),
         Metric("time/weights", "seconds of sending weights to the engine, part of `time/rollout`"),
     )
@@ -506,15 +468,15 @@ class SampledRecipe(PlayedRecipe, TrainedRecipe):
         self.engine.check(self.model)
         rollout, learner = self.rollout, self.learner
         refuse_overlap({"seeds": self.seeds}, self.environment, self.evaluation)
-        if rollout.groups_per_step > (self.seeds.count or rollout.groups_per_step):
+        groups, seeds, updates = rollout.groups_per_step, self.seeds.count, learner.updates_per_step
+        if seeds is not None and groups > seeds:
             raise ValueError(
-                f"`rollout.groups_per_step` ({rollout.groups_per_step}) is more than `seeds.count` ({self.seeds.count}); "
-                "lower it, or raise `seeds.count`"
+                f"`rollout.groups_per_step` ({groups}) is more than `seeds.count` ({seeds}); lower the former"
             )
-        if learner.updates_per_step > rollout.groups_per_step:
+        if updates > groups:
             raise ValueError(
-                f"`learner.updates_per_step` ({learner.updates_per_step}) is more than the groups of a step "
-                f"({rollout.groups_per_step}); lower it, or raise `rollout.groups_per_step`"
+                f"`learner.updates_per_step` ({updates}) is more than the groups of a step ({groups}); lower it, or raise "
+                "`rollout.groups_per_step`"
             )
         refuse_longer(self, "learner", "rollout.tokens_per_episode", rollout.tokens_per_episode)
 

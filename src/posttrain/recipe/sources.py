@@ -5,10 +5,9 @@ Text is literal: `${...}` is not interpolated. Numbers such as `1e-6` are number
 
 import copy
 import re
-from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
@@ -121,7 +120,7 @@ def texts(value: Any) -> list[str]:
 
 
 def required_keys(value: Any, path: KeyPath = ()) -> dict[KeyPath, str]:
-    """Keys that have the placeholder `???`, as in OmegaConf, with the text after it, which says what to set."""
+    """Keys that have the placeholder `???`, with the text after it, which says what to set."""
     if isinstance(value, str):
         mark, _, remedy = value.partition(" ")
         return {path: remedy.strip()} if mark == REQUIRED else {}
@@ -193,25 +192,26 @@ def read_overrides(words: list[str]) -> list[Layer]:
 def merge(layers: list[Layer]) -> Layer:
     """Merge the layers left to right: sections key by key, lists and other values as a whole."""
     origins: dict[KeyPath, str] = {}
+    values: dict[str, Any] = {}
     for layer in layers:
         origins |= layer.origins
-    # OmegaConf takes milliseconds for a recipe, so it gets the keys of several layers alone.
-    counts = Counter(key for layer in layers for key in layer.values)
-    values = {key: copy.deepcopy(value) for layer in layers for key, value in layer.values.items()}
-    shared = [{key: value for key, value in layer.values.items() if counts[key] > 1} for layer in layers]
-    if not any(shared):
-        return Layer(values, origins)
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        merged = OmegaConf.unsafe_merge(*(OmegaConf.create(_literal(part)) for part in shared if part), {})
-        values |= cast(dict[str, Any], OmegaConf.to_container(merged, resolve=True))
-    except TypeError:
-        raise InputError(f"{_clash(layers)}: given both as a list and as a section; keep one of them") from None
-    except OmegaConfBaseException as error:
-        raise InputError(f"the recipe cannot be merged: {str(error).splitlines()[0]}") from None
+        values = _over(values, layer, layer.values, ())
     return Layer(values, origins)
+
+
+def _over(values: dict[str, Any], layer: Layer, changes: dict[str, Any], path: KeyPath) -> dict[str, Any]:
+    """`values` updated by `changes`, the section of `layer` at `path`. A placeholder `???` replaces no value."""
+    merged = dict(values)
+    for key, value in changes.items():
+        old, inside = merged.get(key), (*path, key)
+        if {type(old), type(value)} == {dict, list}:
+            where = layer.origin(inside) or "the recipe"
+            raise InputError(f"{where}: {'.'.join(inside)}: given both as a list and as a section; keep one of them")
+        if isinstance(old, dict) and isinstance(value, dict):
+            merged[key] = _over(old, layer, value, inside)
+        elif key not in merged or value != REQUIRED:
+            merged[key] = copy.deepcopy(value)
+    return merged
 
 
 def dump_values(values: dict[str, Any]) -> str:
@@ -247,8 +247,7 @@ def _loader(text: str, where: str) -> RecipeLoader:
 
 def _bounded_node(loader: RecipeLoader, where: str) -> yaml.Node | None:
     """The document of `loader`. InputError if its aliases expand to more than MAX_VALUES values, as a few hundred bytes can, or
-    if it is nested deeper than Python can read.
-    """
+    if it is nested deeper than Python can read."""
     try:
         node = loader.get_single_node()
         sizes: dict[int, int] = {}
@@ -301,27 +300,3 @@ def _walk(node: yaml.Node, path: KeyPath, file: str, above: tuple[yaml.Node, ...
         seen[key.value] = key.start_mark.line + 1
         yield (*path, key.value), here
         yield from _walk(child, (*path, key.value), file, (*above, node))
-
-
-def _clash(layers: list[Layer]) -> str:
-    """The dotted key that is a list in one layer and a section in another, with its last origin."""
-    kinds: dict[KeyPath, type] = {}
-    for layer in layers:
-        for path, where in layer.origins.items():
-            value: Any = layer.values
-            for key in path:
-                value = value.get(key) if isinstance(value, dict) else None
-            if isinstance(value, dict | list) and kinds.setdefault(path, type(value)) is not type(value):
-                return f"{where}: {'.'.join(path)}"
-    return "the recipe"
-
-
-def _literal(value: Any) -> Any:
-    """`value` with every `${` escaped, so that OmegaConf treats it as text."""
-    if isinstance(value, dict):
-        return {key: _literal(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_literal(inner) for inner in value]
-    if isinstance(value, str):
-        return re.sub(r"(?<!\\)(\\*)\$\{", lambda match: 2 * match[1] + "\\${", value)
-    return value

@@ -80,9 +80,8 @@ def _by_stage(value: Any, info: ValidationInfo) -> Any:
         return value
     stage = str(value.get("stage"))
     if stage not in STAGES:
-        expected = ", ".join(f"'{name}'" for name in STAGES)
-        error = {"discriminator": "'stage'", "tag": stage, "expected_tags": expected}
-        raise PydanticKnownError("union_tag_invalid", error)
+        tags = {"discriminator": "'stage'", "tag": stage, "expected_tags": ", ".join(f"'{name}'" for name in STAGES)}
+        raise PydanticKnownError("union_tag_invalid", tags)
     if info.mode == "json":
         return STAGES[stage].model_validate_json(json.dumps(value))
     return STAGES[stage].model_validate(dict(value))

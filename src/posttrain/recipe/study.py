@@ -1,6 +1,7 @@
 """The recipe of `posttrain tune`: which recipe keys are searched, the objective, and the number of trials."""
 
 import difflib
+import itertools
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -31,18 +32,16 @@ class Range(BaseConfig):
     """Distance between values, counted from `low`. Null: continuous (1 with `int`)."""
 
     def _check(self) -> None:
-        if self.low >= self.high:
-            raise ValueError(f"`low` ({self.low:g}) must be below `high` ({self.high:g})")
-        if self.log and self.low <= 0:
-            raise ValueError(f"`low` is {self.low:g}; with `log` it must be above 0")
-        if self.log and self.step is not None:
+        low, high, step = self.low, self.high, self.step
+        if low >= high:
+            raise ValueError(f"`low` ({low:g}) must be below `high` ({high:g})")
+        if self.log and low <= 0:
+            raise ValueError(f"`low` is {low:g}; with `log` it must be above 0")
+        if self.log and step is not None:
             raise ValueError("`log` and `step` are mutually exclusive; remove one")
-        if self.step is not None and abs((steps := (self.high - self.low) / self.step) - round(steps)) > 1e-6:
-            raise ValueError(
-                f"`high` ({self.high:g}) must be a whole number of `step`s ({self.step:g}) above `low` ({self.low:g})"
-            )
-        whole = [value for value in (self.low, self.high, self.step) if value is not None]
-        if self.int and any(value != round(value) for value in whole):
+        if step is not None and abs((steps := (high - low) / step) - round(steps)) > 1e-6:
+            raise ValueError(f"`high` ({high:g}) must be a whole number of `step`s ({step:g}) above `low` ({low:g})")
+        if self.int and any(value != round(value) for value in (low, high, step or 0)):
             raise ValueError("with `int`, `low`, `high` and `step` must be whole numbers")
 
 
@@ -53,19 +52,17 @@ class Together(BaseConfig):
     """The choices; each is recipe key -> value."""
 
 
+def _form(value: Any) -> str:
+    if isinstance(value, list):
+        return "choices"
+    return "together" if isinstance(value, Together) or (isinstance(value, dict) and "together" in value) else "range"
+
+
 Values = Annotated[
     Annotated[Range, Tag("range")]
     | Annotated[Together, Tag("together")]
     | Annotated[list[Any], EXECUTES, Tag("choices")],
-    Discriminator(
-        lambda value: (
-            "choices"
-            if isinstance(value, list)
-            else "together"
-            if isinstance(value, Together) or (isinstance(value, dict) and "together" in value)
-            else "range"
-        )
-    ),
+    Discriminator(_form),
 ]
 """The search space under one name."""
 
@@ -159,7 +156,9 @@ class StudyRecipe(BaseConfig):
     start: Annotated[Annotated[list[dict[str, Any]], EXECUTES], unless("groups", refused=True)] = []
     """Known good points, each recipe key -> value, to try first."""
     sampler: SamplerRecipe = SamplerRecipe()
-    pruner: Annotated[NoPruner | MedianPruner, Field(discriminator="type")] = NoPruner(type="none")
+    pruner: Annotated[
+        Annotated[NoPruner | MedianPruner, Field(discriminator="type")], unless("groups", refused=True)
+    ] = NoPruner(type="none")
     workers: int = Field(1, ge=1)
     """Trials that run at the same time, each in its own process."""
     devices: list[Text] = []
@@ -170,17 +169,12 @@ class StudyRecipe(BaseConfig):
     def _check(self) -> None:
         if bool(self.search) == bool(self.groups):
             raise ValueError("a study needs exactly one of `search` and `groups`")
-        if self.groups and self.pruner.type != "none":
-            raise ValueError("`pruner` is not supported with `groups`, which report every value; remove it")
-        for group in self.groups:
-            for key, values in group.grid.items():
-                if isinstance(values, Range):
-                    raise ValueError(f"`{key}` of group {group.name} is a range; a grid needs a list of values")
-        names = [group.name for group in self.groups]
-        keys = [key for group in self.groups for key in group.grid]
-        for what, given in (("groups", names), ("keys", keys)):
-            twice = [one for one in given if given.count(one) > 1]
-            if twice:
+        grids = [(key, values, group.name) for group in self.groups for key, values in group.grid.items()]
+        for key, values, name in grids:
+            if isinstance(values, Range):
+                raise ValueError(f"`{key}` of group {name} is a range; a grid needs a list of values")
+        for what, given in (("groups", [one.name for one in self.groups]), ("keys", [key for key, *_ in grids])):
+            if twice := [one for one in given if given.count(one) > 1]:
                 raise ValueError(f"two of the {what} in `groups` are {twice[0]}; keep one of them")
         for key, values in self.spaces.items():
             choices = choices_of(values) or []
@@ -196,9 +190,7 @@ class StudyRecipe(BaseConfig):
     @property
     def number_of_trials(self) -> int:
         """Trials of the whole study."""
-        if self.groups:
-            return sum(len(points) for points in (grid_of(group) for group in self.groups))
-        return self.trials or 20
+        return sum(len(grid_of(group)) for group in self.groups) if self.groups else self.trials or 20
 
     @property
     def spaces(self) -> dict[str, Values]:
@@ -213,10 +205,8 @@ def choices_of(values: Any) -> list[Any] | None:
 
 def grid_of(group: Group) -> list[dict[str, Any]]:
     """Every combination of the group's values, the last key changing fastest."""
-    points: list[dict[str, Any]] = [{}]
-    for key, values in group.grid.items():
-        points = [point | {key: value} for point in points for value in choices_of(values) or []]
-    return points
+    combinations = itertools.product(*(choices_of(values) or [] for values in group.grid.values()))
+    return [dict(zip(group.grid, values, strict=True)) for values in combinations]
 
 
 _BY_DOMAIN = ("loss", "accuracy", "margin")
@@ -232,8 +222,7 @@ def trained_metrics(stage: str) -> list[Metric]:
 
 def check_metrics(objective: Objective, stage: str, base: Mapping[str, Any], given: Layer, source: str) -> None:
     """`InputError` unless evaluations of the recipe `base` measure the objective, and evaluations or steps measure each
-    limit.
-    """
+    limit."""
     if (base.get("evaluation") or {}).get("every") == 0:
         raise InputError(
             f"{source}: evaluation.every = 0 leaves a trial without an evaluation after its steps; set it to their number"
@@ -245,17 +234,17 @@ def check_metrics(objective: Objective, stage: str, base: Mapping[str, Any], giv
     names = [one.name for one in metrics_of(STAGES[stage]) if "*" not in one.name and one.name != "validation/rows"]
     known = [name for name in names if (rows and name.startswith("validation/")) or (played and "/" not in name)]
     for key, metric in [("metric", objective.metric), *(("within", limited) for limited in objective.within)]:
-        limits = key == "within"
-        if _measured(metric, known) or (limits and any(one.matches(metric) for one in trained)):
+        logged = trained if key == "within" else []
+        if _measured(metric, known) or any(one.matches(metric) for one in logged):
             continue
-        choices = [*known, *(one.name for one in trained if limits)]
-        near = difflib.get_close_matches(metric, choices, 1, 0.7)
-        remedy = f"the nearest is {near[0]}" if near else f"use for example {' or '.join(choices[:4])}"
-        if not choices:
-            remedy = "name `data.validation` or `data.held_out` rows to measure on"
+        choices = [*known, *(one.name for one in logged)]
+        remedy = "name `data.validation` or `data.held_out` rows to measure on"
+        if choices:
+            near = difflib.get_close_matches(metric, choices, 1, 0.7)
+            remedy = f"the nearest is {near[0]}" if near else f"use for example {' or '.join(choices[:4])}"
         raise InputError(
             f"{given.origin(('objective', key, metric)) or source}: objective.{key}: {metric} is not measured by evaluations "
-            f"during training{' or by training steps' if limits else ''} of stage {stage} of this recipe; {remedy}"
+            f"during training{' or by training steps' if logged else ''} of stage {stage} of this recipe; {remedy}"
         )
 
 

@@ -7,17 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from posttrain.errors import InputError
-from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.catalogue import recipe_file
-from posttrain.recipe.compose import merge_typed, typed_recipe
-from posttrain.recipe.sources import KeyPath, Layer, merge, read_file, read_overrides
-from posttrain.recipe.stages import STAGES, Recipe
-from posttrain.recipe.study import Limit, Range, StudyRecipe, Together, check_metrics
+from posttrain.recipe.compose import checked, merge_typed, require_stage, typed_recipe
+from posttrain.recipe.sources import Layer, merge, read_file, read_overrides
+from posttrain.recipe.stages import Recipe
+from posttrain.recipe.study import Range, StudyRecipe, Together, check_metrics, choices_of
 from posttrain.recipe.trust import require_trust_of_run
-from posttrain.recipe.validation import nearest_type, validation_errors
 
 _TRAINED = ("sft", "reward", "dpo", "rl", "distill")
 """Stages that have a learning curve."""
@@ -49,23 +45,12 @@ class Study:
 
     def at(self, point: Point, runs: Path | None = None, name: str = "trial", **keys: Any) -> Recipe:
         """The recipe of `point`, as run `<runs>/<name>` and with top-level `keys`. Raises `InputError` if it is not valid."""
-        values: dict[str, Any] = {}
-        origins: dict[KeyPath, str] = {}
-        for key, value in self.keys_of(point).items():
-            values = _over(values, nested(key, value))
-            origins[tuple(key.split("."))] = f"{key}={shown(value)}"
+        named = self.keys_of(point).items()
+        origins = {tuple(key.split(".")): f"{key}={shown(value)}" for key, value in named}
         place = {"runs": str(runs or self.directory / "trials"), "name": name}
         # One layer for all keys, so that a type and the keys of that type can be searched in any order.
+        values = merge([Layer(nested(key, value)) for key, value in named]).values
         return typed_recipe(merge_typed([self.base, Layer(values | place | keys, origins)], self.trained), self.trained)
-
-
-def _over(values: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """`values` updated by `more`, section by section."""
-    merged = values | more
-    for key in values.keys() & more.keys():
-        if isinstance(values[key], dict) and isinstance(more[key], dict):
-            merged[key] = _over(values[key], more[key])
-    return merged
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:
@@ -94,7 +79,8 @@ def load_study(source: str, overrides: Sequence[str]) -> Study:
     """
     source = str(recipe_file(source))
     given = _merged([read_file(source), *map(_whole_names, read_overrides(list(overrides)))])
-    recipe = _typed(given, source)
+    require_stage(given, "tune")
+    recipe = checked(given, StudyRecipe)
     folder = Path(source).parent
     files = [read_file(str(folder / file)) for file in recipe.recipe]
     fixed = given.part("keys") if recipe.keys else Layer({})
@@ -102,18 +88,32 @@ def load_study(source: str, overrides: Sequence[str]) -> Study:
         if key in fixed.values:
             raise InputError(f"{fixed.origin((key,))}: {key} of a trial has no effect; set {key} of the study")
     stage = merge([*files, fixed]).values.get("stage")
-    where = given.origin(("recipe",)) or source
     if stage not in _TRAINED:
         problem = "the recipe has no stage" if stage is None else f"the recipe is for stage {stage}"
         raise InputError(
-            f"{where}: {problem}; a study searches one of {', '.join(_TRAINED)}; set it, for example `keys.stage=rl`"
+            f"{given.origin(('recipe',)) or source}: {problem}; a study searches one of {', '.join(_TRAINED)}; set it, for "
+            "example `keys.stage=rl`"
         )
     for file, layer in zip(recipe.recipe, files, strict=True):
         require_trust_of_run(folder / file, layer.values, stage, [fixed])
     study = Study(recipe, stage, merge_typed([*files, fixed], stage))
-    _check_start(recipe, given)
+    for number, point in enumerate(recipe.start, start=1):
+        for key, value in point.items():
+            if (words := _refused(recipe.search[key], value)) is not None:
+                where = given.origin(("start", str(number - 1))) or given.origin(("start",))
+                raise InputError(f"{where}: start point {number} has {key} = {shown(value)}, which is not {words}")
     check_metrics(recipe.objective, stage, study.base.values, given, source)
     return study
+
+
+def _refused(values: Any, value: Any) -> str | None:
+    """What a value of a key that is searched among `values` must be, in words; None if `value` is."""
+    if isinstance(values, Range):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        fits = number and values.low <= value <= values.high
+        return None if fits else f"from {values.low:g} to {values.high:g}"
+    choices = choices_of(values) or []
+    return None if value in choices else f"one of {', '.join(map(shown, choices))}"
 
 
 def _merged(layers: Sequence[Layer]) -> Layer:
@@ -137,80 +137,15 @@ def _merged(layers: Sequence[Layer]) -> Layer:
 
 def _whole_names(layer: Layer) -> Layer:
     """An override `search.a.b.c=1` as {"search": {"a.b.c": 1}}."""
-    if "search" not in layer.values:
-        return layer
-    value, name = layer.values["search"], []
+    value, name = layer.values.get("search"), list[str]()
     if not isinstance(value, dict) or len(value) != 1 or "." in next(iter(value)):
         return layer
-    while (
-        isinstance(value, dict) and len(value) == 1 and not set(value) & {*Range.model_fields, *Together.model_fields}
-    ):
-        ((part, value),) = value.items()
+    while isinstance(value, dict) and len(value) == 1 and not (name and name[-1] in Range.model_fields):
+        ((part, inner),) = value.items()
+        if part in Together.model_fields or (part in Range.model_fields and not name):
+            break
         name.append(part)
-    if isinstance(value, dict) and len(value) == 1 and name and next(iter(value)) in Range.model_fields:
-        ((part, value),) = value.items()
-        name.append(part)
+        value = inner
     where = next(iter(layer.origins.values()))
     key = ".".join(name)
     return Layer({"search": {key: value}}, {("search",): where, ("search", key): where})
-
-
-def _typed(given: Layer, source: str) -> StudyRecipe:
-    values = dict(given.values)
-    if (stage := values.get("stage", "tune")) != "tune":
-        remedy = f"run it with `posttrain {stage}`" if stage in (*STAGES, "pipeline") else "write `stage: tune`"
-        raise InputError(f"{given.origin(('stage',))}: the recipe is for stage {stage}, not tune; {remedy}")
-    sentences = []
-    for key in list(values):
-        if key not in StudyRecipe.model_fields:
-            other = any(key in schema.model_fields for schema in STAGES.values())
-            hint = f" (write keys.{key})" if other else nearest_type(key, list(StudyRecipe.model_fields))
-            keys = ", ".join(StudyRecipe.model_fields)
-            sentences.append(f"{given.origin((key,))}: a study has no key {key}{hint}; the keys are {keys}")
-            del values[key]
-    for path, part in (("search",), Range), (("objective", "within"), Limit):
-        sentences += _section_errors(values, path, part, given)
-    try:
-        study = StudyRecipe.model_validate_json(json.dumps({"stage": "tune", **values}), strict=True)
-    except ValidationError as error:
-        sentences += validation_errors(error, StudyRecipe, Layer(values, given.origins), StudyRecipe)
-    if sentences:
-        raise InputError("\n".join(sentence if ": " in sentence else f"{source}: {sentence}" for sentence in sentences))
-    return study
-
-
-def _section_errors(values: dict[str, Any], path: KeyPath, part: type[BaseConfig], given: Layer) -> list[str]:
-    """Errors in the sections under `path`, whose names the user chooses. Faulty sections are replaced in `values`."""
-    above: Any = given.values
-    for key in path:
-        above = above.get(key) if isinstance(above, dict) else None
-    sentences: list[str] = []
-    for name, section in above.items() if isinstance(above, dict) else ():
-        if not isinstance(section, dict) or "together" in section:
-            continue
-        try:
-            part.model_validate_json(json.dumps(section), strict=True)
-        except ValidationError as error:
-            sentences += validation_errors(error, part, given, StudyRecipe, (*path, name))
-            valid = {"low": 0.0, "high": 1.0} if part is Range else {"max": 0.0}
-            inside = values
-            for key in path:
-                inside[key] = inside = dict(inside[key])
-            inside[name] = valid
-    return sentences
-
-
-def _check_start(recipe: StudyRecipe, given: Layer) -> None:
-    for number, point in enumerate(recipe.start, start=1):
-        for key, value in point.items():
-            values = recipe.search[key]
-            if isinstance(values, Range):
-                number_given = isinstance(value, int | float) and not isinstance(value, bool)
-                fits = number_given and values.low <= value <= values.high
-                words = f"from {values.low:g} to {values.high:g}"
-            else:
-                choices = values.together if isinstance(values, Together) else values
-                fits, words = value in choices, f"one of {', '.join(map(shown, choices))}"
-            if not fits:
-                where = given.origin(("start", str(number - 1))) or given.origin(("start",))
-                raise InputError(f"{where}: start point {number} has {key} = {shown(value)}, which is not {words}")

@@ -23,7 +23,7 @@ from posttrain.recipe.loss import (
 )
 from posttrain.recipe.metrics import BETTER, HELD_OUT, TRAINING, WORSE, Metric, Panel
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
-from posttrain.recipe.needs import Needs, unless
+from posttrain.recipe.needs import Needs, needs, unless
 from posttrain.recipe.plan import Items, Plan, TaskSplit, counted, named_tasks
 from posttrain.recipe.rollout import (
     MOST_EPISODES,
@@ -39,23 +39,13 @@ from posttrain.recipe.units import EntropyUnits, UnitRewardsRecipe
 RowsKind = Literal["conversation", "pair", "unpaired"]
 """What the rows of a stage are."""
 
-ACCURACY = Panel(
-    "Accuracy",
-    "ranking accuracy",
-    percent=True,
-    whole=True,
-    reference=(0.5, "guessing, 50%"),
-    smoothed=True,
-    figure="rows",
-)
+_SHARE: dict[str, Any] = {"percent": True, "whole": True, "reference": (0.5, "guessing, 50%")}
+ACCURACY = Panel("Accuracy", "ranking accuracy", smoothed=True, figure="rows", **_SHARE)
 REWARDS = Panel("Rewards of chosen and rejected answers", "reward", smoothed=True, figure="preference")
 MARGIN = Panel("Reward margin, chosen minus rejected", "reward", smoothed=True, figure="preference")
-LOGPROBS = Panel(
-    "Log-probability of chosen and rejected answers, training rows",
-    "nats per token",
-    smoothed=True,
-    figure="preference",
-)
+_LIKELY = "Log-probability of chosen and rejected answers, training rows"
+LOGPROBS = Panel(_LIKELY, "nats per token", smoothed=True, figure="preference")
+KTO_POINT = Panel("KTO's reference point", "nats per answer", figure="preference")
 HELD_OUT_LOSS = Metric("validation/loss", "loss of the validation rows")
 PREFERENCES = (
     Metric("loss/preference", "preference loss, per row"),
@@ -77,6 +67,14 @@ PREFERENCES = (
 """Metrics of stages that train on pairs."""
 
 
+VARIED = Needs(
+    lambda find: find("expert") == "random" or find("random_share") > 0,
+    "the optimal policy repeats its trace",
+    "set `random_share` or `expert: random`",
+    refused=True,
+)
+
+
 class ExpertsRecipe(BaseConfig):
     """Expert traces of an environment, rendered exactly as episodes of RL."""
 
@@ -84,20 +82,12 @@ class ExpertsRecipe(BaseConfig):
     """Environment seeds of the traces. They must not overlap the held-out seeds. Usual for generated tasks: 64 from 200,000 on; for rows of a file: all that are not held out."""
     expert: Literal["optimal", "random"] = "optimal"
     """Baseline policy that plays. `optimal`: the optimal policy. `random`: uniformly random valid actions, from which only the answer format is learned."""
-    random_share: float = Field(0.0, ge=0, lt=1)
+    random_share: Annotated[float, needs("expert", "optimal", refused=True)] = Field(0.0, ge=0, lt=1)
     """Probability that a turn of the optimal policy is a uniformly random valid action instead. The model learns this probability, which keeps exploration for RL. 0: none."""
-    per_seed: int = Field(1, ge=1, le=MOST_EPISODES)
+    per_seed: Annotated[int, VARIED] = Field(1, ge=1, le=MOST_EPISODES)
     """Traces of each seed. The random draws of a seed's traces are spread evenly over [0, 1), so as many traces as there are actions play each action once in the first turn."""
     held_out: int = Field(0, ge=0)
     """Seeds, the last ones of `seeds`, whose traces are not trained on. Their loss is measured before, during and after training. 0: none."""
-
-    def _check(self) -> None:
-        if self.random_share > 0 and self.expert == "random":
-            raise ValueError("`random_share` replaces turns of `expert: optimal`; leave it out with `expert: random`")
-        if self.per_seed > 1 and self.expert == "optimal" and self.random_share == 0:
-            raise ValueError(
-                "`per_seed` would repeat the same trace; leave it out, or set `random_share` or `expert: random`"
-            )
 
 
 class SftEvaluation(EvaluationRecipe):
@@ -152,11 +142,9 @@ class SupervisedRecipe(TrainedRecipe):
     def warnings(self) -> list[str]:
         """Weights of streamed rows, and a sentence if nothing selects the best checkpoint."""
         data, warnings = self.data, list[str]()
-        if data is None:
-            return warnings
-        if data.streaming and any(source.weight != 1 for source in data.train):
+        if data is not None and data.streaming and any(source.weight != 1 for source in data.train):
             warnings.append("data.train weight has no effect: streamed rows are read once, in order")
-        if not measured(data) and evaluated_environment(self) is None:
+        if data is not None and not measured(data) and evaluated_environment(self) is None:
             warnings.append(
                 "there are no validation rows (data.validation, data.held_out), so the last checkpoint is kept"
             )
@@ -229,16 +217,12 @@ class SftRecipe(SupervisedRecipe):
             refuse_overlap(experts, self.environment or held_out, self.evaluation)
         if self.data is not None:
             _check_rows(self, self.data, 1)
-        traces = self.data is None and self.experts.held_out > 0
-        if self.evaluation.metric == "loss" and not (measured(self.data) or traces):
-            raise ValueError(
-                "`evaluation.metric: loss` needs validation rows; set `data.validation` or `data.held_out`, or "
-                "`experts.held_out` for expert traces"
-            )
-        if self.evaluation.metric in ("success", "return") and evaluated_environment(self) is None:
-            raise ValueError(
-                f"`evaluation.metric: {self.evaluation.metric}` needs an environment; set `environment.type`"
-            )
+        traces, metric = self.data is None and self.experts.held_out > 0, self.evaluation.metric
+        if metric == "loss" and not (measured(self.data) or traces):
+            rows = "`data.validation` or `data.held_out`, or `experts.held_out` for expert traces"
+            raise ValueError(f"`evaluation.metric: loss` needs validation rows; set {rows}")
+        if metric in ("success", "return") and evaluated_environment(self) is None:
+            raise ValueError(f"`evaluation.metric: {metric}` needs an environment; set `environment.type`")
 
     @property
     def chosen_by_loss(self) -> bool:
@@ -311,11 +295,7 @@ class DpoRecipe(SupervisedRecipe):
         *PREFERENCES,
         Metric("policy/chosen_logprob", "chosen", LOGPROBS, BETTER),
         Metric("policy/rejected_logprob", "rejected", LOGPROBS, WORSE),
-        Metric(
-            "preference/kl",
-            "estimated KL divergence from the reference model",
-            Panel("KTO's reference point", "nats per answer", figure="preference"),
-        ),
+        Metric("preference/kl", "estimated KL divergence from the reference model", KTO_POINT),
         Metric("preference/mismatched", "mismatched pairs behind KTO's KL estimate"),
         Metric("preference/shift", "shift of BCO"),
         Metric("loss/nll", "negative log-likelihood of chosen answers, nats per token"),
@@ -326,7 +306,7 @@ class DpoRecipe(SupervisedRecipe):
     data: DataRecipe
     """Pairs of answers; for `loss.type: kto`, rows with `label`, or pairs, which are two rows each."""
     loss: PreferenceLossRecipe = DpoLoss()
-    nll_coefficient: float = Field(0.0, ge=0)
+    nll_coefficient: Annotated[float, unless("loss.type", "kto", "orpo", refused=True)] = Field(0.0, ge=0)
     """Weight of the negative log-likelihood of the chosen answer, averaged over its tokens (RPO; Pang et al. 2024, arXiv 2404.19733)."""
     reference: ReferenceRecipe = ReferenceRecipe()
     cache_ref_logprobs: bool = True
@@ -362,8 +342,6 @@ class DpoRecipe(SupervisedRecipe):
 
     def _check(self) -> None:
         _check_rows(self, self.data, 1 if self.loss.type == "kto" else 2)
-        if self.nll_coefficient and self.loss.type in ("kto", "orpo"):
-            raise ValueError(f"`nll_coefficient` is not supported by `loss.type: {self.loss.type}`; set it to 0")
         if self.moves_reference and not self.loss.needs_reference:
             raise ValueError(f"`loss.type: {self.loss.type}` has no reference model; remove `reference.update_every`")
         if self.moves_reference and isinstance(self.loss, BcoLoss) and self.loss.shift:

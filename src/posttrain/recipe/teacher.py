@@ -89,7 +89,7 @@ class RewardTeacherRecipe(TeacherRecipe):
 def refuse_other_temperature(teacher: TeacherRecipe, temperature: float) -> None:
     """ValueError if a policy samples at a temperature other than 1 but the teacher's servers score at 1."""
     if teacher.urls and temperature != 1:
-        raise ValueError(
-            f"servers return log-probabilities at temperature 1, and `rollout.sampling.temperature` is {temperature:g}; set "
-            "it to 1, or load the teacher with `teacher.path`"
+        heat = (
+            f"`rollout.sampling.temperature` is {temperature:g}; set it to 1, or load the teacher with `teacher.path`"
         )
+        raise ValueError(f"servers return log-probabilities at temperature 1, and {heat}")

@@ -7,6 +7,7 @@ from pydantic import Field, field_validator
 
 from posttrain.recipe.base import BaseConfig, Reads, Text
 from posttrain.recipe.metrics import HELD_OUT, TRAINING, Metric, Panel
+from posttrain.recipe.needs import needs
 
 STEP_PATTERN = r"^[ \t]*\*{0,2}(?:[Ss]tep[ \t]+)?(?P<label>[A-Z]{1,2}|\d{1,3})[.):]\*{0,2}[ \t]+"
 
@@ -50,10 +51,10 @@ class EntropyUnits(_CutUnits):
 
 
 class TextUnits(_CutUnits):
-    """Sentences or paragraphs."""
+    """Sentences."""
 
-    type: Literal["sentence", "paragraph"]
-    """`sentence`: ends at `.`, `!`, `?` and their like before a space, and at the end of a line. `paragraph`: ends at a blank line."""
+    type: Literal["sentence"]
+    """`sentence`: ends at `.`, `!`, `?` and their like before a space, and at the end of a line."""
 
 
 class WholeUnits(BaseConfig):
@@ -67,21 +68,22 @@ UnitsRecipe = Annotated[StepUnits | EntropyUnits | TextUnits | WholeUnits, Field
 
 
 UNITS = Panel("Units of an answer", "units", figure="units")
+LOWERED = Panel("Units that lowered the reward", "share of units", percent=True, whole=True, figure="units")
 UNIT_REWARDS = Panel("Rewards of the units of an answer", "reward", figure="units")
+
+
+_OF_UNITS = (
+    Metric("units/per_answer", "all units", UNITS, TRAINING),
+    Metric("units/effective", "effective units: exp of the entropy of their rewards", UNITS, HELD_OUT),
+    Metric("units/spread", "standard deviation within an answer", UNIT_REWARDS, TRAINING),
+)
 
 
 class _Mixed(BaseConfig):
     metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric("units/per_answer", "all units", UNITS, TRAINING),
-        Metric("units/effective", "effective units: exp of the entropy of their rewards", UNITS, HELD_OUT),
-        Metric("units/spread", "standard deviation within an answer", UNIT_REWARDS, TRAINING),
+        *_OF_UNITS,
         Metric("units/residual", "|residual| of the outcome", UNIT_REWARDS, HELD_OUT),
-        Metric(
-            "units/negative",
-            "credit below 0",
-            Panel("Units that lowered the reward", "share of units", percent=True, whole=True, figure="units"),
-            TRAINING,
-        ),
+        Metric("units/negative", "credit below 0", LOWERED, TRAINING),
         Metric("units/credit", "mean credit of a unit"),
         Metric("units/clipped", "reward-model values at the limit of `reward.clip`"),
         Metric("units/forwards", "texts that the reward model read to compute the credit"),
@@ -144,12 +146,10 @@ class LearnedCredit(_Placed, _Mixed):
     """Share of unit rewards; 1 - beta is their mean, as a reward of the outcome."""
     normalizer: Reads | None = None
     """Position-dependent normalization: a `params.json` of `posttrain fit-normalizer`, or the run it belongs to. In a pipeline, `stage:NAME`. Null: normalize by `reward.normalize`, independent of position."""
-    fit: Text | None = Field(None, pattern=r"^[^>]+(>[^>]+){4}$")
+    fit: Annotated[Text | None, needs("normalizer", reason="`fit` needs `normalizer`", refused=True)] = Field(
+        None, pattern=r"^[^>]+(>[^>]+){4}$"
+    )
     """Which fit of the file to use, as `model > dataset > method > aggregate > threshold`. Not needed if it has only one."""
-
-    def _check(self) -> None:
-        if self.fit is not None and self.normalizer is None:
-            raise ValueError("`fit` needs `normalizer`; set it, or remove `fit`")
 
 
 class TruncationCredit(_Probed, _Read):
@@ -193,12 +193,7 @@ UnitCreditRecipe = Annotated[
 class UnitRewardsRecipe(BaseConfig):
     """A reward for each unit of an answer, read at the unit's last token. The score of an answer is their mean."""
 
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric("loss/unevenness", "regularizer of unit rewards"),
-        Metric("units/per_answer", "all units", UNITS, TRAINING),
-        Metric("units/effective", "effective units: exp of the entropy of their rewards", UNITS, HELD_OUT),
-        Metric("units/spread", "standard deviation within an answer", UNIT_REWARDS, TRAINING),
-    )
+    metrics: ClassVar[tuple[Metric, ...]] = (Metric("loss/unevenness", "regularizer of unit rewards"), *_OF_UNITS)
 
     segmenter: UnitsRecipe
     """How answers are segmented into units. `entropy` also loads the language model at `model.path`."""

@@ -4,6 +4,7 @@ import difflib
 import json
 import re
 import typing
+from contextlib import suppress
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -11,30 +12,24 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from posttrain.errors import InputError
 from posttrain.recipe.base import BaseConfig
-from posttrain.recipe.components import EnvironmentRecipe, environment_classes
+from posttrain.recipe.components import EnvironmentRecipe, environment_class, environment_classes
 from posttrain.recipe.reference import allowed, either, keys_of, sections_of, tags_of
 from posttrain.recipe.sources import KeyPath, Layer
 from posttrain.recipe.stages import STAGES
 
 
-def validation_errors(
-    error: ValidationError, part: type[BaseConfig], given: Layer, stage: type[BaseConfig], prefix: KeyPath = ()
-) -> list[str]:
-    """Sentences for the problems that pydantic found in the section `prefix` of the recipe `given`.
-
-    `part` is the schema of that section and `stage` that of the whole recipe, in which keys of other sections are
-    looked up. Several errors of one key become one sentence.
-    """
+def validation_errors(error: ValidationError, schema: type[BaseConfig], given: Layer) -> list[str]:
+    """Sentences for the problems that pydantic found in the recipe `given` of `schema`. Several errors of one key become
+    one sentence."""
     sentences: dict[KeyPath, str] = {}
     # A missing key may be one that is misspelt.
     for problem in sorted(error.errors(include_url=False), key=lambda problem: problem["type"] == "missing"):
-        path = (*prefix, *_key_path(problem, _value(given.values, prefix)))
-        if problem["type"] == "missing" and any(
-            s.endswith(f"the nearest is {'.'.join(path)}") for s in sentences.values()
-        ):
-            continue  # it is the misspelt one
-        sentences.setdefault(path, _sentence(problem, path, part, given, stage, prefix))
+        path = _key_path(problem, given.values)
+        misspelt = f"the nearest is {'.'.join(path)}"
+        if problem["type"] != "missing" or not any(one.endswith(misspelt) for one in sentences.values()):
+            sentences.setdefault(path, _sentence(problem, path, schema, given))
     return list(sentences.values())
 
 
@@ -47,24 +42,6 @@ def foreign_keys() -> dict[str, dict[str, Any]]:
     return json.loads((resources.files("posttrain.recipe") / "foreign.json").read_text(encoding="utf-8"))
 
 
-def native_key(name: str, keys: list[str]) -> str | None:
-    """What to type for a dotted key of another framework, with a note on its unit; None if it is not known.
-
-    `keys`: the keys of the stage. The longest end of `name` that is known counts; of its keys, the first that the stage
-    has.
-    """
-    known = foreign_keys()
-    parts = name.replace("-", "_").split(".")
-    for end in (".".join(parts[start:]) for start in range(len(parts))):
-        native = next((key for key in known["keys"].get(end, ()) if key in keys), None)
-        if native is not None:
-            unit = known["units"].get(native)
-            return f"use {native} ({unit})" if unit else f"use {native}"
-        if end in known["reasons"]:
-            return f"it has no counterpart: {known['reasons'][end]}"
-    return None
-
-
 def nearest_type(name: str, choices: list[str]) -> str:
     """A hint with the choice most similar to `name`; empty if there is none."""
     by_case = {choice.casefold(): choice for choice in choices}
@@ -72,107 +49,103 @@ def nearest_type(name: str, choices: list[str]) -> str:
     return f" (did you mean {by_case[near[0]]}?)" if near else ""
 
 
-def _sentence(
-    problem: ErrorDetails, path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[BaseConfig], prefix: KeyPath
-) -> str:
-    while problem["type"] == "extra_forbidden" and (inside := _value(given.values, path)) and isinstance(inside, dict):
+def _sentence(problem: ErrorDetails, path: KeyPath, schema: type[BaseConfig], given: Layer) -> str:
+    kind = problem["type"]
+    while kind == "extra_forbidden" and (inside := _value(given.values, path)) and isinstance(inside, dict):
         # In a section that does not exist, the first key with a value.
         path = (*path, str(next(iter(inside))))
     place, dotted, value = given.origin(path), ".".join(path), _value(given.values, path)
     start = f"{place}: " if place else ""
+    choices = re.findall("'([^']*)'", problem.get("ctx", {}).get("expected", ""))
     if problem["loc"][-1:] == ("[key]",):  # of a section whose keys are given, such as thresholds
-        choices = re.findall("'([^']*)'", problem["ctx"]["expected"])
         section = ".".join(path[:-1])
         return f"{start}there is no key {dotted}{nearest_type(path[-1], choices)}; the keys of {section} are {either(choices)}"
-    if problem["type"] == "extra_forbidden":
-        return f"{start}there is no key {dotted}; {_remedy(path, part, given, stage, prefix)}"
-    if problem["type"] in ("value_error", "assertion_error"):
-        message = str(problem["ctx"]["error"])
-        if not path:
-            keys = [tuple(key.split(".")) for key in re.findall(r"`([a-z_.]+)", message)]
-            place = next((given.origins[key] for key in reversed(keys) if key in given.origins), None)
-        return (f"{place}: " if place else "") + (f"{dotted}: {message}" if path else message)
-    if problem["type"] == "union_tag_invalid":
-        choices = [tag.strip(" '") for tag in problem["ctx"]["expected_tags"].split(",")]
-        tag = _value(given.values, (*path, "type"))
+    if kind == "extra_forbidden":
+        return f"{start}there is no key {dotted}; {_remedy(path, schema, given)}"
+    if kind == "environment":
         where = given.origin((*path, "type"))
-        others = (
-            name
-            for name, info in stage.model_fields.items()
-            if any(tag in tags_of(section) for section in sections_of(info.annotation))
-        )
-        hint = next(
-            (f" (a type of {name}: write {name}.type={tag})" for name in others), nearest_type(str(tag), choices)
-        )
-        return f"{where}: {dotted}.type is {_show(tag)}{hint}; it must be {either(choices)}"
-    info = _field(path[len(prefix) :], part, _value(given.values, prefix))
-    words = allowed(info) if info is not None else problem["msg"]
-    if (
-        info is not None and typing.get_origin(info.annotation) is dict
-    ):  # a key that the user chose, such as a threshold
-        words = problem["msg"].removeprefix("Input should be ")
-    sections = sections_of(info.annotation) if info is not None else []
-    if problem["type"] == "missing":
+        return f"{where}: {problem['msg']}" if where else problem["msg"]
+    if kind in ("value_error", "assertion_error"):
+        message = str(problem["ctx"]["error"])
+        if path:
+            return f"{start}{dotted}: {message}"
+        keys = [tuple(key.split(".")) for key in re.findall(r"`([a-z_.]+)", message)]
+        place = next((given.origins[key] for key in reversed(keys) if key in given.origins), None)
+        return f"{place}: {message}" if place else message
+    if kind == "union_tag_invalid":
+        types = [tag.strip(" '") for tag in problem["ctx"]["expected_tags"].split(",")]
+        tag, where = _value(given.values, (*path, "type")), given.origin((*path, "type"))
+        hint = nearest_type(str(tag), types)
+        for name, other in schema.model_fields.items():
+            if any(tag in tags_of(section) for section in sections_of(other.annotation)):
+                hint = f" (a type of {name}: write {name}.type={tag})"
+                break
+        return f"{where}: {dotted}.type is {_show(tag)}{hint}; it must be {either(types)}"
+    info, sections = _at(path, schema, given.values)
+    words = problem["msg"] if info is None else allowed(info)
+    if info is not None and typing.get_origin(info.annotation) is dict:  # its key is the user's, such as a threshold
+        words, sections = problem["msg"].removeprefix("Input should be "), []
+    fields = sections[0].model_fields if sections else {}
+    if kind == "missing":
         if len(sections) != 1:
             return f"{start}{dotted} is missing; it must be {words}"
-        fields = sections[0].model_fields.items()
-        required = " and ".join(f"{dotted}.{name}" for name, field in fields if field.is_required())
-        return f"{start}{dotted} is missing; set {required or either([f'{dotted}.{name}' for name, _ in fields][:3])}"
-    if problem["type"] in ("model_type", "model_attributes_type") and sections:
-        words = f"a section with keys such as {', '.join(list(sections[0].model_fields)[:4])}"
-        main = next((key for key in ("type", "path", "train") if key in sections[0].model_fields), None)
-        if isinstance(value, str) and main is not None:
-            words += f"; write {dotted}.{main}={value}"
-        number = next((key for key in ("coefficient", "rank") if key in sections[0].model_fields), None)
-        if isinstance(value, int | float) and number is not None:
-            words += f"; write {dotted}.{number}={_show(value)}"
-    if problem["type"] in ("too_short", "too_long"):
+        required = " and ".join(f"{dotted}.{name}" for name, field in fields.items() if field.is_required())
+        return f"{start}{dotted} is missing; set {required or either([f'{dotted}.{name}' for name in fields][:3])}"
+    if kind in ("model_type", "model_attributes_type") and sections:
+        words = f"a section with keys such as {', '.join(list(fields)[:4])}"
+        mains = (str, ("type", "path", "train")), (int | float, ("coefficient", "rank"))
+        main = next((key for of, keys in mains if isinstance(value, of) for key in keys if key in fields), None)
+        if main is not None:
+            words += f"; write {dotted}.{main}={value if isinstance(value, str) else _show(value)}"
+    if kind in ("too_short", "too_long"):
         words = f"{words}, {problem['msg'].removeprefix('List should have ').partition(' after')[0]}"
     if words.startswith("text") and isinstance(value, int | float) and not isinstance(value, bool):
         words = f"{words}, in quotes"
     hint = ""
-    if problem["type"] == "literal_error" and isinstance(value, str):
-        choices = re.findall("'([^']*)'", problem["ctx"]["expected"])
+    if kind == "literal_error" and isinstance(value, str):
         hint = nearest_type({"gpu": "cuda"}.get(value.casefold(), value), choices)
     return f"{start}{dotted} is {_show(value)}{hint}; it must be {words}"
 
 
-def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[BaseConfig], prefix: KeyPath) -> str:
-    section, name = path[:-1], path[-1]
-    dotted = ".".join(path)
-    other = _other_types(path, part, given, prefix)
-    if other:
+def _remedy(path: KeyPath, schema: type[BaseConfig], given: Layer) -> str:
+    """What to do about the key at `path`, which does not exist."""
+    section, name, dotted = path[:-1], path[-1], ".".join(path)
+    field, around = _at(section, schema, given.values)
+    if other := _other_types(name, field):
         kind = _value(given.values, (*section, "type"))
         return f"it belongs to {'.'.join(section)}.type {', '.join(other)}, not {kind}, so remove it or change the type"
-    inside = ".".join(prefix) + "."
-    parts = [*path[:-1], name.replace("-", "_")]
-    foreign = {".".join(parts[start:]) for start in range(len(parts))} & {
-        *foreign_keys()["keys"],
-        *foreign_keys()["reasons"],
-    }
-    _, around = _at(section[len(prefix) :], part, _value(given.values, prefix))
+    known = foreign_keys()
+    parts = dotted.replace("-", "_").split(".")
+    # The longest end of a key of another framework counts.
+    foreign = [end for at in range(len(parts)) if (end := ".".join(parts[at:])) in {*known["keys"], *known["reasons"]}]
+    inner = list(dict.fromkeys(key for one in around for key in one.model_fields))
     # Listing all keys takes half a second, so that the most likely ones come first.
-    if not foreign and (
-        close := difflib.get_close_matches(name, [key for one in around for key in one.model_fields], 1, 0.75)
-    ):
+    if not foreign and (close := difflib.get_close_matches(name, inner, 1, 0.75)):
         return f"the nearest is {'.'.join((*section, close[0]))}"
-    names = [key.path for key in keys_of(stage) if not prefix or not key.path.startswith(inside)]
-    names += [key.path for key in keys_of(part, inside)] if prefix else []
-    inner = {key for one in around for key in one.model_fields}
+    names = [key.path for key in keys_of(schema)]
+    if around and issubclass(around[0], EnvironmentRecipe):  # the keys of this one, not of all others
+        inside = f"{'.'.join(section)}."
+        names = [key for key in names if not key.startswith(inside)] + [key.path for key in keys_of(around[0], inside)]
     for key in sorted(names, key=len) if section else ():
         *sections, last = key.removeprefix(f"{'.'.join(section)}.").split(".")
         if last == name and sections and sections[0] in inner:  # a section of this one, or of its kind
             return f"the nearest is {'.'.join((*section, *sections, last))}"
     known_section = not section or any(key.startswith(f"{'.'.join(section)}.") for key in names)
-    known = section and known_section and any(key.split(".")[-1] == name for key in names)
-    if not known and (native := native_key(dotted, [key.path for key in keys_of(stage)])):
-        return native
+    if not (section and known_section and any(key.split(".")[-1] == name for key in names)):
+        for end in foreign:
+            native = next((key for key in known["keys"].get(end, ()) if key in names), None)
+            if native is not None:
+                unit = known["units"].get(native)
+                return f"use {native} ({unit})" if unit else f"use {native}"
+            if end in known["reasons"]:
+                return f"it has no counterpart: {known['reasons'][end]}"
+    depth = len(section)
     siblings = sorted(
         {
-            key.split(".")[len(section)]
+            key.split(".")[depth]
             for key in names
-            if key.count(".") >= len(section)
-            and all(given in (name, "*") for name, given in zip(section, key.split("."), strict=False))
+            if key.count(".") >= depth
+            and all(one in (wanted, "*") for wanted, one in zip(section, key.split("."), strict=False))
         }
     )
     if close := difflib.get_close_matches(name, siblings, 1, 0.75):
@@ -181,43 +154,35 @@ def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[Bas
         return f"the nearest is {close[0]}"
     if elsewhere := sorted({key for key in names if key.split(".")[-1] == name}):
         return f"{' and '.join(elsewhere)} {'has' if len(elsewhere) == 1 else 'have'} that name"
-    if not prefix and "stage" in stage.model_fields and path[0] not in stage.model_fields:
-        stages = [name for name, other in STAGES.items() if path[0] in other.model_fields]
-        if stages:
-            return f"{path[0]} belongs to stage {', '.join(stages)}, not {given.values['stage']}"
+    is_stage = "stage" in schema.model_fields
+    stages = [name for name, other in STAGES.items() if path[0] in other.model_fields]
+    if is_stage and stages and path[0] not in schema.model_fields:
+        if holder := {"keys", "common"} & schema.model_fields.keys():  # a study, a pipeline
+            return f"write {holder.pop()}.{dotted}"
+        return f"{path[0]} belongs to stage {', '.join(stages)}, not {schema.model_fields['stage'].default}"
     # Of keys with one name, the one in the fewest sections: optimizer.learning_rate, not that of the critic.
     leaves = {key.split(".")[-1]: key for key in sorted(names, key=lambda key: (key.count("."), key), reverse=True)}
     if close := difflib.get_close_matches(name, leaves, 1, 0.75):
         return f"the nearest is {leaves[close[0]]}"
-    if section and siblings:
-        return f"the keys of {'.'.join(section)} are {', '.join(siblings)}"
-    if "stage" not in stage.model_fields and siblings:
-        return f"the keys are {', '.join(siblings)}"
-    shown = f" --stage {stage.model_fields['stage'].default}" if "stage" in stage.model_fields else ""
-    keys = f"`posttrain recipe{shown}`"
-    return f"{keys} shows the keys, and `posttrain import` converts commands of TRL, OpenRLHF, verl and RAGEN"
+    if siblings and (section or not is_stage):
+        about = f" of {'.'.join(section)}" if section else ""
+        return f"the keys{about} are {', '.join(siblings)}"
+    shown = f" --stage {schema.model_fields['stage'].default}" if is_stage else ""
+    return f"`posttrain recipe{shown}` shows the keys, and `posttrain import` converts commands of TRL, OpenRLHF, verl and RAGEN"
 
 
-def _other_types(path: KeyPath, part: type[BaseConfig], given: Layer, prefix: KeyPath) -> list[str]:
-    """Types of the section around `path` that have its last key."""
-    if issubclass(part, EnvironmentRecipe) and len(path) == len(prefix) + 1:
-        return [name for name, one in environment_classes().items() if path[-1] in one.Recipe.model_fields]
-    info = _field(path[len(prefix) : -1], part, _value(given.values, prefix))
-    sections = sections_of(info.annotation) if info is not None else []
-    return (
-        [tag for section in sections if path[-1] in section.model_fields for tag in tags_of(section)]
-        if len(sections) > 1
-        else []
-    )
-
-
-def _field(path: KeyPath, part: type[BaseConfig], values: Any) -> Any:
-    """The field that `path` names, in the sections that the `type` keys of `values` select; None if there is none."""
-    return _at(path, part, values)[0]
+def _other_types(name: str, field: Any) -> list[str]:
+    """Types of the section in `field` that have the key `name`."""
+    sections = [] if field is None else sections_of(field.annotation)
+    if EnvironmentRecipe in sections:
+        return [kind for kind, one in environment_classes().items() if name in one.Recipe.model_fields]
+    having = [section for section in sections if len(sections) > 1 and name in section.model_fields]
+    return [tag for section in having for tag in tags_of(section)]
 
 
 def _at(path: KeyPath, part: type[BaseConfig], values: Any) -> tuple[Any, list[type[BaseConfig]]]:
-    """As `_field`, and the sections that the field may have, which for an empty path is `part`."""
+    """The field that `path` names, in the sections that the `type` keys of `values` select, and the sections that it may
+    have. None if there is no such field; for an empty path, the section is `part`."""
     sections: list[type[BaseConfig]] = [part]
     info = None
     names = iter(path)
@@ -231,9 +196,11 @@ def _at(path: KeyPath, part: type[BaseConfig], values: Any) -> tuple[Any, list[t
         values = values.get(name) if isinstance(values, dict) else None
         if typing.get_origin(info.annotation) is dict:
             # The user chose the next name.
-            name = next(names, "")
             sections = sections_of(typing.get_args(info.annotation)[1])
-            values = values.get(name) if isinstance(values, dict) else None
+            values = values.get(next(names, "")) if isinstance(values, dict) else None
+        if EnvironmentRecipe in sections and isinstance(values, dict):
+            with suppress(InputError):
+                sections = [environment_class(str(values.get("type"))).Recipe]
     return info, sections
 
 

@@ -33,10 +33,9 @@ def _thinking(recipe: StageRecipe) -> list[str]:
     if environment is None or used is None or (key := _thinking_key(environment)) is None:
         return warnings
     if has_thinking(environment) != (used == "on"):
-        warnings.append(
-            f"environment.{key} is {str(has_thinking(environment)).lower()}, and model.thinking is {used}, so the chat "
-            "template and the environment ask for different answers; set both to the same"
-        )
+        asked = f"environment.{key} is {str(has_thinking(environment)).lower()}, and model.thinking is {used}"
+        apart = "so the chat template and the environment ask for different answers"
+        warnings.append(f"{asked}, {apart}; set both to the same")
     return warnings
 
 

@@ -88,9 +88,6 @@ class _EpisodeInterrupted(Exception):
         self.interrupt = interrupt
 
 
-# -- playing one episode ----------------------------------------------------------------------------------------------
-
-
 TranscriptT = TypeVar("TranscriptT", bound=Transcript)
 
 
@@ -109,15 +106,16 @@ Scorer = Callable[[Sequence[Episode]], None]
 """Adds a reward, such as that of a reward model, to the last turn of each episode that did not fail and to its stream."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class EpisodeWorker(ABC, Generic[TranscriptT]):
     """Plays episodes: `run_episode` drives the environment, and a subclass supplies the answers."""
 
     environment: EnvironmentFactory
     rollout: RolloutRecipe
     sampling: SamplingRecipe
-    version: int
+    version: int = 0
     """Version of the policy's weights."""
-    scorer: Scorer | None
+    scorer: Scorer | None = None
     sharding: EpisodeSharding = EpisodeSharding.NONE
 
     @property
@@ -222,18 +220,12 @@ class EpisodeWorker(ABC, Generic[TranscriptT]):
         return result
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RolloutWorker(EpisodeWorker[TokenTranscript]):
     """Plays episodes with the policy's own weights, through an engine that takes and returns token ids."""
 
     engine: Engine
     renderer: Renderer
-    environment: EnvironmentFactory
-    rollout: RolloutRecipe
-    sampling: SamplingRecipe
-    version: int
-    scorer: Scorer | None = None
-    sharding: EpisodeSharding = EpisodeSharding.NONE
 
     @property
     def capacity(self) -> int:
@@ -252,13 +244,13 @@ class RolloutWorker(EpisodeWorker[TokenTranscript]):
         """Generate the next answer and append its tokens. InputError if the first prompt already fills the context."""
         limit = self.rollout.tokens_per_episode
         room = limit - len(transcript.context)
-        if room <= 0 and not transcript.turns:
+        if room <= 0:
+            if transcript.turns:
+                return None
             raise InputError(
                 f"the prompt of environment seed {request.seed} has {len(transcript.context)} tokens and leaves no room "
                 f"for an answer; raise rollout.tokens_per_episode = {limit}"
             )
-        if room <= 0:
-            return None
         completion = await self.engine.generate(
             Request(
                 prompt_ids=tuple(transcript.context),
@@ -271,9 +263,6 @@ class RolloutWorker(EpisodeWorker[TokenTranscript]):
         known = completion.versions, completion.experts
         transcript.answer(completion.ids, completion.logprobs, completion.stop_reason, *known)
         return transcript.action
-
-
-# -- playing the episodes of a step -----------------------------------------------------------------------------------
 
 
 Played = Callable[[int, int], None]

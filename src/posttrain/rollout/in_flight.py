@@ -1,4 +1,4 @@
-"""Episodes in flight that can be restarted, or cancelled from another thread."""
+"""Episodes in flight that can be cancelled from another thread."""
 
 import asyncio
 import contextlib
@@ -20,10 +20,7 @@ class InFlight:
     def __init__(self) -> None:
         self.poll: Callable[[], None] | None = None
         """Called every `POLL_SECONDS` while episodes are in flight, for engines that compute in another process."""
-        self.restarts = 0
-        """Number of episodes restarted so far."""
         self._open: set[asyncio.Task[Any]] = set()
-        self._restarting: set[asyncio.Task[Any]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._polling: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
@@ -31,7 +28,7 @@ class InFlight:
         self._stopped = False
 
     async def run(self, attempt: Callable[[], Coroutine[Any, Any, Episode]]) -> Episode:
-        """The episode that `attempt` plays. `restart_all` cancels it and calls `attempt` again."""
+        """The episode that `attempt` plays."""
         self._loop = asyncio.get_running_loop()
         if self._stopped:  # checked after the loop is set: a concurrent `stop` then sees either the loop or this check
             raise asyncio.CancelledError
@@ -41,31 +38,13 @@ class InFlight:
         assert task is not None
         self._open.add(task)
         try:
-            while True:
-                # Restart in the same event-loop tick, so that the engine still counts the episode as in flight.
-                try:
-                    return await attempt()
-                except asyncio.CancelledError:
-                    if self._failure is not None:
-                        raise self._failure from None
-                    if self._stopped or task not in self._restarting:
-                        raise
-                    self._restarting.remove(task)
-                    task.uncancel()
-                    self.restarts += 1
+            return await attempt()
+        except asyncio.CancelledError:
+            if self._failure is not None:
+                raise self._failure from None
+            raise
         finally:
             self._open.remove(task)
-
-    def restart_all(self) -> None:
-        """Cancel and restart all episodes in flight.
-
-        A restarted episode uses the same random numbers. With new ones, long episodes would be discarded more often
-        than short ones and replaced by episodes that are shorter on average.
-        """
-        for task in self._open:
-            if task not in self._restarting:
-                self._restarting.add(task)
-                task.cancel()
 
     def stop(self) -> None:
         """Cancel all episodes and refuse new ones. Thread-safe."""
@@ -88,9 +67,9 @@ class InFlight:
                 return
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AsyncRolloutWorker(RolloutWorker):
-    """A rollout worker whose episodes can be restarted."""
+    """A rollout worker whose episodes can be cancelled."""
 
     in_flight: InFlight = field(default_factory=InFlight)
 

@@ -5,6 +5,7 @@ batch is complete. A file without an end line, or with a truncated last line, be
 """
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 from posttrain.episode import Episode
 from posttrain.errors import RunError
 from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, run_episodes
-from posttrain.rollout.store import episode_from_record, episode_record, json_line
+from posttrain.rollout.store import episode_from_record, episode_record, json_line, remove_steps
 from posttrain.runs.directory import LineLog, storage_errors
 
 FORMAT = 2
@@ -27,20 +28,14 @@ class EpisodeBuffer:
 
     def __init__(self, directory: Path, step: int, keep_partial: bool) -> None:
         """`keep_partial`: reuse the episodes of a file without an end line; otherwise delete such a file."""
-        self.path = buffer_file(directory, step)
+        self.path = directory / f"batch_{step:06d}.jsonl"
         self.step = step
         self.end: dict[str, Any] | None = None
-        """The contents of the end line; None before `finish`."""
+        """The contents of the end line; None while the batch is not complete."""
         self._header = {"format": FORMAT, "step": step}
         self._episodes: dict[tuple[int | str, ...], Episode] = {}
         self._log: LineLog | None = None
         self._read(keep_partial)
-        self.tokens_before = sum(episode.sampled_tokens for episode in self._episodes.values())
-        """Sampled tokens of the episodes read from disk."""
-
-    @property
-    def complete(self) -> bool:
-        return self.end is not None
 
     def __enter__(self) -> "EpisodeBuffer":
         return self
@@ -55,7 +50,7 @@ class EpisodeBuffer:
         RunError if a complete file lacks a requested episode.
         """
         missing = [request for request in requests if request.rng_key not in self._episodes]
-        if missing and self.complete:
+        if missing and self.end is not None:
             raise RunError(
                 f"{self.path} is marked complete but lacks the episode of group {missing[0].group}, index "
                 f"{missing[0].index}; delete the file to sample the step again"
@@ -101,7 +96,7 @@ class EpisodeBuffer:
             except (ValueError, KeyError, TypeError, RecursionError):
                 break
             good = end
-        if self.complete or (keep_partial and self._episodes):
+        if self.end is not None or (keep_partial and self._episodes):
             self._log.truncate(good)
         else:
             self._log.close()
@@ -111,15 +106,6 @@ class EpisodeBuffer:
                 self.path.unlink()
 
 
-def buffer_file(directory: Path, step: int) -> Path:
-    """The buffer file of a step."""
-    return directory / f"batch_{step:06d}.jsonl"
-
-
 def remove_batches(directory: Path, first: int, last: int | None = None) -> None:
     """Delete the buffer files of steps `first` to `last` inclusive; without `last`, of all steps from `first` on."""
-    for path in directory.glob("batch_*.jsonl"):
-        match = _NAME.match(path.name)
-        if match and int(match[1]) >= first and (last is None or int(match[1]) <= last):
-            with storage_errors(path):
-                path.unlink(missing_ok=True)
+    remove_steps(directory, _NAME, first, math.inf if last is None else last)

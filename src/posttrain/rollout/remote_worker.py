@@ -8,12 +8,12 @@ from typing import Any
 
 from posttrain.data.tools import hermes_text, parse_served
 from posttrain.engines.openai import ChatCompletion, complete
-from posttrain.environments.protocol import Action, EnvironmentFactory, Observation, ended_within
+from posttrain.environments.protocol import Action, Observation, ended_within
 from posttrain.episode import Episode, Outcome, StopReason, Turn
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.engines import OpenAIEngineRecipe, has_thinking, no_primer
-from posttrain.recipe.rollout import FailureRecipe, RolloutRecipe, SamplingRecipe
-from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, Scorer
+from posttrain.recipe.rollout import FailureRecipe
+from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker
 from posttrain.rollout.transcript import Transcript
 
 THOUGHTS = "thoughts"
@@ -39,12 +39,7 @@ class TextTranscript(Transcript):
         return self._shown[self._first :]
 
     def answer(
-        self,
-        text: str,
-        tokens: int,
-        stop_reason: StopReason,
-        thoughts: str = "",
-        calls: Sequence[tuple[str, str]] = (),
+        self, text: str, tokens: int, stop_reason: StopReason, thoughts: str = "", calls: Sequence[tuple[str, str]] = ()
     ) -> None:
         """Append an answer as a turn. `thoughts` is thinking that `text` does not contain, `calls` are the calls that
         the server parsed."""
@@ -88,7 +83,7 @@ class FailureLimit:
             raise RunError(f"{summary}; there is nothing to report")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RemoteRolloutWorker(EpisodeWorker[TextTranscript]):
     """Plays episodes with a model behind a server. A failed request fails the episode and never counts as an answer."""
 
@@ -97,11 +92,6 @@ class RemoteRolloutWorker(EpisodeWorker[TextTranscript]):
     engine: OpenAIEngineRecipe
     record: Callable[[Episode], None]
     """Called with each finished episode. Raises if too many have failed."""
-    environment: EnvironmentFactory
-    rollout: RolloutRecipe
-    sampling: SamplingRecipe
-    version: int = 0
-    scorer: Scorer | None = None
 
     @property
     def capacity(self) -> int:

@@ -6,6 +6,7 @@ little-endian bytes, so every float is read back bit for bit.
 
 import base64
 import json
+import math
 import os
 import re
 import sys
@@ -49,6 +50,8 @@ _DAMAGE = (
 _NAME = re.compile(r"^step_(\d+)\.(train|evaluation|final)\.jsonl\.zst$")
 _ARRAYS = {"ids": "i", "sampled": "b", "rollout_logprobs": "f", "rewards": "f", "turn": "i", "versions": "i"}
 """The arrays of a stream with their kinds of dtype."""
+_FIELDS = ("seed", "group", "index", "version", "outcome", "failure")
+"""The fields of an episode that are plain values."""
 _CHANNELS: dict[str, type[CreditedUnits]] = {"reward": UnitRewards, "advantage": UnitAdvantages}
 _CHANNEL_OF = {kind: name for name, kind in _CHANNELS.items()}
 
@@ -195,9 +198,14 @@ def stored_steps(directory: Path) -> Iterator[StoredStep]:
 
 def remove_episodes_after(directory: Path, step: int) -> None:
     """Delete the files of later steps, which a resumed run plays again."""
-    for path in directory.glob("step_*.jsonl.zst"):
-        match = _NAME.match(path.name)
-        if match and int(match[1]) > step:
+    remove_steps(directory, _NAME, step + 1)
+
+
+def remove_steps(directory: Path, name: re.Pattern[str], first: int, last: float = math.inf) -> None:
+    """Delete the files whose name is a match of `name` with a step from `first` to `last` as its first group."""
+    for path in directory.glob("*"):
+        match = name.match(path.name)
+        if match and first <= int(match[1]) <= last:
             with storage_errors(path):
                 path.unlink(missing_ok=True)
 
@@ -278,29 +286,12 @@ def episode_record(episode: Episode, experts: bool = True) -> dict[str, Any]:
     """An episode as a dictionary of plain JSON values; `episode_from_record` is the inverse. `experts`: with `Stream.experts`,
     hundreds of bytes per token."""
     return {
-        "seed": int(episode.seed),
-        "group": int(episode.group),
-        "index": int(episode.index),
-        "version": int(episode.version),
-        "outcome": episode.outcome.value,
-        "failure": episode.failure,
+        **{name: getattr(episode, name) for name in _FIELDS},
         "messages": [
             one | {"content": parts_of(one["content"])} if "content" in one else one for one in episode.messages
         ],
         "info": episode.info,
-        "turns": [
-            {
-                "stream": int(turn.stream),
-                "start": int(turn.start),
-                "stop": int(turn.stop),
-                "reward": float(turn.reward),
-                "stop_reason": turn.stop_reason.value,
-                "answer": turn.answer,
-                "info": turn.info,
-                "state": turn.state,
-            }
-            for turn in episode.turns
-        ],
+        "turns": [vars(turn) for turn in episode.turns],
         "streams": [_stream_record(stream, experts) for stream in episode.streams],
     }
 
@@ -363,15 +354,11 @@ def episode_from_record(record: dict[str, Any]) -> Episode:
             raise ValueError("the tokens of a turn do not exist")
     if not isinstance(record["failure"], str | None):
         raise ValueError("the failure is not text")
+    known = {name: record[name] for name in _FIELDS}
     return Episode(
-        seed=record["seed"],
-        group=record["group"],
-        index=record["index"],
-        version=record["version"],
+        **known | {"outcome": Outcome(record["outcome"])},
         streams=streams,
         turns=[Turn(**{**turn, "stop_reason": StopReason(turn["stop_reason"])}) for turn in record["turns"]],
-        outcome=Outcome(record["outcome"]),
-        failure=record["failure"],
         messages=messages,
         info=record.get("info", {}),
     )

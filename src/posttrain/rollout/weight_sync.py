@@ -102,16 +102,12 @@ class PublishedWeights:
             raise SamplingStopped
 
 
-OnNewWeights = Literal["finish", "continue", "restart"]
-"""Values of `rollout.on_new_weights`."""
-
-
 class WeightSync:
     """Loads published weights into the engine between batches, and within a batch. Used by the sampling thread."""
 
     def __init__(
         self,
-        on_new_weights: OnNewWeights,
+        on_new_weights: Literal["finish", "continue"],
         async_rollouts: int,
         policy: Policy,
         engine: Engine,
@@ -121,7 +117,7 @@ class WeightSync:
         """`policy` is the replica whose weights `engine` loads; nothing else may use it."""
         self._on_new_weights, self._async_rollouts = on_new_weights, async_rollouts
         self._policy, self._engine = policy, engine
-        self._published, self._in_flight = published, in_flight
+        self._published = published
         self._batch = 0
         self._loaded: WeightSnapshot | None = None
         if on_new_weights == "finish":
@@ -146,8 +142,6 @@ class WeightSync:
         newest = self._published.newest()
         assert self._loaded is not None
         if newest.version > self._loaded.version:
-            if self._on_new_weights == "restart":
-                self._in_flight.restart_all()
             self._load(newest)
 
     @property

@@ -173,8 +173,7 @@ class RunDirectory:
 
     def saved_step(self) -> int:
         """Step of the newest checkpoint; 0 if there is none."""
-        names = [re.fullmatch(r"step_(\d+)", path.name) for path in self.checkpoints.glob("step_*")]
-        return max((int(match[1]) for match in names if match), default=0)
+        return max(saved_steps(self.checkpoints), default=0)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -245,6 +244,12 @@ class RunDirectory:
         write_atomically(self.environment_file, json.dumps(about | describe_machine(), indent=2) + "\n")
 
 
+def saved_steps(checkpoints: Path) -> list[int]:
+    """Steps that have a checkpoint in the directory `checkpoints`, ascending."""
+    names = [re.fullmatch(r"step_(\d+)", path.name) for path in checkpoints.glob("step_*")]
+    return sorted(int(match[1]) for match in names if match)
+
+
 def exported_model(run: Path) -> Path:
     """The model that the run in the directory `run` has exported; InputError if there is none."""
     model = run / "model"
@@ -283,9 +288,6 @@ def _is_run(path: Path) -> bool:
 
 
 # -- writing files ----------------------------------------------------------------------------------------------------
-
-PARTIAL = re.compile(r"^\..+\.(\d+)\.partial$")
-"""Pattern of the name of a file or directory that is being written, with the id of the writing process."""
 
 _ERRNO_TEXT = re.compile(r"\(os error (\d+)\)")
 """Pattern of the errno of a failed write in messages of safetensors."""
@@ -414,7 +416,7 @@ def remove_partials(path: Path) -> None:
     """Delete what a process that has ended, or this one, left when it wrote `path` or a file below it."""
     beside = path.parent.glob(f".{glob.escape(path.name)}.[0-9]*.partial")
     for part in [*beside, *path.rglob(".*.partial")]:
-        match = PARTIAL.match(part.name)
+        match = re.fullmatch(r"\..+\.(\d+)\.partial", part.name)  # with the id of the writing process
         if match and (int(match[1]) == os.getpid() or not process_runs(int(match[1]))):
             if part.is_dir():
                 shutil.rmtree(part, ignore_errors=True)
@@ -431,7 +433,7 @@ def process_runs(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
+        pass
     return True
 
 

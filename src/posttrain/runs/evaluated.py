@@ -3,11 +3,11 @@
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import PosttrainError
 from posttrain.recipe.rollout import evaluated_environment
@@ -16,35 +16,11 @@ from posttrain.runs.directory import RunDirectory
 from posttrain.runs.log import Line, Log, read_log
 from posttrain.runs.metrics import RESERVED
 
+if TYPE_CHECKING:
+    from posttrain.runs.sources import Source
+
 _CHECKPOINT = re.compile(r"step_(\d+)")
 _PUBLISHED = re.compile(r"(.*?)[-_/]*step[-_]?(\d+)")
-
-
-class EvaluatedRun(Protocol):
-    """The attributes of a run that this module reads, for example of a `sources.Source`."""
-
-    @property
-    def stage(self) -> str | None: ...
-
-    @property
-    def lines(self) -> Sequence[Line]: ...
-
-    @property
-    def recipe(self) -> Mapping[str, Any] | None: ...
-
-
-@dataclass(frozen=True)
-class _Run:
-    stage: str
-    lines: Log
-    recipe: Mapping[str, Any]
-
-
-def evaluated_run(path: Path) -> EvaluatedRun:
-    """The run in the directory `path`. InputError if there is none."""
-    run = RunDirectory.open(path)
-    recipe = run.load_recipe()
-    return _Run(recipe.stage, read_log(run.metrics), recipe.model_dump(mode="json"))
 
 
 def checkpoint_at(model: str) -> tuple[str, int] | None:
@@ -64,12 +40,12 @@ def checkpoint_at(model: str) -> tuple[str, int] | None:
     return (published[1], int(published[2])) if published else None
 
 
-def checkpoint_of(run: EvaluatedRun) -> tuple[str, int] | None:
+def checkpoint_of(run: "Source") -> tuple[str, int] | None:
     """The training run and the step of the model that a run evaluated; None for other runs and models."""
-    return checkpoint_at(_model_of(run)) if run.stage == "evaluate" else None
+    return checkpoint_at(run.model) if run.stage == "evaluate" else None
 
 
-def evaluated_checkpoints(runs: Sequence[EvaluatedRun]) -> dict[str, Log]:
+def evaluated_checkpoints(runs: Sequence["Source"]) -> dict[str, Log]:
     """Training run -> its training steps, and an evaluation line for each of `runs` that evaluated one of its checkpoints.
 
     The initial model of the training is step 0. A number after the name distinguishes evaluations in different
@@ -78,14 +54,14 @@ def evaluated_checkpoints(runs: Sequence[EvaluatedRun]) -> dict[str, Log]:
     placed: dict[tuple[str, str], dict[int, Line]] = {}
     started: list[tuple[str, str, Line]] = []
     for run in runs:
-        final = next((line for line in reversed(run.lines) if line["kind"] == "final"), None)
-        if run.stage != "evaluate" or run.recipe is None or final is None:
+        final = dict(run.final)
+        if run.stage != "evaluate" or run.recipe is None or not final:
             continue
         about = json.dumps(
             [run.recipe.get(key) for key in ("environment", "rollout", "evaluation", "reward", "agent")], sort_keys=True
         )
         if (checkpoint := checkpoint_of(run)) is None:
-            started.append((_model_of(run), about, final))
+            started.append((run.model, about, final))
             continue
         placed.setdefault((checkpoint[0], about), {})[checkpoint[1]] = final
     for model, about, final in started:
@@ -171,11 +147,6 @@ def _final_settings(recipe: StageRecipe) -> dict[str, Any] | None:
     return {key: select(values[key]) for key, select in _SAME.items()} | {
         "environment": environment.model_dump(mode="json")
     }
-
-
-def _model_of(run: EvaluatedRun) -> str:
-    model = (run.recipe or {}).get("model")
-    return str(model.get("path")) if isinstance(model, Mapping) else ""
 
 
 def _lines(run: Path) -> Log:

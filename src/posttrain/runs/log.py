@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import compress, islice
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,10 @@ Columns = dict[str, np.ndarray]
 MOST_METRICS = 10_000
 """Metrics of training steps in a log."""
 _CHUNK = 8192
-"""Lines that are parsed at once."""
-_MANY = 1024
-"""Training lines from which on pyarrow parses them, in a third of the time. Short logs do not load it."""
+"""Lines that are columns before more are parsed, which bounds the memory."""
 _KIND = re.compile(rb'"kind": ?"(\w+)"')
 _FIRST = 64
 """Bytes in which `MetricsLog` writes the kind of a line."""
-_LARGEST = 1e40
-"""Larger numbers are left to `parse_line`, which refuses those that no metric has."""
 
 
 class Log(list[Line]):
@@ -67,15 +63,9 @@ class Log(list[Line]):
         """The log with more lines; a reader of this one does not see it grow. ValueError for a damaged line."""
         log, parts = Log(self), [(self.steps, self.columns)]
         log.nonfinite = [*self.nonfinite]
-        lines = iter(raws)
+        lines = map(parse_line, raws)
         while chunk := list(islice(lines, _CHUNK)):
-            kinds = [kind_of(raw) == b"train" for raw in chunk]
-            trained = list(compress(chunk, kinds))
-            fast = _parsed(trained) if len(trained) >= _MANY else None
-            if fast is not None:
-                parts.append(fast)
-                chunk = [raw for raw, train in zip(chunk, kinds, strict=True) if not train]
-            parts.append(log._split(map(parse_line, chunk)))
+            parts.append(log._split(chunk))
         log._add(*parts)
         return log
 
@@ -103,14 +93,13 @@ class Log(list[Line]):
         for line in lines:
             (rows if line["kind"] == "train" else self).append(line)
         self.nonfinite += [(row["step"], row["nonfinite"]) for row in rows if row.get("nonfinite")]
-        known = {key for row in rows for key, value in row.items() if isinstance(value, (int, float))}
-        known |= {key for row in rows for key in row.get("nonfinite", ())}
-        keys = [key for key in dict.fromkeys(key for row in rows for key in row) if key in known and key != "step"]
-        cells = {key: [row.get(key) for row in rows] for key in keys}
-        columns = {
-            key: np.array([value if isinstance(value, (int, float)) else math.nan for value in values], np.float64)
-            for key, values in cells.items()
-        }
+        known = {key: None for row in rows for key, value in row.items() if isinstance(value, (int, float))}
+        known |= {key: None for row in rows for key in row.get("nonfinite", ())}
+        columns: Columns = {key: np.full(len(rows), math.nan) for key in known if key != "step"}
+        for number, row in enumerate(rows):
+            for key, value in row.items():
+                if key in columns and isinstance(value, (int, float)):
+                    columns[key][number] = value
         return np.array([row["step"] for row in rows], dtype=np.int64), columns
 
     def _add(self, *parts: tuple[np.ndarray, Columns]) -> None:
@@ -157,41 +146,3 @@ def read_log(path: Path) -> Log:
         return Log()
     except ValueError:
         return Log(read_metrics(path))  # raises the error with the number of the line
-
-
-def _parsed(raws: Sequence[bytes]) -> tuple[np.ndarray, Columns] | None:
-    """Steps and columns of training lines; None for lines that only `parse_line` can judge.
-
-    Only flat objects of numbers are parsed here: no lists, nested objects or escapes.
-    """
-    import pyarrow as pa
-    import pyarrow.compute
-    import pyarrow.json
-
-    text = b"".join(raws)
-    if text.count(b"{") != len(raws) or b"[" in text or b"\\" in text:
-        return None
-    options = pa.json.ReadOptions(use_threads=False, block_size=len(text) + 1)
-    # `pa.scalar` and `to_numpy` would import pandas, which takes half a second.
-    missing = pa.Array.from_buffers(pa.float64(), 1, [None, pa.py_buffer(np.array([math.nan]))])[0]
-    columns: Columns = {}
-    try:
-        table = pa.json.read_json(pa.BufferReader(text), read_options=options).combine_chunks()
-        steps, kinds = table["step"], table["kind"]
-        if len(table) != len(raws) or pa.compute.count_distinct(kinds).as_py() != 1 or kinds[0].as_py() != "train":
-            return None
-        if not pa.types.is_int64(steps.type) or steps.null_count:
-            return None
-        for name, column in zip(table.column_names, table.columns, strict=True):
-            if name in ("step", "kind") or pa.types.is_null(column.type):
-                continue
-            if not (pa.types.is_floating(column.type) or pa.types.is_int64(column.type)):
-                return None
-            values = np.from_dlpack(column.cast(pa.float64()).fill_null(missing).chunk(0))
-            if np.count_nonzero(np.abs(values) < _LARGEST) != len(values) - column.null_count:
-                return None
-            columns[name] = values
-    except (ValueError, KeyError, pa.ArrowException):
-        return None
-    numbers = np.from_dlpack(steps.chunk(0))
-    return None if numbers.min() < 0 or numbers.max() >= 1 << 53 else (numbers, columns)

@@ -3,14 +3,14 @@
 The log is an append-only file of JSON lines. The sinks of `runs/sinks.py` get a copy of each line.
 """
 
-import gc
 import json
 import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partialmethod
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any
@@ -36,8 +36,6 @@ RESERVED = ("step", "kind", "nonfinite", "time/run")
 _TYPES = {str, int, float, bool, NoneType, list}
 _NUMBERS = {"n", "episodes", "failed", "best_step", "success", "return"}
 """Keys without a slash that have no text."""
-_CHUNK = 256
-"""Number of lines that are parsed at once."""
 
 
 class MetricsLog:
@@ -63,28 +61,28 @@ class MetricsLog:
                 self.close()
                 raise
             except Exception as error:
-                self._drop(name, error, self._last_step())
+                self._drop(name, error)
         try:
             self._sent = SentRecord(run)
         except RunError as error:
             for name in list(self._sinks):
-                self._drop(name, error, self._last_step())
+                self._drop(name, error)
 
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         """Append one line. Values are numbers, strings, None or lists of these; NumPy scalars are converted."""
-        reserved = [key for key in RESERVED if key in values]
-        if reserved:
+        if reserved := [key for key in RESERVED if key in values]:
             raise ValueError(f"reserved metric keys: {reserved}")
         nonfinite: list[str] = []
         plain = {key: _plain(value, key, nonfinite) for key, value in values.items()}
-        line: dict[str, Any] = {"step": int(step), "kind": kind, "time/run": round(self.seconds, 3), **plain}
+        self._step = int(step)
+        line: dict[str, Any] = {"step": self._step, "kind": kind, "time/run": round(self.seconds, 3), **plain}
         if nonfinite:
             line["nonfinite"] = sorted(set(nonfinite))
         text = json.dumps(line, allow_nan=False, ensure_ascii=False)
         self._log.append(f"{text}\n".encode("utf-8", "backslashreplace"))
         if self._sinks and (sent := numbers(kind, plain)):
             # Each baseline policy has a line at step 0.
-            self._send(line["step"], f"{kind}/{plain.get('policy', '')}", lambda sink: sink.write(line["step"], sent))
+            self._send(int(step), f"{kind}/{plain.get('policy', '')}", lambda sink: sink.write(int(step), sent))
 
     def completions(self, step: int, episodes: Sequence["Episode"], advantages: "Advantages | None" = None) -> None:
         """Send the sinks a table of `episodes`: prompt, completion, reward, mean advantage, group."""
@@ -96,14 +94,14 @@ class MetricsLog:
         """Atomically drop the final line and all lines after `step`, and rewind the sinks: a resumed run writes them again."""
         with open_file(self.run.metrics) as file:
             raws = list(complete_lines(file, self.run.metrics))
-        lines = zip(raws, parse_metrics(self.run.metrics, iter(raws)), strict=True)
+        lines = zip(raws, _parsed(self.run.metrics, raws), strict=True)
         self._log.replace([raw for raw, line in lines if line["step"] <= step and line["kind"] != "final"])
         self._start_clock()
         for name, sink in list(self._sinks.items()):
             try:
                 self._sent.rewind(name, step, discarded=sink.rewind(step))
             except Exception as error:
-                self._drop(name, error, step)
+                self._drop(name, error)
 
     def close(self) -> None:
         """Sync the file to disk and close the sinks; a second call does nothing."""
@@ -111,7 +109,7 @@ class MetricsLog:
             try:
                 sink.close()
             except Exception as error:
-                self._drop(name, error, self._last_step())
+                self._drop(name, error)
         self._sinks.clear()
         self._log.close()
 
@@ -129,11 +127,12 @@ class MetricsLog:
                     send(sink)
                     self._sent.add(name, kind, step)
             except Exception as error:
-                self._drop(name, error, step)
+                self._drop(name, error)
 
     def _start_clock(self) -> None:
         lines = read_metrics(self.run.metrics)
         self._worked = max((line.get("time/run") or 0.0 for line in lines), default=0.0)
+        self._step = max((line["step"] for line in lines), default=0)
         self._started = time.monotonic()
 
     @property
@@ -141,33 +140,23 @@ class MetricsLog:
         """Working time of the run so far, in seconds."""
         return self._worked + time.monotonic() - self._started
 
-    def _last_step(self) -> int:
-        return max((line["step"] for line in read_metrics(self.run.metrics)), default=0)
-
-    def _drop(self, name: str, error: Exception, step: int) -> None:
+    def _drop(self, name: str, error: Exception) -> None:
         self._sinks.pop(name, None)
         reason = without_secrets(f"{type(error).__name__}: {error}")
         message = f"the sink {name!r} failed and was dropped ({reason}); metrics.jsonl is still written"
         print(printable(f"warning: {message}"), file=sys.stderr)
-        self.write(step, "warning", {"sink": name, "message": message})
+        self.write(self._step, "warning", {"sink": name, "message": message})
 
 
-class NoLog:
+class NoLog(AbstractContextManager["NoLog"]):
     """Replaces `MetricsLog` on ranks that write no log."""
 
     seconds = 0.0
 
-    def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
+    def write(self, *values: Any) -> None:
         """Do nothing."""
 
-    def completions(self, step: int, episodes: Sequence["Episode"], advantages: "Advantages | None" = None) -> None:
-        """Do nothing."""
-
-    def truncate_after(self, step: int) -> None:
-        """Do nothing."""
-
-    def __enter__(self) -> "NoLog":
-        return self
+    completions = truncate_after = write
 
     def __exit__(self, *error: object) -> None:
         pass
@@ -180,36 +169,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     try:
         with open_file(path) as file:
-            return parse_metrics(path, complete_lines(file, path))
+            return _parsed(path, complete_lines(file, path))
     except FileNotFoundError:
         return []
 
 
-def parse_metrics(path: Path, lines: Iterator[bytes]) -> list[dict[str, Any]]:
-    """The content of complete `lines`, which are from the file `path`; errors as for `read_metrics`."""
+def _parsed(path: Path, lines: Iterable[bytes]) -> list[dict[str, Any]]:
     parsed: list[dict[str, Any]] = []
-    collects = gc.isenabled()
-    gc.disable()  # a hundred thousand new objects would be searched for cycles again and again
-    try:
-        while raws := list(islice(lines, _CHUNK)):
-            try:
-                # As one list, the lines share their keys, which are most of the memory.
-                chunk = parse_json(b"[" + b",".join(raws) + b"]", finite=True)
-                if len(chunk) != len(raws):
-                    raise ValueError("a line has several values")
-                parsed += map(_checked, chunk)
-            except ValueError:
-                for number, raw in enumerate(raws, len(parsed) - len(parsed) % _CHUNK + 1):
-                    try:
-                        _checked(parse_json(raw, finite=True))
-                    except ValueError as error:
-                        raise RunError(
-                            f"{path}, line {number} is damaged ({error}); delete that line and retry"
-                        ) from error
-                raise
-    finally:
-        if collects:
-            gc.enable()
+    for number, raw in enumerate(lines, 1):
+        try:
+            parsed.append(parse_line(raw))
+        except ValueError as error:
+            raise RunError(f"{path}, line {number} is damaged ({error}); delete that line and retry") from error
     return parsed
 
 
@@ -219,10 +190,7 @@ MOST_KEYS = 5_000
 
 def parse_line(raw: bytes) -> dict[str, Any]:
     """One line of a metrics log. ValueError unless it has a step, a kind, and values of the types that `MetricsLog` writes."""
-    return _checked(parse_json(raw, finite=True))
-
-
-def _checked(line: Any) -> dict[str, Any]:
+    line = parse_json(raw, finite=True)
     if not isinstance(line, dict):
         raise ValueError("it is not a JSON object")
     if type(line.get("step")) is not int or not 0 <= line["step"] < 1 << 53 or not isinstance(line.get("kind"), str):
@@ -322,22 +290,17 @@ class Progress:
         if self.unit != "step":  # the run consists only of the evaluation
             self.step, self._part = done, ""
 
-    def sampled(self, done: int, total: int) -> None:
-        """Show how many episodes of the next step are sampled, in the way of `played`."""
-        self._show_part("sampled", done, total)
-
-    def trained(self, done: int, total: int) -> None:
-        """Show on how many samples of the next update the gradient is computed, in the way of `played`."""
-        self._show_part("trained on", done, total)
-
-    def updated(self, done: int, total: int) -> None:
-        """Show how many updates of the next step are made, in the way of `played`."""
-        self._show_part("made update", done, total)
-
     def _show_part(self, what: str, done: int, total: int) -> None:
         self._part = f"{what} {done} of {total}" if done < total else ""
         if self._live is None and self._part and time.monotonic() - self._printed >= SECONDS_PER_LINE:
             self._print(self._part)
+
+    sampled = partialmethod(_show_part, "sampled")
+    """Show how many episodes of the next step are sampled, in the way of `played`."""
+    trained = partialmethod(_show_part, "trained on")
+    """Show on how many samples of the next update the gradient is computed, in the way of `played`."""
+    updated = partialmethod(_show_part, "made update")
+    """Show how many updates of the next step are made, in the way of `played`."""
 
     def message(self, text: str) -> None:
         """Print a line above the live display."""
@@ -420,11 +383,6 @@ def _with_interval(values: Mapping[str, Any], key: str, form: str) -> str:
         return text
     number = form[form.index("{") :]
     return f"{text} [{', '.join(number.format(limit).rstrip('%') for limit in (low, high))}]"
-
-
-def rate(values: Mapping[str, Any], key: str) -> str:
-    """`45.3% [37.0, 53.9]`, with the interval from `key_low` and `key_high` if present; `-` without a value."""
-    return "-" if values.get(key) is None else _with_interval(values, key, "{:.1%}")
 
 
 def duration(seconds: float) -> str:

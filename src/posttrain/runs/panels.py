@@ -46,7 +46,6 @@ class Series:
 RATE: dict[str, Any] = {"percent": True, "whole": True}
 """Panel settings of rates."""
 GUESSING = (0.5, "guessing, 50%")
-_ACCURACY: dict[str, Any] = {**RATE, "reference": GUESSING}
 
 TITLES = {
     "learning_curve": "Learning curve",
@@ -153,18 +152,16 @@ def series_of(lines: Sequence[Line], key: str) -> Series | None:
     """The metric `key` in order of step; None if no line has it."""
     log = Log.of(lines)
     evaluations = [line for line in log if line["kind"] in MEASURED]
-    steps, values = (column.tolist() for column in log.trained(key))
+    points = list(zip(*(column.tolist() for column in log.trained(key)), strict=True))
+    if measured := [(one["step"], float(one[key])) for one in evaluations if isinstance(one.get(key), (int, float))]:
+        points = sorted([*points, *measured], key=itemgetter(0))
     bad = [step for step, keys in log.nonfinite if key in keys]
     bad += [line["step"] for line in evaluations if key in line.get("nonfinite", ())]
-    measured = [(line["step"], float(line[key])) for line in evaluations if isinstance(line.get(key), (int, float))]
-    if measured:
-        measured = sorted([*zip(steps, values, strict=True), *measured], key=itemgetter(0))
-        steps, values = ([point[place] for point in measured] for place in (0, 1))
-    if values and max(max(values), -min(values)) >= LARGEST_DRAWN:
-        points = list(zip(steps, values, strict=True))
-        bad += [step for step, value in points if abs(value) >= LARGEST_DRAWN]
-        steps, values = ([point[i] for point in points if abs(point[1]) < LARGEST_DRAWN] for i in (0, 1))
-    return Series(steps, values, sorted(bad)) if values or bad else None
+    bad += [step for step, value in points if abs(value) >= LARGEST_DRAWN]
+    points = [point for point in points if abs(point[1]) < LARGEST_DRAWN]
+    if not points and not bad:
+        return None
+    return Series([step for step, _ in points], [value for _, value in points], sorted(bad))
 
 
 def limits_of(lines: Sequence[Line], key: str) -> list[tuple[int, float, float, float]]:
@@ -207,21 +204,19 @@ def _has_preferences(lines: Sequence[Line]) -> bool:
 
 def _domain_panels(lines: Sequence[Line]) -> list[Panel]:
     """Curves per domain, for the first `len(DOMAINS)` domains in alphabetical order."""
-    preferences, keys = _has_preferences(lines), keys_of(lines)
-    panels = []
+    keys, panels = keys_of(lines), []
+    loss = ("Preference loss", "loss per row") if _has_preferences(lines) else ("Loss", "nats per token")
     for metric, title, unit, look in (
-        ("loss", "Preference loss" if preferences else "Loss", "loss per row" if preferences else "nats per token", {}),
-        ("accuracy", "Accuracy", "ranking accuracy", _ACCURACY),
+        ("loss", *loss, {}),
+        ("accuracy", "Accuracy", "ranking accuracy", {**RATE, "reference": GUESSING}),
     ):
         start = f"validation/{metric}/"
         domains = sorted({key.removeprefix(start) for key in keys if key.startswith(start)})
         shown = domains[: len(DOMAINS)]
         more = f", the first {len(shown)} of {len(domains)} domains" if len(domains) > len(shown) else ""
         curves = [Curve(f"{start}{domain}", domain, color) for domain, color in zip(shown, DOMAINS, strict=False)]
-        if curves:
-            panels.append(
-                Panel(f"{title} of the validation rows{more}", unit, curves, from_zero=False, compared=True, **look)
-            )
+        name = f"{title} of the validation rows{more}"
+        panels += [Panel(name, unit, curves, from_zero=False, compared=True, **look)] if curves else []
     return panels
 
 
@@ -242,11 +237,6 @@ class MetricLook:
     what: str
     """The data that it is measured on, as text; may be empty."""
     panel: Panel
-
-    @property
-    def differs_by_stage(self) -> bool:
-        """Whether stages define the metric differently, such as a loss."""
-        return self.key.startswith("loss/") or "/loss" in self.key
 
     @property
     def file(self) -> str:
@@ -274,17 +264,8 @@ def known_metrics(present: Iterable[str]) -> list[str]:
     available = set(present)
     scores = sorted(key for key in available if key.startswith((SCORES, f"rollout/{SCORES}")))
     panels = [curve.key for panels in declared_panels().values() for panel in panels for curve in panel.curves]
-    ordered = [
-        "success",
-        "return",
-        *scores,
-        "validation/loss",
-        "rollout/success",
-        "rollout/return",
-        *panels,
-        "loss/nll",
-        "loss/preference",
-    ]
+    results = ("success", "return", *scores, "validation/loss", "rollout/success", "rollout/return")
+    ordered = [*results, *panels, "loss/nll", "loss/preference"]
     return [key for key in dict.fromkeys(ordered) if key in available]
 
 

@@ -28,7 +28,7 @@ from posttrain.runs.tables import (
     headline,
     markdown_table,
     plain_numbers,
-    read_tasks,
+    read_run_results,
     read_verdict,
     score_table,
 )
@@ -130,24 +130,19 @@ def write_report(
     report = Report(title or run.path.resolve().name, os.fspath(run.path), tables=tables)
     report.read(run, log, warnings)
     figures = {**TITLES, "trajectories": "Trajectories"}.items()
+    reads_images = model_directory is not None and (model_directory / "preprocessor_config.json").is_file()
+    loader = "AutoModelForImageTextToText" if reads_images else "AutoModelForCausalLM"
+    loader = "AutoModelForSequenceClassification" if recipe.stage == "reward" else loader
     text = report.markdown(
         [(title, f"plots/{name}.png") for name, title in figures if (run.plots / f"{name}.png").is_file()],
         model=model_directory,
         quoted=json.dumps(str(model_directory)),
         adapter=model_directory is not None and (model_directory / "adapter_config.json").is_file(),
-        loader=_loader(recipe, model_directory),
+        loader=loader,
         episodes=len(list(run.episodes.glob("*.jsonl.zst"))),
     )
     write_atomically(run.report, text)
     return run.report
-
-
-def _loader(recipe: Any, model: Path | None) -> str:
-    """The class of transformers that loads the exported model."""
-    if recipe.stage == "reward":
-        return "AutoModelForSequenceClassification"
-    reads_images = model is not None and (model / "preprocessor_config.json").is_file()
-    return "AutoModelForImageTextToText" if reads_images else "AutoModelForCausalLM"
 
 
 def changed_keys(part: BaseConfig, default: BaseConfig | None = None, prefix: str = "") -> dict[str, Any]:
@@ -187,7 +182,7 @@ def run_facts(run: RunDirectory, lines: Sequence[Line]) -> list[tuple[str, str]]
     return [
         ("stage", recipe.stage),
         ("model", model),
-        *_data(recipe, read_tasks(run.path)),
+        *_data(recipe, read_run_results(run.path).tasks),
         ("run seed", str(recipe.seed)),
         ("steps", _of(log.last_step, recipe)),
         ("wall time", f"{duration(seconds)} (without pauses between sessions)"),
@@ -230,7 +225,8 @@ def _data(recipe: Any, tasks: Mapping[str, str]) -> list[tuple[str, str]]:
     for part, (key, seeds) in ranges.items():
         rows_key = (trained if part == "training" else environment).rows_key
         if rows_key is None:
-            listed.append((TASKS[part].format("seeds"), _seeds(key, seeds)))
+            generated = seeds.of_generated(key)
+            listed.append((TASKS[part].format("seeds"), f"{generated[0]} to {generated[-1]}"))
         else:
             listed.append((TASKS[part].format("rows"), tasks.get(part) or _drawn(key, seeds, rows_key)))
     played = [("environment", f"`{trained.type}`")]
@@ -255,11 +251,6 @@ def _drawn(key: str, seeds: SeedRange, rows_key: str) -> str:
         return f"drawn from the rows of {rows_key}"
     last = "the last one" if seeds.count is None else str(seeds.of_generated(key)[-1])
     return f"tasks {seeds.start} to {last} of {rows_key}, counted from 0"
-
-
-def _seeds(key: str, seeds: SeedRange) -> str:
-    generated = seeds.of_generated(key)
-    return f"{generated[0]} to {generated[-1]}"
 
 
 def _written(value: Any) -> Any:

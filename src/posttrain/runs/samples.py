@@ -3,6 +3,9 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Annotated
+
+from pydantic import AfterValidator, TypeAdapter, ValidationError
 
 from posttrain.errors import InputError
 from posttrain.runs.directory import RunDirectory, write_atomically
@@ -10,6 +13,7 @@ from posttrain.runs.reader import is_file, read_json
 
 LONGEST = 4_000
 """Characters that are kept of a text."""
+_Text = Annotated[str, AfterValidator(lambda text: text[:LONGEST])]
 
 
 @dataclass(frozen=True)
@@ -28,20 +32,22 @@ class RowAnswer:
 class RowSample:
     """A held-out row."""
 
-    origin: str
-    prompt: str
+    origin: _Text
+    prompt: _Text
     """What stands before the last answer, as the model reads it."""
     answers: Sequence[RowAnswer]
-    measure: str
+    measure: _Text
     """What the scores are."""
-    reply: str = ""
+    reply: _Text = ""
     """The trained model's greedy reply to the prompt; empty for reward models."""
+
+
+_SAMPLES = TypeAdapter(list[RowSample])
 
 
 def write_samples(run: RunDirectory, samples: Sequence[RowSample]) -> None:
     """Write the rows to `rows/samples.json` of the run; raises `RunError` if that fails."""
     file = run.path / "rows" / "samples.json"
-    file.parent.mkdir(exist_ok=True)
     write_atomically(file, json.dumps({"rows": [asdict(one) for one in samples]}, ensure_ascii=False, indent=1) + "\n")
 
 
@@ -51,18 +57,6 @@ def read_samples(run: RunDirectory) -> list[RowSample]:
     if not is_file(file):
         return []
     try:
-        samples = []
-        for values in read_json(file)["rows"]:
-            answers = [
-                RowAnswer(str(one["name"]), str(one["text"]), *(_number(one[key]) for key in ("before", "after")))
-                for one in values["answers"]
-            ]
-            texts = {key: str(values[key])[:LONGEST] for key in ("origin", "prompt", "measure", "reply")}
-            samples.append(RowSample(answers=answers, **texts))
-        return samples
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{file} has another form ({error!r}); delete it") from error
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+        return _SAMPLES.validate_python(read_json(file)["rows"])
+    except (KeyError, ValidationError) as error:
+        raise InputError(f"{file} has another form ({type(error).__name__}); delete it") from error

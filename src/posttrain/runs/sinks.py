@@ -15,6 +15,7 @@ from posttrain.images import readable
 from posttrain.plugins import require_module
 from posttrain.runs.directory import RunDirectory, write_atomically
 from posttrain.runs.reader import read_json
+from posttrain.runs.tables import markdown_table
 
 if TYPE_CHECKING:
     from posttrain.episode import Advantages, Episode
@@ -134,8 +135,8 @@ class TensorBoardSink:
     """Writes event files to `logs/tensorboard`, and completions to the text tab."""
 
     def __init__(self, run: RunDirectory) -> None:
-        _load("tensorboard", "tensorboard")
-        self._writer_class = _load("torch.utils.tensorboard", "tensorboard").SummaryWriter
+        require_module("tensorboard", "sinks: tensorboard")
+        self._writer_class = require_module("torch.utils.tensorboard", "sinks: tensorboard").SummaryWriter
         self._directory = str(run.logs / "tensorboard")
         # TensorBoard takes the first start of a session for the start of the run, and discards nothing.
         first = not any(run.logs.glob("tensorboard/events.*"))
@@ -193,7 +194,7 @@ class WandbSink(_TrackingSink):
     """Logs to W&B with the settings of `tracking`. W&B reads its environment variables for unset keys."""
 
     def __init__(self, run: RunDirectory) -> None:
-        self._module, recipe = _load("wandb", "wandb"), run.load_recipe()
+        self._module, recipe = require_module("wandb", "sinks: wandb"), run.load_recipe()
         tracking = recipe.tracking
         self._run = self._module.init(
             project=tracking.project or os.environ.get("WANDB_PROJECT") or "posttrain",
@@ -217,7 +218,7 @@ class TrackioSink(_TrackingSink):
     """Logs to the local trackio project of `tracking`."""
 
     def __init__(self, run: RunDirectory) -> None:
-        self._module, recipe = _load("trackio", "trackio"), run.load_recipe()
+        self._module, recipe = require_module("trackio", "sinks: trackio"), run.load_recipe()
         self._run = self._module.init(
             project=recipe.tracking.project or "posttrain",
             group=recipe.tracking.group,
@@ -227,10 +228,6 @@ class TrackioSink(_TrackingSink):
         )
 
 
-def _load(module: str, sink: str) -> Any:
-    return require_module(module, f"sinks: {sink}")
-
-
 def _markdown(rows: Sequence[Row]) -> str:
     """A table for TensorBoard, which renders Markdown and drops HTML."""
 
@@ -238,8 +235,7 @@ def _markdown(rows: Sequence[Row]) -> str:
         text = f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
         return " ".join(text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;").splitlines())
 
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *([cell(value) for value in row.values()] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(list(rows[0]), [[cell(value) for value in row.values()] for row in rows])
 
 
 _SINKS: dict[str, Callable[[RunDirectory], Sink]] = {

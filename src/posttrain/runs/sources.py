@@ -18,7 +18,7 @@ from posttrain.runs.evaluated import checkpoint_of
 from posttrain.runs.intervals import FEWEST_SEEDS, seed_mean
 from posttrain.runs.log import Line, Log, read_log
 from posttrain.runs.panels import MOST_POINTS, MetricLook, Series, keys_of, known_metrics, metric_of
-from posttrain.runs.tables import Interval, Table, interval_of, read_return_source, score_cell, score_keys
+from posttrain.runs.tables import Interval, Table, interval_of, read_run_results, score_cell, score_keys
 
 _DRAWN = ("train", "evaluation")
 """Kinds of lines whose metrics are drawn. A sink names its tags `kind/metric`."""
@@ -99,6 +99,17 @@ class Source:
         return seed if isinstance(seed, int) else None
 
     @property
+    def model(self) -> str:
+        """The `model.path` of its recipe; empty if unknown."""
+        model = (self.recipe or {}).get("model")
+        return str(model.get("path")) if isinstance(model, Mapping) else ""
+
+    @property
+    def final(self) -> Mapping[str, Any]:
+        """The last `final` line; empty without one."""
+        return next((line for line in reversed(self.lines) if line["kind"] == "final"), {})
+
+    @property
     def steps(self) -> int:
         """The last training step logged so far."""
         return Log.of(self.lines).last_step
@@ -107,8 +118,7 @@ class Source:
     def unfinished(self) -> str | None:
         """Progress of an unfinished run, such as `3 of 60 steps`; None for a finished run or if unknown."""
         steps = None if self.recipe is None else self.recipe.get("steps")
-        ended = any(line["kind"] == "final" for line in self.lines)
-        return f"{self.steps} of {steps} steps" if isinstance(steps, int) and not ended else None
+        return f"{self.steps} of {steps} steps" if isinstance(steps, int) and not self.final else None
 
 
 def open_sources(paths: Sequence[Path]) -> list[Source]:
@@ -182,16 +192,6 @@ class Bundle:
         return self.label if len(self.sources) == 1 else f"{self.label}, mean of n = {len(self.sources)} seeds"
 
 
-@dataclass(frozen=True)
-class Averaged:
-    """Means over seeds and their 95% limits, at the steps that all seeds have."""
-
-    steps: list[int]
-    values: list[float]
-    low: list[float]
-    high: list[float]
-
-
 def bundles_of(sources: Sequence[Source]) -> tuple[list[Bundle], list[str]]:
     """Group runs by recipe, in order of each recipe's first run; returns the bundles and warnings for the user.
 
@@ -221,8 +221,10 @@ def bundles_of(sources: Sequence[Source]) -> tuple[list[Bundle], list[str]]:
     return bundles, warnings
 
 
-def mean_over_seeds(series: Sequence[Series], geometric: bool = False, rate: bool = False) -> Averaged:
-    """Mean over n >= 2 runs with the interval of `seed_mean` at each common step, or at `MOST_POINTS` of them.
+def mean_over_seeds(
+    series: Sequence[Series], geometric: bool = False, rate: bool = False
+) -> tuple[list[int], list[float], list[float], list[float]]:
+    """Steps, and the mean over n >= 2 runs with the limits of `seed_mean` at each common step, or at `MOST_POINTS` of them.
 
     `geometric`: geometric mean, with the interval computed on the logarithms; all values must be positive. `rate`: the
     values are in [0, 1].
@@ -233,7 +235,7 @@ def mean_over_seeds(series: Sequence[Series], geometric: bool = False, rate: boo
     columns = [[math.log(values[step]) if geometric else values[step] for values in by_step] for step in steps]
     limits = [seed_mean(column, rate).limits for column in columns]
     means, low, high = ([math.exp(one[i]) if geometric else one[i] for one in limits] for i in range(3))
-    return Averaged(steps, means, low, high)
+    return steps, means, low, high
 
 
 def common_name(names: Sequence[str]) -> str:
@@ -242,7 +244,7 @@ def common_name(names: Sequence[str]) -> str:
     """
     common = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
     shared = "".join(letters[0] for letters in common)
-    if all(name[len(shared) :][:1] in tuple("0123456789") or name == shared for name in names):
+    if all(name == shared or name[len(shared)].isdecimal() for name in names):
         shared = shared.rstrip("0123456789")  # a digit that starts several numbers is not part of the name
     shared = shared.rstrip("-_./ ")
     for word in ("seed", "s"):
@@ -270,28 +272,22 @@ def shared_metrics(bundles: Sequence[Bundle]) -> tuple[list[MetricLook], list[st
             per_bundle[-1].update(known_metrics(keys) or foreign)
     present = set().union(*per_bundle)
     known = known_metrics(present)
-    metrics = [metric_of(key) for key in [*known, *sorted(present.difference(known))]]
+    shown = [*known, *sorted(present.difference(known))]
     stages = {source.stage for bundle in bundles for source in bundle.sources} - {None}
     warnings = []
-    single = [metric for metric in metrics if sum(metric.key in one for one in per_bundle) < 2]
-    if len(bundles) > 1 and single:
-        warnings.append(f"left out because only one run has them: {_listed(single)}; draw them with --metric")
-        metrics = [metric for metric in metrics if metric not in single]
-    differing = [metric for metric in metrics if metric.differs_by_stage]
-    if len(stages) > 1 and differing:
-        names = ", ".join(sorted(str(stage) for stage in stages))
-        warnings.append(f"left out because the stages ({names}) define them differently: {_listed(differing)}")
-        metrics = [metric for metric in metrics if metric not in differing]
-    returns = [metric for metric in metrics if metric.key in _RETURNS]
-    if returns and returns_differ(bundles):
-        warnings.append(f"left out because different rewards gave them: {_listed(returns)}; draw them with --metric")
-        metrics = [metric for metric in metrics if metric not in returns]
-    return metrics, warnings
-
-
-def _listed(metrics: Sequence[MetricLook]) -> str:
-    first = ", ".join(metric.key for metric in metrics[:_MAX_LISTED])
-    return first if len(metrics) <= _MAX_LISTED else f"{first} and {len(metrics) - _MAX_LISTED} more"
+    differ = f"the stages ({', '.join(sorted(map(str, stages)))}) define them differently"
+    single = {key for key in shown if sum(key in one for one in per_bundle) < 2}
+    by_stage = {key for key in shown if key.startswith("loss/") or "/loss" in key}
+    for why, remedy, left_out in (
+        ("only one run has them", "; draw them with --metric", single if len(bundles) > 1 else ()),
+        (differ, "", by_stage if len(stages) > 1 else ()),
+        ("different rewards gave them", "; draw them with --metric", _RETURNS if returns_differ(bundles) else ()),
+    ):
+        if keys := [key for key in shown if key in left_out]:
+            more = f" and {len(keys) - _MAX_LISTED} more" if keys[_MAX_LISTED:] else ""
+            warnings.append(f"left out because {why}: {', '.join(keys[:_MAX_LISTED])}{more}{remedy}")
+            shown = [key for key in shown if key not in left_out]
+    return [metric_of(key) for key in shown], warnings
 
 
 def differing_keys(sources: Sequence[Source]) -> Table | None:
@@ -335,10 +331,8 @@ _MAX_NAMES = 4
 def returns_differ(bundles: Sequence[Bundle]) -> bool:
     """Whether different rewards gave the returns of the runs, which are then not comparable."""
     sources = [source for bundle in bundles for source in bundle.sources]
-    sources = [
-        source for source in sources if _RETURNS.intersection(keys_of(source.lines)) or "return" in _final(source)
-    ]
-    return len({given for source in sources if (given := _return_source(source))}) > 1
+    paid = [one for one in sources if _RETURNS.intersection(keys_of(one.lines)) or "return" in one.final]
+    return len({given for source in paid if (given := _return_source(source))}) > 1
 
 
 def _return_source(source: Source) -> str:
@@ -346,7 +340,7 @@ def _return_source(source: Source) -> str:
     if source.run is None:
         return ""
     try:
-        return read_return_source(source.run.path) or return_source(source.run.load_recipe())
+        return read_run_results(source.run.path).return_source or return_source(source.run.load_recipe())
     except PosttrainError:
         return ""
 
@@ -356,7 +350,7 @@ def final_results(source: Source, name_returns: bool = False) -> dict[str, Inter
 
     `name_returns`: the key of the return is `return, WHAT GAVE IT`, for runs of which `returns_differ`.
     """
-    line = _final(source)
+    line = source.final
     keys = [
         key for key in (*_EPISODE_METRICS, *score_keys(line), *_ROW_METRICS) if isinstance(line.get(key), (int, float))
     ]
@@ -374,7 +368,7 @@ def result_table(bundles: Sequence[Bundle]) -> Table | None:
         ended = [(source, results) for source in bundle.sources if (results := final_results(source, differ))]
         all_ended += ended
         for source, results in ended:
-            line, evaluated = _final(source), checkpoint_of(source)
+            line, evaluated = source.final, checkpoint_of(source)
             step = line.get("best_step", evaluated[1] if evaluated else "–")
             rows.append((source.name, str(step), str(line.get("n") or line.get("test/rows") or "–"), results))
         if len(ended) > 1:
@@ -394,7 +388,7 @@ def result_table(bundles: Sequence[Bundle]) -> Table | None:
         f"{_data_note(all_ended)} `n` is the number of environment seeds, or of rows. Brackets: 95% intervals, for a run "
         f"over environment seeds or rows, for a mean over training seeds from {FEWEST_SEEDS} runs on."
     )
-    if "test/loss" in keys and stage_count(bundles) > 1:
+    if "test/loss" in keys and len({source.stage for bundle in bundles for source in bundle.sources} - {None}) > 1:
         note += " Losses of different stages are not comparable."
     if differ:
         note += " Returns from different rewards are not comparable, so each reward has a column."
@@ -418,12 +412,3 @@ def _data_note(ended: Sequence[tuple[Source, Mapping[str, Interval]]]) -> str:
         f"Final held-out data. The rows of {names}{more} are validation rows, which also selected the checkpoint, "
         f"because the recipe sets no `data.test`{'' if only_rows else '; all other data selected nothing'}."
     )
-
-
-def stage_count(bundles: Sequence[Bundle]) -> int:
-    """The number of different stages of the runs."""
-    return len({source.stage for bundle in bundles for source in bundle.sources} - {None})
-
-
-def _final(source: Source) -> Mapping[str, Any]:
-    return next((line for line in reversed(source.lines) if line["kind"] == "final"), {})

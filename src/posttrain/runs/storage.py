@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import shutil
 import stat
 from collections import Counter, defaultdict
@@ -16,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from posttrain.errors import InputError, PosttrainError
-from posttrain.runs.directory import RunDirectory, cache_directory, partial_path, write_atomically
+from posttrain.runs.directory import RunDirectory, cache_directory, partial_path, saved_steps, write_atomically
 from posttrain.runs.machine import usable_processors
 from posttrain.runs.reader import is_file, open_file, read_json
 from posttrain.runs.tables import read_verdict
@@ -25,15 +24,8 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 STARTED = "started.json"
 """The file in which a pipeline lists its stages in order."""
-_CHECKPOINT = re.compile(r"^step_(\d+)$")
 _SHARED_FROM = 1 << 20
 """Minimum size in bytes of a file to replace by a link."""
-
-
-def saved_steps(directory: Path) -> list[int]:
-    """Steps that have a checkpoint in `directory`, ascending."""
-    names = [_CHECKPOINT.match(path.name) for path in directory.glob("step_*")]
-    return sorted(int(match[1]) for match in names if match)
 
 
 def digest_of_file(path: Path, run: Path | None = None) -> str:

@@ -2,16 +2,19 @@
 
 import json
 import math
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 from posttrain.errors import InputError
 from posttrain.recipe.rollout import SCORES
 from posttrain.runs.directory import write_atomically
-from posttrain.runs.reader import is_file, read_json
+from posttrain.runs.reader import read_json
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -19,7 +22,6 @@ if TYPE_CHECKING:
     from posttrain.runs.log import Line
 
 
-T = TypeVar("T")
 START = "start of this run"
 TRAINED = "trained"
 EVALUATED = "evaluated"
@@ -42,6 +44,10 @@ class Table:
     words: tuple[str, ...] = ("policy", "note")
     played: bool = False
     """Whether the rows are policies in an environment."""
+
+    def __post_init__(self) -> None:
+        if {len(row) for row in self.rows} - {len(self.headings)}:
+            raise ValueError("a row of the table has not one cell for each heading")
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         """The table for a rich console. Numbers stay in one piece if the words beside them have room to wrap."""
@@ -126,10 +132,8 @@ def _with_limits(line: Mapping[str, Any], key: str, form: str, scale: float) -> 
 
 def plain_numbers(text: str) -> str:
     """`text` with powers of ten in short form: 1.4e-5 and 3e6, not 1.4e-05 and 3e+06."""
-    return _POWER.sub(lambda match: f"{match[1]}e{match[2].lstrip('+')}{match[3]}", text)
-
-
-_POWER = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)e([+-]?)0*(\d+)(?!\w)")
+    power = r"(?<![\w.])(\d+(?:\.\d+)?)e([+-]?)0*(\d+)(?!\w)"
+    return re.sub(power, lambda match: f"{match[1]}e{match[2].lstrip('+')}{match[3]}", text)
 
 
 def checkpoint_note(line: Mapping[str, Any]) -> str:
@@ -167,19 +171,10 @@ class PolicyRow:
             low, high = values.get(f"{name}_low"), values.get(f"{name}_high")
             return None if low is None or high is None or math.isnan(low) else (low, high)
 
+        success, mean_return = ((values.get(name), limits(name)) for name in ("success", "return"))
         scores = {key.removeprefix(SCORES): interval_of(values, key) for key in score_keys(values)}
-        success, mean_return = values.get("success"), values.get("return")
-        return cls(
-            policy,
-            success,
-            limits("success"),
-            mean_return,
-            int(values["n"]),
-            note,
-            limits("return"),
-            scores,
-            values.get("return_source", ""),
-        )
+        source = values.get("return_source", "")
+        return cls(policy, *success, mean_return[0], int(values["n"]), note, mean_return[1], scores, source)
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -249,7 +244,7 @@ def checkpoint_scores(lines: Sequence["Line"]) -> list[Checkpoint]:
     from posttrain.runs.log import Log  # imports numpy, which a wrong path need not wait for
 
     log = Log.of(lines)
-    overall = _overall_key(log)
+    overall = overall_name(log).removeprefix("mean ")
     evaluated = {line["step"]: line for line in log if line["kind"] == "evaluation" and line.get(overall) is not None}
     steps = sorted(evaluated)
     trained, returns = log.trained("rollout/return")
@@ -280,7 +275,8 @@ def is_share(name: str, checkpoints: Sequence[Checkpoint]) -> bool:
 
 def overall_name(lines: Sequence[Mapping[str, Any]]) -> str:
     """Name of the metric in `Checkpoint.overall`: `success` or `mean return`."""
-    return "success" if _overall_key(lines) == "success" else "mean return"
+    reports_success = any(line["kind"] == "evaluation" and line.get("success") is not None for line in lines)
+    return "success" if reports_success else "mean return"
 
 
 def score_table(lines: Sequence["Line"]) -> Table | None:
@@ -333,11 +329,6 @@ def scores_of_runs(runs: Mapping[str, Sequence["Line"]]) -> Table | None:
     return Table("Scores by checkpoint", headings, rows, note, words=("run",))
 
 
-def _overall_key(lines: Sequence[Mapping[str, Any]]) -> str:
-    reports_success = any(line["kind"] == "evaluation" and line.get("success") is not None for line in lines)
-    return "success" if reports_success else "return"
-
-
 def score_keys(line: Mapping[str, Any]) -> list[str]:
     """The keys of a line that are scores of the environment, without their limits."""
     return [key for key in line if key.startswith(SCORES) and not key.endswith(("_low", "_high"))]
@@ -377,6 +368,25 @@ class Verdict:
         return [self.sentence, *(f"likely reason: {reason}" for reason in self.reasons)]
 
 
+@dataclass(frozen=True)
+class Results:
+    """The content of `results.json` in a run directory."""
+
+    tables: Sequence[Table] = ()
+    """The final tables."""
+    policies: Sequence[PolicyRow] = ()
+    """Empty for a run without an environment."""
+    tasks: Mapping[str, str] = field(default_factory=dict)
+    """Part of the run -> the rows of files that were its tasks; empty for generated tasks."""
+    return_source: str = ""
+    """What gave the returns of the model (`return_source`); empty if it is unknown."""
+    verdict: Verdict | None = None
+    """None for a run that has none."""
+
+
+_RESULTS = TypeAdapter(Results)
+
+
 def write_results(
     directory: Path,
     tables: Sequence[Table],
@@ -385,78 +395,27 @@ def write_results(
     return_source: str = "",
     verdict: Verdict | None = None,
 ) -> None:
-    """Write `results.json` in the run directory: the final tables, the rows of the policies as values, the rows of files
-    that were the `tasks` of each part of the run, what gave the model's returns, and the verdict on training.
-    """
-    content: dict[str, Any] = {
-        "tables": [asdict(table) for table in tables],
-        "policies": [asdict(row) for row in rows],
-        "tasks": dict(tasks or {}),
-        "return_source": return_source,
-        "verdict": None if verdict is None else asdict(verdict),
-    }
+    """Write `results.json` in the run directory. `rows`: those of the policies, as values."""
+    content = asdict(Results(tables, rows, tasks or {}, return_source, verdict))
     write_atomically(directory / "results.json", json.dumps(content, indent=1) + "\n")
 
 
-def read_tables(directory: Path) -> list[Table]:
-    """The final tables in `results.json` of a run directory."""
-    return _from_results(directory, lambda values: [_table(table) for table in values["tables"]])
-
-
-def read_policies(directory: Path) -> list[PolicyRow]:
-    """The rows of the policies in `results.json` of a run directory; empty for a run without an environment."""
-
-    def row_of(values: Mapping[str, Any]) -> PolicyRow:
-        limits = {key: tuple(values[key]) if values[key] else None for key in ("interval", "return_interval")}
-        scores = {name: tuple(score) for name, score in values.get("scores", {}).items()}
-        return PolicyRow(**{**values, **limits, "scores": scores})
-
-    return _from_results(directory, lambda values: [row_of(row) for row in values["policies"]])
-
-
-def read_tasks(directory: Path) -> dict[str, str]:
-    """Part of the run -> the rows of files that were its tasks; empty before the end of the run, and for generated tasks."""
-    if not is_file(directory / "results.json"):
-        return {}
-    return _from_results(directory, lambda values: {str(k): str(v) for k, v in values.get("tasks", {}).items()})
-
-
-def read_return_source(directory: Path) -> str:
-    """What gave the returns of a run's model (`return_source`); empty if it is unknown."""
-    if not is_file(directory / "results.json"):
-        return ""
-    return _from_results(directory, lambda values: str(values.get("return_source", "")))
+def read_run_results(directory: Path) -> Results:
+    """The final results of a run; empty before its end. InputError for a file of another form."""
+    file = directory / "results.json"
+    if not os.path.lexists(file):
+        return Results()
+    try:
+        return _RESULTS.validate_python(read_json(file))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InputError(f"{file} has another form ({where}: {first['msg']}); evaluate the model again") from error
 
 
 def read_verdict(directory: Path) -> Verdict | None:
     """The verdict on a training run; None before its end, and for a run that has none."""
-    if not is_file(directory / "results.json"):
-        return None
-
-    def verdict(values: Mapping[str, Any]) -> Verdict | None:
-        if (known := values.get("verdict")) is None:
-            return None
-        return Verdict(str(known["outcome"]), str(known["sentence"]), [*map(str, known["reasons"])])
-
-    return _from_results(directory, verdict)
-
-
-def _from_results(directory: Path, make: Callable[[dict[str, Any]], T]) -> T:
-    file = directory / "results.json"
-    values = read_json(file)
-    try:
-        return make(values)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"{file} has another form ({error!r}); evaluate the model again") from error
-
-
-def _table(values: Mapping[str, Any]) -> Table:
-    table = Table(**{**values, **{key: tuple(values[key]) for key in ("headings", "words") if key in values}})
-    rows = [tuple(row) for row in table.rows]
-    texts = [table.title, table.note, *table.headings, *table.words, *(cell for row in rows for cell in row)]
-    if not all(isinstance(text, str) for text in texts) or {len(row) for row in rows} - {len(table.headings)}:
-        raise ValueError("a table is not of texts")
-    return replace(table, rows=rows)
+    return read_run_results(directory).verdict
 
 
 _LONGEST_ANSWER = 400

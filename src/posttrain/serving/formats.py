@@ -138,35 +138,10 @@ def event(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value)}\n\n"
 
 
-def _get(values: Mapping[str, Any], key: str, kind: type | tuple[type, ...], default: Any) -> Any:
-    """`values[key]`, `default` where it is absent or null; CallRefused for another type."""
-    value = values.get(key)
-    if value is None:
-        return default
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
-        raise CallRefused(f"{key} has the wrong type, {type(value).__name__}")
-    return value
-
-
 def _mapping(value: Any, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CallRefused(f"{what} must be an object")
     return value
-
-
-def _messages(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    messages = values.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise CallRefused("messages must be a list with at least one message")
-    return [_mapping(message, "a message") for message in messages]
-
-
-def _as_in_rows(messages: list[dict[str, Any]]) -> list[Message]:
-    """The messages as those of a training row are read."""
-    try:
-        return [without_training_keys(message) for message in messages_of(messages, "messages")]
-    except UnusableRow as error:
-        raise CallRefused(str(error)) from error
 
 
 def openai_usage(prompt_tokens: int, tokens: int) -> dict[str, int]:
@@ -188,18 +163,28 @@ def read_chat(body: dict[str, Any]) -> ChatCall:
     """Parse a request. CallRefused for unsupported features."""
     if body.get("functions"):
         raise CallRefused("functions is not supported; use tools")
-    if _get(body, "response_format", dict, {}).get("type", "text") != "text":
+    if _mapping(body.get("response_format") or {}, "response_format").get("type", "text") != "text":
         raise CallRefused("response_format is not supported; the policy samples freely")
-    tools = [_mapping(tool, "a tool") for tool in _get(body, "tools", list, [])]
+    tools, messages = body.get("tools") or [], body.get("messages")
+    if not isinstance(tools, list):
+        raise CallRefused(f"tools has the wrong type, {type(tools).__name__}")
     for tool in tools:
-        if not isinstance(_mapping(tool.get("function"), "the function of a tool").get("name"), str):
+        if not isinstance(
+            _mapping(_mapping(tool, "a tool").get("function"), "the function of a tool").get("name"), str
+        ):
             raise CallRefused("a tool has no name")
+    if not isinstance(messages, list) or not messages:
+        raise CallRefused("messages must be a list with at least one message")
     # Clients send null or no parts where a message has no text.
-    messages = [
-        {**message, "content": ""} if message.get("content") in (None, []) else message for message in _messages(body)
+    given = [
+        {**message, "content": ""} if _mapping(message, "a message").get("content") in (None, []) else message
+        for message in messages
     ]
-    tools = [] if body.get("tool_choice") == "none" else tools
-    return ChatCall(_as_in_rows(messages), tools, Options.read(body))
+    try:
+        read: list[Message] = [without_training_keys(message) for message in messages_of(given, "messages")]
+    except UnusableRow as error:
+        raise CallRefused(str(error)) from error
+    return ChatCall(read, [] if body.get("tool_choice") == "none" else tools, Options.read(body))
 
 
 def write_chat(call: ChatCall, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
@@ -246,7 +231,4 @@ def _tool_calls(answer: ChatAnswer) -> list[dict[str, Any]]:
 
 def _ending(answer: ChatAnswer) -> dict[str, Any]:
     reason = "tool_calls" if answer.calls else "length" if answer.stop_reason in CUT_OFF else "stop"
-    return {
-        "finish_reason": reason,
-        "logprobs": None if answer.logprobs is None else {"content": answer.logprobs},
-    }
+    return {"finish_reason": reason, "logprobs": None if answer.logprobs is None else {"content": answer.logprobs}}

@@ -119,7 +119,7 @@ class Sampler:
             # The local engine is deterministic, so a partial batch is sampled again to the same bits.
             keep_partial = manager.engine_settings.type != "local"
             with EpisodeBuffer(directory, step, keep_partial=keep_partial) as journal:
-                if on_disk and not journal.complete:
+                if on_disk and journal.end is None:
                     on_disk = False
                     remove_batches(directory, step + 1)
                 self._hand_over(self._batch(journal, sync, worker, tasks))
@@ -134,7 +134,7 @@ class Sampler:
             batch.counters = EngineCounters(**journal.end["counters"])
             batch.metrics["time/waited_for_learner"] = 0.0
             return journal.step, batch, tasks.state_dict()
-        engine, restarts, begun = worker.engine, self._in_flight.restarts, time.perf_counter()
+        engine, begun = worker.engine, time.perf_counter()
         sync.wait_for(journal.step)
         waited = time.perf_counter() - begun
         # An engine outside this process is shared with evaluation.
@@ -147,10 +147,6 @@ class Sampler:
             )
             batch.seconds = time.perf_counter() - begun
             batch.counters = counters_since(counters, engine)
-            if self._manager.rollout.on_new_weights == "restart":
-                used = sum(e.sampled_tokens for e in (*batch.sampled, *batch.greedy.values())) - journal.tokens_before
-                batch.metrics["rollout/restarted"] = float(self._in_flight.restarts - restarts)
-                batch.metrics["tokens/discarded"] = float(batch.counters.sampled - used)
         journal.finish({"seconds": batch.seconds, "counters": asdict(batch.counters), "metrics": batch.metrics})
         batch.metrics["time/waited_for_learner"] = waited
         return journal.step, batch, tasks.state_dict()

@@ -13,28 +13,21 @@ from posttrain.planning.dry_run import batch_arithmetic
 from posttrain.recipe.study import Group, Range, choices_of, grid_of
 from posttrain.recipe.study_file import Study, shown
 from posttrain.runs.tables import IMPROVED, Table, read_verdict, show_line
-from posttrain.tune.best import best_of, no_best_reason
 from posttrain.tune.report import (
+    best_of,
+    no_best_reason,
     short_names,
     summary_sentences,
     trial_table,
-    warning_messages,
     write_best,
     write_report,
 )
-from posttrain.tune.study import (
-    check_space,
-    distributions,
-    from_storage,
-    open_study,
-    study_lock,
-    to_storage,
-)
+from posttrain.tune.study import check_space, distributions, from_storage, open_study, study_lock, to_storage
 from posttrain.tune.trial import Attempt, MissingMetric, curve, outcome, run_jobs
 
 
 def run_study(study: Study, resume: bool, console: Console, group: str | None = None) -> None:
-    """Run the remaining trials, and write tables, plots, `best.yaml`, and `best_GROUP.yaml` of groups.
+    """Run the remaining trials, and write tables, `best.yaml`, and `best_GROUP.yaml` of groups.
 
     `group`: run only the trials of this group, given by its number from 1 or by its name.
 
@@ -53,63 +46,46 @@ def run_study(study: Study, resume: bool, console: Console, group: str | None = 
                     f"{unfinished} trials of group {other.name} have not ended; run `posttrain tune STUDY --group "
                     f"{other.name} --resume` first"
                 )
+        search, chain_error = Search(study, optuna_study, console, chosen), ""
         try:
-            search = Search(study, optuna_study, console, chosen)
-            chain_error = ""
-            try:
-                run_jobs(search.take, study.recipe.workers, study.recipe.devices)
-            except RunError as error:
-                chain_error = str(error)
+            run_jobs(search.take, study.recipe.workers, study.recipe.devices)
+        except RunError as error:
+            chain_error = str(error)
         except KeyboardInterrupt:
             console.print(f"continue the study {study.directory} with `--resume`", highlight=False, soft_wrap=True)
             raise
-        _conclude(study, optuna_study, chain_error, console)
-
-
-def _conclude(study: Study, optuna_study: optuna.Study, chain_error: str, console: Console) -> None:
-    from posttrain.tune.plots import draw_study
-
-    trials = optuna_study.get_trials(deepcopy=False)
-    summary = summary_sentences(study, trials)
-    best = best_of(study, trials)
-    if best is None:
-        summary.append(no_best_reason(study, trials))
-    plots = draw_study(study, optuna_study)
-    report = write_report(study, [trial_table(study, trials)], summary, plots)
-    console.print(trial_table(study, trials, narrow=True))
-    for text in summary if best is not None else summary[:-1]:
-        show_line(console, text)
-    file = study.directory / "best.yaml"
-    for group in study.recipe.groups:
-        best_of_group = best_of(study, _of_group(optuna_study, group))
-        if best_of_group is not None:
-            write_best(study, best_of_group, study.directory / f"best_{group.name}.yaml")
-    if best is None or chain_error:
-        file.unlink(missing_ok=True)
-        console.print(f"report: {report}", highlight=False, markup=False, soft_wrap=True)
-        raise RunError(chain_error or no_best_reason(study, trials))
-    write_best(study, best, file)
-    console.print(
-        f"report: {report}\nbest: {file} (trial {best.number})", highlight=False, markup=False, soft_wrap=True
-    )
+        trials = optuna_study.get_trials(deepcopy=False)
+        summary, best = summary_sentences(study, trials), best_of(study, trials)
+        missing = no_best_reason(study, trials) if best is None else ""
+        report = write_report(study, trial_table(study, trials), [*summary, missing] if missing else summary)
+        console.print(trial_table(study, trials, narrow=True))
+        for text in [*summary, f"report: {report}"]:
+            show_line(console, text)
+        for one in study.recipe.groups:
+            if (best_of_group := best_of(study, _of_group(optuna_study, one))) is not None:
+                write_best(study, best_of_group, study.directory / f"best_{one.name}.yaml")
+        file = study.directory / "best.yaml"
+        if best is None or chain_error:
+            file.unlink(missing_ok=True)
+            raise RunError(chain_error or missing)
+        write_best(study, best, file)
+        show_line(console, f"best: {file} (trial {best.number})")
 
 
 def chosen_group(study: Study, name: str | None) -> Group | None:
     """The group with this name or number, counted from 1; None for all. Raises `InputError` if there is no such
-    group.
-    """
+    group."""
     if name is None:
         return None
     groups = study.recipe.groups
-    named = next((group for group in groups if group.name == name), None)
-    if named is None and name.isdecimal() and 1 <= int(name) <= len(groups):
-        named = groups[int(name) - 1]
-    if named is None and not groups:
-        raise InputError(f"--group {name}: the study {study.recipe.name} has no groups; remove --group")
-    if named is None:
-        names = ", ".join(f"{number} ({group.name})" for number, group in enumerate(groups, start=1))
-        raise InputError(f"--group {name}: the study {study.recipe.name} has no such group; its groups are {names}")
-    return named
+    for number, group in enumerate(groups, start=1):
+        if name in (group.name, str(number)):
+            return group
+    names = ", ".join(f"{number} ({group.name})" for number, group in enumerate(groups, start=1))
+    raise InputError(
+        f"--group {name}: the study {study.recipe.name} has no such group; "
+        + (f"its groups are {names}" if groups else "remove --group, because it has none")
+    )
 
 
 def show_study(study: Study, console: Console, group: str | None = None) -> None:
@@ -167,10 +143,7 @@ class Search:
     """Supplies the trials of a study, or of one of its groups, interrupted ones first."""
 
     def __init__(self, study: Study, optuna_study: optuna.Study, console: Console, group: Group | None = None) -> None:
-        self.study = study
-        self.group = group
-        self.optuna_study = optuna_study
-        self.console = console
+        self.study, self.optuna_study, self.console, self.group = study, optuna_study, console, group
         self._distributions = distributions(study)
         # Trials that a killed process left running; this process holds the lock of the study.
         self._interrupted = optuna_study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
@@ -221,8 +194,7 @@ class Search:
 
     def _enqueue_grid(self) -> bool:
         """Whether a grid point is waiting. Enqueues the grid of a group once all trials of the previous group have
-        ended.
-        """
+        ended."""
         chained: dict[str, Any] = {}
         for group in self.study.recipe.groups:
             trials = _of_group(self.optuna_study, group)
@@ -238,10 +210,9 @@ class Search:
                         user_attrs={"group": group.name, "point": number, "names": [*chained, *point]},
                     )
             trials = _of_group(self.optuna_study, group)
-            if any(trial.state == TrialState.WAITING for trial in trials):
-                return True
-            if any(trial.state == TrialState.RUNNING for trial in trials):
-                return False
+            states = {trial.state for trial in trials}
+            if TrialState.WAITING in states or TrialState.RUNNING in states:
+                return TrialState.WAITING in states
             chained |= self._chosen(group, trials)
         return False
 
@@ -262,15 +233,17 @@ class TrialJob:
     `warned`."""
 
     def __init__(self, search: "Search", trial: optuna.Trial, attempt: Attempt) -> None:
-        self.study, self.attempt = search.study, attempt
+        self.study, self.attempt, self.trial = search.study, attempt, trial
         self.optuna_study, self.console, self.warned = search.optuna_study, search.console, search.warned
-        self.trial = trial
-        self._reported = set(_frozen(self.optuna_study, trial).intermediate_values)
+        self._reported = set(self._frozen().intermediate_values)
         self._pruned = False
         self.damage = ""
         """Why the metrics of the run are unreadable; empty if they are not."""
         self.unmeasured = ""
         """Why the finished run lacks a metric of the objective; empty otherwise."""
+
+    def _frozen(self) -> FrozenTrial:
+        return self.optuna_study._storage.get_trial(self.trial._trial_id)
 
     def begin(self, device: str | None) -> None:
         """Start the run, unless it is finished or was about to be pruned when the study was interrupted."""
@@ -300,10 +273,9 @@ class TrialJob:
 
     def end(self) -> None:
         """Report the result to Optuna: a value, pruned, or failed with a reason."""
-        reason = self.damage or ("" if self._pruned else self.attempt.failure() or "")
+        reason, value = self.damage or ("" if self._pruned else self.attempt.failure() or ""), None
         if not self.damage:
             self.trial.set_user_attr("minutes", round(self.attempt.minutes, 3))
-        value = None
         if not reason:
             try:
                 value = self._measure()
@@ -317,8 +289,9 @@ class TrialJob:
             self.optuna_study.tell(self.trial, state=TrialState.PRUNED)
         else:
             self.optuna_study.tell(self.trial, value)
-        for message in [] if self.damage else warning_messages(self.attempt.lines()):
-            if message not in self.warned:
+        for line in [] if self.damage else self.attempt.lines():
+            message = " ".join(str(line.get("message", "")).split()) if line["kind"] == "warning" else ""
+            if message and message not in self.warned:
                 self.warned.add(message)
                 show_line(self.console, f"trial {self.trial.number}: warning: {message}")
         trials = self.optuna_study.get_trials(deepcopy=False)
@@ -348,7 +321,7 @@ class TrialJob:
             improved = verdict.outcome == IMPROVED
             self.trial.set_user_attr("verdict", IMPROVED if improved else what[0].lower() + what[1:])
         self.trial.set_user_attr("limited", result.limited)
-        have = _frozen(self.optuna_study, self.trial).constraints
+        have = self._frozen().constraints
         for metric, distance in result.violations.items():
             if metric not in have:
                 self.trial.set_constraint(metric, distance)
@@ -359,10 +332,6 @@ def record_failure(optuna_study: optuna.Study, trial: optuna.Trial, reason: str)
     """Record the failure of a trial with its reason."""
     trial.set_user_attr("reason", reason)
     optuna_study.tell(trial, state=TrialState.FAIL)
-
-
-def _frozen(optuna_study: optuna.Study, trial: optuna.Trial) -> Any:
-    return optuna_study._storage.get_trial(trial._trial_id)
 
 
 def _of_group(optuna_study: optuna.Study, group: Group) -> list[FrozenTrial]:

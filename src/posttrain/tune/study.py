@@ -9,12 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import optuna
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-)
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.samplers import BaseSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState
 
@@ -37,31 +32,27 @@ def open_study(study: Study, resume: bool) -> optuna.Study:
     Raises `InputError` if the name is used, the search has changed, or the storage cannot be opened.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    file, name = study.directory / "study.yaml", study.recipe.name
+    file = study.directory / "study.yaml"
     if not resume and file.is_file():
         raise InputError(f"the study {study.directory} exists; continue it with `--resume`, or choose another `name`")
     if not resume and any(path.name != _LOCK for path in study.directory.iterdir()):
         raise InputError(f"{study.directory} exists and is not a study; choose another `name`")
     if resume and not file.is_file():
         raise InputError(f"there is no study in {study.directory}; omit --resume to start one")
-    url = f"sqlite:///{study.directory / 'study.db'}"
     resolved = {**study.recipe.model_dump(mode="json"), "base": study.base.values}
     snapshot = (
         "# The resolved study with every default and the searched recipe (`base`). Continue with\n"
         f"# posttrain tune THE_STUDY.yaml --resume\n{dump_values(resolved)}"
     )
-    given = study.recipe.pruner
-    pruner = (
-        optuna.pruners.NopPruner()
-        if given.type == "none"
-        else optuna.pruners.MedianPruner(given.startup_trials, given.warmup_steps)
-    )
+    pruner: optuna.pruners.BasePruner = optuna.pruners.NopPruner()
+    if study.recipe.pruner.type == "median":
+        pruner = optuna.pruners.MedianPruner(study.recipe.pruner.startup_trials, study.recipe.pruner.warmup_steps)
     if not file.is_file():
         write_atomically(file, snapshot)
     try:
         optuna_study = optuna.create_study(
-            storage=url,
-            study_name=name,
+            storage=f"sqlite:///{study.directory / 'study.db'}",
+            study_name=study.recipe.name,
             direction=study.recipe.objective.direction,
             sampler=NumberedSampler(study.recipe.sampler),
             pruner=pruner,
@@ -72,7 +63,17 @@ def open_study(study: Study, resume: bool) -> optuna.Study:
         raise InputError(
             f"{study.directory / 'study.db'} cannot be opened ({type(error).__name__}: {reason}); choose another `name`"
         ) from error
-    _require_same(study, optuna_study, json.loads(json.dumps(resolved)))
+    before, now = optuna_study.user_attrs.get("study"), json.loads(json.dumps(resolved))
+    if before is None:
+        optuna_study.set_user_attr("study", now)
+        before = now
+    changed = [key for key in now if key not in _MAY_CHANGE and before.get(key) != now[key]]
+    changed = ["the recipe" if key == "base" else key for key in changed if key not in ("recipe", "keys")]
+    if changed:
+        raise InputError(
+            f"{' and '.join(changed)} of the study {study.directory} has changed since it began, so old and new trials are "
+            "not comparable; choose another `name`, or undo the change"
+        )
     write_atomically(file, snapshot)
     for number, point in enumerate(study.recipe.start):
         optuna_study.enqueue_trial(to_storage(point), user_attrs={"start": number}, skip_if_exists=True)
@@ -93,21 +94,6 @@ def study_lock(study: Study) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _require_same(study: Study, optuna_study: optuna.Study, now: dict[str, Any]) -> None:
-    """Store the search `now` of a new study. Raises `InputError` if the search of an existing study differs."""
-    before = optuna_study.user_attrs.get("study")
-    if before is None:
-        optuna_study.set_user_attr("study", now)
-        return
-    changed = [key for key in now if key not in _MAY_CHANGE and before.get(key) != now[key]]
-    changed = ["the recipe" if key == "base" else key for key in changed if key not in ("recipe", "keys")]
-    if changed:
-        raise InputError(
-            f"{' and '.join(changed)} of the study {study.directory} has changed since it began, so old and new trials are "
-            "not comparable; choose another `name`, or undo the change"
-        )
 
 
 class NumberedSampler(BaseSampler):
@@ -141,12 +127,8 @@ class NumberedSampler(BaseSampler):
     def _of(self, trial: FrozenTrial, name: str = "") -> TPESampler:
         # NumPy's legacy generator, which Optuna uses, takes 32-bit seeds.
         seed = derive_seed(self.recipe.seed, "sampler", trial.number, name) % 2**32
-        return TPESampler(
-            seed=seed,
-            multivariate=True,
-            n_startup_trials=self.recipe.startup_trials,
-            constant_liar=True,
-        )
+        startup = self.recipe.startup_trials
+        return TPESampler(seed=seed, multivariate=True, n_startup_trials=startup, constant_liar=True)
 
 
 _MAX_CHECKED = 32
@@ -184,45 +166,38 @@ def from_storage(study: Study, params: Point) -> dict[str, Any]:
 def check_space(study: Study) -> list[str]:
     """Validate combinations of searched values; returns a message for each value that is never valid.
 
-    Checks all combinations of choices and range ends, or a sample if there are many. An invalid combination becomes a
-    failed trial. Raises `InputError` if no combination is valid, which indicates a wrong key.
+    Checks all combinations of choices and range ends, or, if there are many, single changes and a random sample. An
+    invalid combination becomes a failed trial. Raises `InputError` if no combination is valid, which indicates a wrong key.
     """
-    failed: dict[tuple[str, Any], str] = {}
-    valid: set[tuple[str, Any]] = set()
-    first = ""
-    for point in _corners(study):
-        values = [(name, json.dumps(value)) for name, value in point.items()]
+    ends: dict[str, list[Any]] = {}
+    for name, values in study.recipe.spaces.items():
+        kind = int if isinstance(values, Range) and values.int else float
+        ends[name] = [kind(values.low), kind(values.high)] if isinstance(values, Range) else choices_of(values) or []
+    points = [{name: values[0] for name, values in ends.items()}]
+    if math.prod(map(len, ends.values())) <= _MAX_CHECKED:
+        points = [dict(zip(ends, values, strict=True)) for values in itertools.product(*ends.values())]
+    else:
+        points += [points[0] | {name: value} for name, values in ends.items() for value in values]
+        draw = random_stream(study.recipe.sampler.seed, "corners")
+        for _ in range(_MAX_CHECKED):
+            points.append({name: values[int(draw.integers(len(values)))] for name, values in ends.items()})
+    failed: dict[tuple[str, str], str] = {}
+    valid: set[tuple[str, str]] = set()
+    for point in points:
+        stored = [(name, json.dumps(value)) for name, value in point.items()]
         try:
             study.at(point)
-            valid |= set(values)
+            valid |= set(stored)
         except InputError as error:
-            first = first or str(error)
-            for value in values:
-                failed.setdefault(value, str(error).splitlines()[0])
+            for value in stored:
+                failed.setdefault(value, str(error))
     if not valid:
-        raise InputError(first)
-    never = [value for value in failed if value not in valid]
+        raise InputError(next(iter(failed.values())))
     return [
-        f"{name} = {shown(json.loads(value))} gives no valid recipe: {failed[name, value]}" for name, value in never
+        f"{name} = {shown(json.loads(value))} gives no valid recipe: {error.splitlines()[0]}"
+        for (name, value), error in failed.items()
+        if (name, value) not in valid
     ]
-
-
-def _corners(study: Study) -> Iterator[dict[str, Any]]:
-    """Points from choices and range ends: all combinations, or single changes and a random sample if there are many."""
-    ends = {
-        name: ([int(values.low), int(values.high)] if values.int else [values.low, values.high])
-        if isinstance(values, Range)
-        else choices_of(values) or []
-        for name, values in study.recipe.spaces.items()
-    }
-    if math.prod(map(len, ends.values())) <= _MAX_CHECKED:
-        yield from (dict(zip(ends, values, strict=True)) for values in itertools.product(*ends.values()))
-        return
-    first = {name: values[0] for name, values in ends.items()}
-    yield from (first | {name: value} for name, values in ends.items() for value in values)
-    draw = random_stream(study.recipe.sampler.seed, "corners")
-    for _ in range(_MAX_CHECKED):
-        yield {name: values[int(draw.integers(len(values)))] for name, values in ends.items()}
 
 
 def _stored(value: Any) -> Any:

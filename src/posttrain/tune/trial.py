@@ -32,8 +32,7 @@ _LOCK_SECONDS = 120.0
 
 def preloaded(stage: str) -> list[str]:
     """Modules to import once for all runs of a stage. Importing them must not initialize CUDA, or forked processes could
-    not use it: so not peft, which imports bitsandbytes.
-    """
+    not use it: so not peft, which imports bitsandbytes."""
     return ["torch", "posttrain.models.load", "transformers", f"posttrain.training.{stage}"]
 
 
@@ -187,18 +186,13 @@ def _await_lock(run: RunDirectory) -> None:
 
 
 class Job(Protocol):
-    """A run, and how its metrics are handled."""
+    """A run, and what to do when it starts, has new metrics, and has ended or was never started."""
 
     attempt: Attempt
 
-    def begin(self, device: str | None) -> None:
-        """Start the run, unless it is finished or pruned."""
-
-    def poll(self) -> None:
-        """Read the metrics that are new since the last call."""
-
-    def end(self) -> None:
-        """Record the result; called when the process has ended or was never started."""
+    def begin(self, device: str | None) -> None: ...
+    def poll(self) -> None: ...
+    def end(self) -> None: ...
 
 
 _POLL_SECONDS = 0.25
@@ -301,14 +295,16 @@ def _evaluations(lines: Sequence[Line]) -> list[Line]:
 
 
 def _limited(lines: Sequence[Line], metric: str, step: int) -> float:
-    at = next(line for line in _evaluations(lines) if line["step"] == step)
-    if at.get(metric) is not None:
-        return float(at[metric])
-    before = max((line["step"] for line in _evaluations(lines) if line["step"] < step), default=-1)
-    logged = [line.get(metric) for line in lines if line["kind"] == "train" and before < line["step"] <= step]
+    """`metric` at the evaluation of `step`, else its mean over the training steps since the evaluation before."""
+    measured = {line["step"]: line for line in _evaluations(lines)}
+    if (value := measured[step].get(metric)) is not None:
+        return float(value)
+    before = max((one for one in measured if one < step), default=-1)
+    trained = [line for line in lines if line["kind"] == "train"]
+    logged = [line.get(metric) for line in trained if before < line["step"] <= step]
     numbers = [float(value) for value in logged if isinstance(value, int | float)]
     if not numbers:
-        known = sorted({key for line in lines if line["kind"] == "train" for key in line if key.startswith("policy/")})
+        known = sorted({key for line in trained for key in line if key.startswith("policy/")})
         raise MissingMetric(
             f"neither evaluations nor training steps have {metric} of objective.within{_such_as(known)}"
         )

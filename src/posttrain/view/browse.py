@@ -1,10 +1,15 @@
-"""Pages of the episodes of a step: filtered, sorted, searched, and read from the store one episode at a time."""
+"""The pages of the episodes of a step, filtered, sorted and searched, and of the episodes of a group side by side.
 
+Episodes are read from the store one at a time.
+"""
+
+import itertools
 import math
+import statistics
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -13,7 +18,19 @@ from urllib.parse import urlencode
 from posttrain.episode import Outcome
 from posttrain.errors import InputError, RunError
 from posttrain.rollout.store import StoredStep, read_head, read_record, stored_records, stored_steps
-from posttrain.view.episodes import Sample
+from posttrain.runs.directory import RunDirectory
+from posttrain.view.episodes import (
+    TINTS,
+    Look,
+    Sample,
+    Tint,
+    episode_page,
+    parting_of,
+    prompt_text,
+    scale_of,
+    token_decoder,
+    unit_credit_recipe,
+)
 
 PAGE = 25
 """Episodes of a page."""
@@ -82,34 +99,26 @@ class Filter:
             except ValueError:
                 return default
 
+        split, ending, order, text = (given.get(name, "") for name in ("split", "ending", "order", "text"))
         return cls(
             whole("step"),
-            given.get("split", "") if given.get("split") in SPLITS else "",
+            split if split in SPLITS else "",
             whole("group"),
-            given.get("ending", "") if given.get("ending") in ENDINGS else "",
+            ending if ending in ENDINGS else "",
             number("least", -math.inf),
             number("most", math.inf),
-            given.get("text", "")[:500],
+            text[:500],
             given.get("in") == "all steps",
-            given.get("order", "") if given.get("order") in ORDERS else "order",
+            order if order in ORDERS else "order",
             whole("page") or 0,
         )
 
     def address(self, **changed: Any) -> str:
         """The filter as the part of an address after `?`."""
-        values: dict[str, Any] = {
-            "step": "" if self.step is None else self.step,
-            "split": self.split,
-            "group": "" if self.group is None else self.group,
-            "ending": self.ending,
-            "least": "" if self.least == -math.inf else f"{self.least:g}",
-            "most": "" if self.most == math.inf else f"{self.most:g}",
-            "text": self.text,
-            "in": "all steps" if self.everywhere else "this step",
-            "order": self.order,
-            "page": self.page,
-        }
-        return urlencode(values | changed)
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "everywhere"}
+        limits = {name: "" if math.isinf(values[name]) else f"{values[name]:g}" for name in ("least", "most")}
+        values |= limits | {"in": "all steps" if self.everywhere else "this step"} | changed
+        return urlencode({name: "" if value is None else value for name, value in values.items()})
 
     def admits(self, entry: Entry) -> bool:
         """Whether the filter shows the episode, apart from its text."""
@@ -152,7 +161,7 @@ class Store:
             raise InputError("the run has no stored episodes yet; wait for the first step")
         searched = [step for step in steps if step.step >= (wanted.step or 0)]
         if not (wanted.text and wanted.everywhere):
-            searched = [steps[-1] if wanted.step is None else at_step(steps, wanted.step)]
+            searched = [at_step(steps, wanted.step)]
         if not wanted.text:
             return _page([entry for entry in self.entries(searched[0]) if wanted.admits(entry)], wanted)
         until, entries, sought = time.monotonic() + _SEARCH_SECONDS, list[Entry](), wanted.text.lower()
@@ -171,19 +180,61 @@ def steps_of(directory: Path, split: str) -> tuple[list[StoredStep], str]:
     return [one for one in steps if one.split == chosen], chosen
 
 
-def group_of(step: StoredStep, group: int) -> list[Sample]:
-    """The episodes of a group with their credit, in order. Only these are unpacked."""
-    samples, named = [], b'"group":%d,' % group
-    for record in stored_records(step.path):
+def group_page(run: RunDirectory, given: Mapping[str, str], store: Store) -> dict[str, Any]:
+    """The values of the template for the step, split and group in `given`."""
+    wanted = Filter.of(given)
+    group = wanted.group or 0
+    steps, split = steps_of(run.episodes, wanted.split)
+    if not steps:
+        raise InputError(f"{run.path} has no stored episodes of this kind; go back to the run")
+    step, samples, named = at_step(steps, wanted.step), [], b'"group":%d,' % group
+    for record in stored_records(step.path):  # only the episodes of the group are unpacked
         if named in record and read_head(step.path, record).get("group") == group:
             samples.append(Sample("", *read_record(step.path, record)))
-    return sorted(samples, key=lambda sample: sample.episode.index)
+    samples.sort(key=lambda sample: sample.episode.index)
+    if not samples:
+        raise InputError(f"step {step.step} has no group {group}; go back to the episodes of the run")
+    usual: Tint = "advantage" if any(sample.advantages for sample in samples) else "log-probability"
+    in_units = any(sample.units is not None for sample in samples)
+    tints = [one for one in TINTS if in_units or one != "unit credit"]
+    tint: Tint = next((one for one in tints if one == given.get("tint")), usual)
+    decode, credited = token_decoder(run), unit_credit_recipe(run)
+    parting = parting_of(samples, decode)
+    scale = scale_of(samples, tint)
+    pages = []
+    for number, sample in enumerate(samples):
+        part = (parting.turn, parting.token) if parting and number in (parting.best, parting.worst) else None
+        pages.append((sample.episode, episode_page(sample, Look(scale, tint, True, part), decode, credited, run.path)))
+    # What all episodes begin with, the prompt, is shown once.
+    columns = zip(*(page.messages for _, page in pages), strict=False)
+    alike = itertools.takewhile(lambda row: row[0].turn is None and all(one == row[0] for one in row), columns)
+    asked = [row[0] for row in alike] if len(pages) > 1 else []
+    pages = [(episode, replace(page, messages=page.messages[len(asked) :])) for episode, page in pages]
+    returns = [sample.episode.total_reward for sample in samples]
+    groups = [entry.group for entry in store.entries(step)]
+    return {
+        "step": step,
+        "split": split,
+        "group": group,
+        "before": max((one for one in groups if one < group), default=None),
+        "after": min((one for one in groups if one > group), default=None),
+        "asked": asked,
+        "mean": statistics.fmean(returns),
+        "spread": statistics.pstdev(returns),
+        "pages": pages,
+        "prompt": prompt_text(samples[0].episode, decode),
+        "parting": parting,
+        "tint": tint,
+        "tints": tints,
+        "scale": scale,
+        "chosen": given.get("episode", ""),
+    }
 
 
-def at_step(steps: Sequence[StoredStep], step: int) -> StoredStep:
-    """The file of a step; InputError if there is none."""
-    for one in steps:
-        if one.step == step:
+def at_step(steps: Sequence[StoredStep], step: int | None) -> StoredStep:
+    """The file of a step, or the last one for None; InputError if there is none."""
+    for one in reversed(steps):
+        if step in (None, one.step):
             return one
     raise InputError(f"step {step} has no stored episodes; choose another step")
 

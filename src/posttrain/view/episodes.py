@@ -1,28 +1,42 @@
-"""Episodes as data for the report page: text, and tokens and units colored by their credit."""
+"""Episodes as data for the pages and the terminal: text, and tokens and units with their credit."""
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
 
-from posttrain.credit.units.mixing import CreditedUnits
+from posttrain.credit.units.mixing import CreditedUnits, UnitAdvantages
 from posttrain.credit.units.offsets import AlignedText, Decode, align
 from posttrain.data.messages import UnusableRow, picture_url
-from posttrain.episode import Episode, Turn
-from posttrain.errors import InputError, PosttrainError
-from posttrain.images import MARK, readable
+from posttrain.episode import Episode, StopReason, Turn
+from posttrain.errors import InputError
+from posttrain.images import MARK, decoding, readable
+from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.units import UnitCreditRecipe
-from posttrain.rollout.store import read_episodes, stored_steps
-from posttrain.rollout.view import judge_verdict, unit_summary, unit_text, units_in_turn
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.reader import read_bytes
+from posttrain.runs.reader import is_file, read_bytes
+from posttrain.terminal import printable
 
-_KINDS = {"train": "training episodes", "evaluation": "held-out episodes", "final": "final held-out episodes"}
-_NAMES = {1: ("the only one",), 2: ("best", "worst"), 3: ("best", "median", "worst")}
+_LARGEST_TOKENIZER = 256 << 20
+"""Bytes of a tokenizer.json."""
+LONGEST = 12_000
+"""Characters shown of one message on a page."""
+_LONGEST_ROLE = 100
+_MOST_PICTURES, _LARGEST_PICTURE = 8, 1 << 20
+"""Images of a message that are shown, and the bytes of one."""
+_STRONGEST = 0.5
+"""Opacity of the color of the largest credit, low enough that text stays readable in light and dark mode."""
+Tint = Literal["advantage", "unit credit", "log-probability", "nothing"]
+TINTS: tuple[Tint, ...] = get_args(Tint)
+"""What the color of a token shows."""
+_IMPROBABLE = 6.0
+"""Nats below which a log-probability has the strongest color."""
 
 
 @dataclass(frozen=True)
@@ -37,78 +51,21 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Samples:
-    """Selected episodes of one file of the episode store."""
-
-    title: str
-    samples: list[Sample]
-
-
-def samples_of(run: RunDirectory) -> tuple[list[Samples], list[str]]:
-    """The episodes to show, and messages on what could not be read.
-
-    Three held-out episodes of the last evaluation, and two of the last training step.
-    """
-    try:
-        steps = list(stored_steps(run.episodes))
-    except PosttrainError as error:
-        return [], [str(error)]
-    held_out = [one for one in steps if one.split == "evaluation"] or [one for one in steps if one.split == "final"]
-    shown = [(held_out[-1], 3)] if held_out else []
-    trained = [one for one in steps if one.split == "train"]
-    shown += [(trained[-1], 2)] if trained else []
-    selected, missing = [], []
-    for step, count in shown:
-        try:
-            stored = read_episodes(step.path)
-            advantages = None if stored.advantages is None else stored.advantages.values
-            samples = [
-                Sample(why, stored.episodes[i], None if advantages is None else advantages[i], stored.units[i])
-                for why, i in by_return(stored.episodes, count)
-            ]
-            mean = "" if step.mean_return is None else f", mean return {step.mean_return:.3f}"
-            failed = f", {step.failed} failed" if step.failed else ""
-            title = f"Step {step.step}: {step.episodes} {_KINDS[step.split]}{mean}{failed}"
-            selected += [Samples(title, samples)] if samples else []
-        except PosttrainError as error:
-            missing.append(str(error))
-    return selected, missing
-
-
-def by_return(episodes: Sequence[Episode], count: int) -> list[tuple[str, int]]:
-    """(why, index) of the best, the median (if `count` is 3) and the worst episode by return.
-
-    Episodes without a return are considered only if there are no others. The result is shorter if there are fewer episodes.
-    """
-    indices = [i for i, one in enumerate(episodes) if one.has_return] or list(range(len(episodes)))
-    order = sorted(indices, key=lambda i: -episodes[i].total_reward)
-    if not order:
-        return []
-    chosen = [order[0], order[len(order) // 2], order[-1]] if count == 3 else [order[0], order[-1]]
-    chosen = list(dict.fromkeys(chosen))
-    return list(zip(_NAMES[len(chosen)], chosen, strict=True))
-
-
-LONGEST = 12_000
-"""Characters shown of one message."""
-_LONGEST_ROLE = 100
-_MOST_PICTURES, _LARGEST_PICTURE = 8, 1 << 20
-"""Images of a message that are shown, and the bytes of one."""
-_STRONGEST = 0.5
-"""Opacity of the color of the largest credit, low enough that text stays readable in light and dark mode."""
-
-
-@dataclass(frozen=True)
 class Piece:
     """Consecutive tokens with equal credit."""
 
     text: str
-    style: str
-    """CSS, built from numbers only."""
-    tooltip: str
+    strength: float = 0.0
+    """From -1 to 1: the credit as a share of the value with the strongest color."""
+    tooltip: str = ""
     """The credit as text."""
     parted: bool = False
     """Whether the best and the worst answer of the group differ from here on."""
+
+    @property
+    def style(self) -> str:
+        """CSS, built from numbers only."""
+        return css(self.strength)
 
 
 @dataclass(frozen=True)
@@ -121,7 +78,11 @@ class UnitRow:
     text: str
     """Shown if the credit of the tokens is unknown."""
     pieces: tuple[Piece, ...]
-    style: str
+    strength: float
+
+    @property
+    def style(self) -> str:
+        return css(self.strength)
 
 
 @dataclass(frozen=True)
@@ -147,7 +108,7 @@ class Message:
 
 @dataclass(frozen=True)
 class EpisodePage:
-    """One episode as shown on the page."""
+    """One episode as it is shown."""
 
     title: str
     ending: str
@@ -156,13 +117,6 @@ class EpisodePage:
     failure: str
     picture: str = ""
     """The states as the data URI of an image, if the environment has a grid."""
-
-
-Tint = Literal["advantage", "unit credit", "log-probability", "nothing"]
-TINTS: tuple[Tint, ...] = get_args(Tint)
-"""What the color of a token shows."""
-IMPROBABLE = 6.0
-"""Nats below which a log-probability has the strongest color."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +130,47 @@ class Look:
     """Whether each token is shown separately, with all of its values. Otherwise tokens with equal values are one piece."""
     parted: tuple[int, int] | None = None
     """Turn and token at which this answer parts from that of another episode of the group."""
+    longest: int = LONGEST
+    """Characters shown of one message."""
+
+    def strength(self, value: float) -> float:
+        return strength(value, self.scale)
+
+
+def strength(value: float, scale: float) -> float:
+    """`value` as a share of `scale`, within [-1, 1]."""
+    return max(-1.0, min(1.0, value / scale)) if scale > 0 else 0.0
+
+
+def css(strength: float) -> str:
+    """CSS background: blue for positive strengths, orange for negative ones, which color-blind readers can tell apart."""
+    hue = "86,180,233" if strength > 0 else "230,140,0"
+    return f"background:rgba({hue},{_STRONGEST * abs(strength):.3f})"
+
+
+def shortened(text: str, longest: int = LONGEST) -> str:
+    """`text`, cut to `longest` characters with a note on how many there are more."""
+    return text if len(text) <= longest else f"{text[:longest]}{_more(len(text) - longest)}"
+
+
+def _more(characters: int) -> str:
+    return f"\n[{characters} more characters are not shown]"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def scale_of(samples: Sequence[Sample], tint: Tint) -> float:
+    """The value of a token in `samples` that gets the strongest color."""
+    values: list[np.ndarray] = []
+    if tint == "log-probability":
+        return _IMPROBABLE
+    if tint == "advantage":
+        values = [stream for sample in samples for stream in sample.advantages or []]
+    elif tint == "unit credit":
+        values = [sample.units.credits for sample in samples if sample.units]
+    return max((float(np.abs(credit).max(initial=0.0)) for credit in values), default=0.0)
 
 
 def episode_page(
@@ -185,7 +180,7 @@ def episode_page(
     credited: UnitCreditRecipe | None,
     run: Path | None = None,
 ) -> EpisodePage:
-    """The page of one episode; `scale` is the advantage with the strongest color, or the whole look.
+    """What is shown of one episode; `scale` is the advantage with the strongest color, or the whole look.
 
     Without `decode`, tokens cannot be shown separately and have no colors. `run`: the run whose images are shown.
     """
@@ -200,18 +195,26 @@ def episode_page(
             named = " ".join(filter(None, (message["role"], str(message.get("name") or ""))))
             content = message.get("content") or ""
             pictures, problems = pictures_of(content, run) if run is not None else ((), ())
-            text = shortened(readable(content))
+            text = shortened(readable(content), look.longest)
             messages.append(Message(named[:_LONGEST_ROLE], text, pictures=pictures, problems=problems))
     messages += [_answer(number, turn, sample, decode, look) for number, turn in waiting]
-    ending = "success" if episode.success else episode.outcome.value
     tokens = sum(turn.stop - turn.start for turn in episode.turns)
+    versions = episode.versions
+    mixed = len(versions) and versions.min() != versions.max()
+    about = (
+        f"group {episode.group} episode {episode.index}",
+        f"seed {episode.seed}",
+        f"return {episode.total_reward:+.3f}",
+        _counted(len(episode.turns), "turn"),
+        _counted(tokens, "token"),
+        f"versions {versions.min()} to {versions.max()}" if mixed else f"version {episode.version}",
+    )
     return EpisodePage(
-        f"{sample.why}{': ' if sample.why else ''}return {episode.total_reward:+.3f} · {_counted(len(episode.turns), 'turn')} · {_counted(tokens, 'token')} · "
-        f"seed {episode.seed} · group {episode.group} episode {episode.index}",
-        ending,
+        f"{sample.why}{': ' if sample.why else ''}{' · '.join(about)}",
+        "success" if episode.success else episode.outcome.value,
         messages,
-        "" if sample.units is None else unit_summary(sample.units, credited).plain,
-        shortened(episode.failure or ""),
+        "" if sample.units is None else _unit_summary(sample.units, credited),
+        shortened(episode.failure or "", look.longest),
     )
 
 
@@ -236,38 +239,40 @@ def prompt_text(episode: Episode, decode: Decode | None) -> tuple[int, str]:
     return len(ids), shortened(decode(ids))
 
 
-def color(value: float, scale: float) -> str:
-    """CSS background: blue for positive values, orange for negative ones, with opacity proportional to |value| / scale."""
-    strength = _STRONGEST * min(1.0, abs(value) / scale) if scale > 0 else 0.0
-    hue = "86,180,233" if value > 0 else "230,140,0"
-    return f"background:rgba({hue},{strength:.3f})"
-
-
 def _answer(number: int, turn: Turn, sample: Sample, decode: Decode | None, look: Look) -> Message:
-    about = f"turn {number} · reward {turn.reward:+.3f} · {turn.stop - turn.start} tokens · {turn.stop_reason.words}"
+    episode = sample.episode
+    about = [f"turn {number}", f"reward {turn.reward:+.3f}", f"{turn.stop - turn.start} tokens", turn.stop_reason.words]
+    if len(set(episode.versions.tolist())) > 1:
+        versions = groupby(episode.streams[turn.stream].versions[turn.start : turn.stop].tolist())
+        about.append(", ".join(f"{len(list(run))} by version {version}" for version, run in versions))
     advantages = None if sample.advantages is None else sample.advantages[turn.stream][turn.start : turn.stop]
     if advantages is not None and len(advantages):
         low, high = float(advantages.min()), float(advantages.max())
         spread = "" if low == high else f" ({low:+.3f} to {high:+.3f})"
-        about += f" · advantage {float(advantages.mean()):+.3f}{spread}"
+        about.append(f"advantage {float(advantages.mean()):+.3f}{spread}")
     if turn.info.get("tool_calls"):
-        about += f" · {_counted(turn.info['tool_calls'], 'tool call')}"
+        about.append(_counted(turn.info["tool_calls"], "tool call"))
     counts = [(turn.info.get(f"{kind}_calls"), f"{kind} tool call") for kind in ("malformed", "failed")]
     bad_calls = ", ".join(_counted(count, noun) for count, noun in counts if isinstance(count, int) and count)
-    empty = Message(
+    verdict = ""
+    match turn.info.get("judge"):
+        case {"score": int() | float() as score, "reason": str(reason)}:
+            verdict = f"judge {score:.2f}: {reason}"
+    message = Message(
         "assistant",
-        about=about,
-        rejected=shortened(str(turn.info.get("rejected") or bad_calls)),
-        verdict=shortened(judge_verdict(turn)),
+        about=" · ".join(about),
+        rejected=shortened(str(turn.info.get("rejected") or bad_calls), look.longest),
+        verdict=shortened(verdict, look.longest),
         turn=number,
     )
-    tokens = _tokens(number, turn, sample, look) if sample.episode.streams else None
-    if sample.units is not None and decode is not None:
-        return replace(empty, units=tuple(_unit_rows(sample, turn, sample.units, decode, tokens)))
-    if tokens is not None and decode is not None and len(tokens.values):
-        aligned = _aligned(sample.episode, turn, decode)
-        return replace(empty, pieces=tuple(_pieces(aligned, tokens, 0, len(tokens.values))))
-    return replace(empty, text=shortened(turn.answer))
+    if decode is not None and episode.streams:
+        aligned = align(episode.streams[turn.stream].ids[turn.start : turn.stop].tolist(), decode)
+        tokens = _tokens(number, turn, sample, look, advantages)
+        if sample.units is not None:
+            return replace(message, units=tuple(_unit_rows(sample, turn, sample.units, aligned, tokens)))
+        if tokens is not None and len(tokens.values):
+            return replace(message, pieces=tuple(tokens.pieces(aligned, 0, len(tokens.values))))
+    return replace(message, text=shortened(turn.answer, look.longest))
 
 
 @dataclass(frozen=True)
@@ -277,24 +282,40 @@ class _Tokens:
     values: np.ndarray
     """[n] float32: what the color shows."""
     look: Look
-    notes: list[str] | None
+    notes: list[str] | None = None
     """All values of each token as text; None if tokens with equal values are one piece."""
-    parted: int | None
+    parted: int | None = None
     """The token at which the answer parts from another one."""
 
+    def pieces(self, aligned: AlignedText, first: int, stop: int) -> Iterator[Piece]:
+        """The tokens `first` to `stop`, cut at `look.longest` characters."""
+        values = self.values[first:stop].tolist()
+        runs = groupby(values) if self.notes is None else ((value, [value]) for value in values)
+        start = first
+        for value, same in runs:
+            count = len(list(same))
+            text = aligned.slice(start, start + count)
+            left = self.look.longest - int(aligned.offsets[start] - aligned.offsets[first])
+            many = f", {count} tokens" if count > 1 else ""
+            note = f"{value:+.4f}{many}" if self.notes is None else self.notes[start]
+            yield Piece(text[:left], self.look.strength(value), note, start == self.parted)
+            if len(text) > left:
+                yield Piece(_more(len(aligned.slice(first, stop)) - self.look.longest))
+                return
+            start += count
 
-def _tokens(number: int, turn: Turn, sample: Sample, look: Look) -> _Tokens | None:
+
+def _tokens(number: int, turn: Turn, sample: Sample, look: Look, advantages: np.ndarray | None) -> _Tokens | None:
     """What the pieces of an answer show; None where no color is known and tokens are not shown separately."""
-    stream, here = sample.episode.streams[turn.stream], slice(turn.start, turn.stop)
-    advantages = None if sample.advantages is None else sample.advantages[turn.stream][here]
-    logprobs = stream.rollout_logprobs[here]
     if not look.each:
-        return None if advantages is None else _Tokens(advantages, look, None, None)
+        return None if advantages is None else _Tokens(advantages, look)
+    stream, here = sample.episode.streams[turn.stream], slice(turn.start, turn.stop)
+    logprobs = stream.rollout_logprobs[here]
     none, notes = np.zeros(len(logprobs), np.float32), []
     credits = none.copy()
     if sample.units is not None:
-        for unit, start, stop, _ in units_in_turn(sample.episode, turn, sample.units):
-            credits[start - turn.start : stop - turn.start] = sample.units.credits[unit]
+        for unit, start, stop, _ in _units_in_turn(sample.episode, turn, sample.units):
+            credits[start:stop] = sample.units.credits[unit]
     for position, (token, logprob) in enumerate(zip(stream.ids[here].tolist(), logprobs.tolist(), strict=True)):
         credit = "" if advantages is None else f"advantage {advantages[position]:+.4f} · "
         credit += "" if sample.units is None else f"unit credit {credits[position]:+.4f} · "
@@ -312,67 +333,54 @@ def _tokens(number: int, turn: Turn, sample: Sample, look: Look) -> _Tokens | No
     return _Tokens(shown[look.tint], look, notes, parted)
 
 
-def _aligned(episode: Episode, turn: Turn, decode: Decode) -> AlignedText:
-    return align(episode.streams[turn.stream].ids[turn.start : turn.stop].tolist(), decode)
-
-
-def _pieces(aligned: AlignedText, tokens: _Tokens, first: int, stop: int) -> Iterator[Piece]:
-    """The tokens `first` to `stop` of an answer, cut at `LONGEST` characters."""
-    runs = (
-        [(value, len(list(same))) for value, same in groupby(tokens.values[first:stop].tolist())]
-        if tokens.notes is None
-        else [(value, 1) for value in tokens.values[first:stop].tolist()]
-    )
-    start, scale = first, tokens.look.scale if tokens.look.tint != "log-probability" else IMPROBABLE
-    for value, count in runs:
-        end = start + count
-        many = f", {count} tokens" if count > 1 else ""
-        text = aligned.slice(start, end)
-        left = LONGEST - int(aligned.offsets[start] - aligned.offsets[first])
-        note = f"{value:+.4f}{many}" if tokens.notes is None else tokens.notes[start]
-        yield Piece(text[:left], color(value, scale), note, start == tokens.parted)
-        if len(text) > left:
-            yield Piece(_more(len(aligned.slice(first, stop)) - LONGEST), "", "")
-            return
-        start = end
+def _units_in_turn(episode: Episode, turn: Turn, units: CreditedUnits) -> Iterator[tuple[int, int, int, bool]]:
+    """(unit, start, stop, continued) of each unit of `turn`. Positions are in the answer; `continued` units start in an
+    earlier answer."""
+    before = sum(int(stream.sampled.sum()) for stream in episode.streams[: turn.stream])
+    first = before + int(episode.streams[turn.stream].sampled[: turn.start].sum())
+    for unit, (start, stop) in enumerate(units.spans):
+        low, high = max(start, first), min(stop, first + turn.stop - turn.start)
+        if low < high:
+            yield unit, low - first, high - first, start < first
 
 
 def _unit_rows(
-    sample: Sample, turn: Turn, units: CreditedUnits, decode: Decode, tokens: _Tokens | None
+    sample: Sample, turn: Turn, units: CreditedUnits, aligned: AlignedText, tokens: _Tokens | None
 ) -> Iterator[UnitRow]:
-    """Units in order. A unit that began in an earlier answer shows its credit there."""
-    text, aligned = unit_text(sample.episode, turn, decode), _aligned(sample.episode, turn, decode)
+    """Units in order. A unit that began in an earlier answer shows its credit there. Colors are scaled by the episode's largest
+    credit."""
+    body = turn.stop - turn.start - (turn.stop_reason is StopReason.END_TOKEN)
     largest = float(np.abs(units.credits).max(initial=0.0))
     numbers = np.cumsum(units.spans.is_unit)
-    for unit, start, stop, continued in units_in_turn(sample.episode, turn, units):
-        credit, is_unit = float(units.credits[unit]), bool(units.spans.is_unit[unit])
-        number = "…" if continued else str(numbers[unit]) if is_unit else "–"
-        shown = "" if continued else f"{credit:+z.3f}"
-        pieces = () if tokens is None else tuple(_pieces(aligned, tokens, start - turn.start, stop - turn.start))
-        yield UnitRow(number, shown, stop - start, shortened(text(start, stop).plain), pieces, color(credit, largest))
+    for unit, start, stop, continued in _units_in_turn(sample.episode, turn, units):
+        exact = aligned.slice(start, min(stop, body)) if start < body else ""
+        text = printable(exact).strip() or (repr(exact) if exact else "")
+        ending = printable(aligned.slice(body, stop)) if stop > body else ""
+        yield UnitRow(
+            "…" if continued else str(numbers[unit]) if units.spans.is_unit[unit] else "–",
+            "" if continued else f"{units.credits[unit]:+z.3f}",
+            stop - start,
+            # "…": the first bytes of a character that is completed in the next unit
+            shortened(" ".join(filter(None, (text, ending))) or "…"),
+            () if tokens is None else tuple(tokens.pieces(aligned, start, stop)),
+            strength(float(units.credits[unit]), largest),
+        )
 
 
-def shortened(text: str) -> str:
-    """`text`, cut to `LONGEST` characters with a note on how many there are more."""
-    cut = len(text) - LONGEST
-    return text if cut <= 0 else f"{text[:LONGEST]}{_more(cut)}"
-
-
-def _more(characters: int) -> str:
-    return f"\n[{characters} more characters are not shown]"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
-def scale_of(samples: Sequence[Sample], tint: Tint) -> float:
-    """The value of a token in `samples` that gets the strongest color."""
-    if tint == "advantage":
-        values = [stream for sample in samples for stream in sample.advantages or []]
+def _unit_summary(units: CreditedUnits, recipe: UnitCreditRecipe | None) -> str:
+    """How the credits of an episode sum to its outcome, and how they are used. `recipe` is None if unknown."""
+    parts = [(units.empty_value, "empty answer"), (float(units.credits.sum()), "units"), (units.residual, "residual")]
+    lines = [f"outcome {units.outcome:+z.3f} = " + "  ".join(f"{value:+z.3f} {name}" for value, name in parts)]
+    channel = "an advantage" if isinstance(units, UnitAdvantages) else "a reward"
+    if recipe is None:
+        lines.append(f"unit credit is {channel}")
     else:
-        values = [sample.units.credits for sample in samples if sample.units] if tint == "unit credit" else []
-    return max((float(np.abs(credit).max(initial=0.0)) for credit in values), default=0.0)
+        lines.append(f"{recipe.type}, {channel} · {recipe.beta:g} × units + {1 - recipe.beta:g} × outcome")
+    if not units.has_units:
+        lines.append("no units found; all credit is that of the outcome")
+    elif not units.spans.is_unit.all():
+        lines.append("– marks text outside the segmenter's units")
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -399,15 +407,15 @@ def parting_of(samples: Sequence[Sample], decode: Decode | None) -> Parting | No
     a, b = samples[best].episode, samples[worst].episode
     if a.total_reward == b.total_reward:
         return None
-    for number, (left, right) in enumerate(zip(a.turns, b.turns, strict=False)):
+    for number, turns in enumerate(zip(a.turns, b.turns, strict=False)):
         ids_a, ids_b = (
-            one.streams[turn.stream].ids[turn.start : turn.stop].tolist() for one, turn in ((a, left), (b, right))
+            one.streams[turn.stream].ids[turn.start : turn.stop].tolist()
+            for one, turn in zip((a, b), turns, strict=True)
         )
         if ids_a == ids_b:
             continue
-        token = next(
-            (i for i, (x, y) in enumerate(zip(ids_a, ids_b, strict=False)) if x != y), min(len(ids_a), len(ids_b))
-        )
+        differs = (i for i, (x, y) in enumerate(zip(ids_a, ids_b, strict=False)) if x != y)
+        token = next(differs, min(len(ids_a), len(ids_b)))
         shown = [
             repr(decode(ids[token : token + 8]))[:80] if decode and ids[token:] else "the end" for ids in (ids_a, ids_b)
         ]
@@ -417,3 +425,61 @@ def parting_of(samples: Sequence[Sample], decode: Decode | None) -> Parting | No
         )
         return Parting(best, worst, number, token, sentence)
     return None
+
+
+def unit_credit_recipe(run: RunDirectory) -> UnitCreditRecipe | None:
+    """The `unit_credit` section of the run's recipe; None if it has none or cannot be read."""
+    try:
+        return getattr(run.load_recipe(), "unit_credit", None)
+    except InputError:
+        return None
+
+
+def token_decoder(run: RunDirectory) -> Decode | None:
+    """The decoder of the run's tokenizer; None, with a message on stderr, if the tokenizer cannot be loaded.
+
+    The tokenizer saved in the run is tried first, because the initial model may no longer exist. Code that belongs to a
+    model is never executed.
+    """
+    for directory in (run.path / "model", *sorted(run.checkpoints.glob("step_*/policy"))[::-1]):
+        if (decode := _decoder_in(directory, run.path)) is not None:
+            return decode
+    try:
+        model = run.load_recipe().model.model_copy(update={"trust_remote_code": False})
+        return _decoder_in(Path(model.path)) or _loaded_decoder(model.model_dump_json())
+    except Exception as error:
+        print(printable(f"showing token ids because the tokenizer cannot be loaded: {error}"), file=sys.stderr)
+        return None
+
+
+def _decoder_in(directory: Path, run: Path | None = None) -> Decode | None:
+    """The decoder of the `tokenizer.json` in a directory, of a run or elsewhere; None if there is none, or it is damaged."""
+    file = directory / "tokenizer.json" if run else (directory / "tokenizer.json").resolve()
+    # The time of the last change of the inode: another file may have the same time of modification.
+    return _saved_decoder(file, run, file.stat().st_ctime_ns) if is_file(file) else None
+
+
+@lru_cache(maxsize=4)
+def _loaded_decoder(model: str) -> Decode:
+    """The decoder of the model of a recipe, given as JSON. InputError if the model is not on this machine."""
+    from posttrain.models.files import on_disk
+
+    recipe = ModelRecipe.model_validate_json(model)
+    if not on_disk(recipe.path):  # looking at a run downloads nothing that it names, and imports no torch to say so
+        raise InputError(f"{recipe.path} is not on this machine")
+    from posttrain.models.load import load_tokenizer
+
+    tokenizer = load_tokenizer(recipe)
+    return decoding(partial(tokenizer.decode, clean_up_tokenization_spaces=False))
+
+
+@lru_cache(maxsize=4)
+def _saved_decoder(file: Path, run: Path | None, changed: int) -> Decode | None:
+    """The decoder of a `tokenizer.json` as it was at time `changed`, without torch and transformers; None if it is damaged."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_buffer(read_bytes(file, _LARGEST_TOKENIZER, run))
+        return decoding(partial(tokenizer.decode, skip_special_tokens=False))
+    except Exception:  # a damaged tokenizer counts as missing, for any error
+        return None

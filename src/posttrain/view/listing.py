@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -49,15 +49,9 @@ class Query:
 
     def address(self, **changed: Any) -> str:
         """The query as the part of an address after `?`."""
-        query = replace(self, **changed)
-        values = {"text": query.text, "state": query.state, "sort": query.sort, "shown": query.shown}
-        columns = {} if query.columns == COLUMNS else {"columns": " ".join(query.columns)}
-        return urlencode({**values, "seeds": "together" if query.seeds else "apart", **columns})
-
-    @property
-    def longer(self) -> str:
-        """The address of a list with more lines."""
-        return self.address(shown=self.shown + 2 * _PAGE)
+        values = {name: changed.get(name, getattr(self, name)) for name in ("text", "state", "sort", "shown")}
+        columns = {} if self.columns == COLUMNS else {"columns": " ".join(self.columns)}
+        return urlencode({**values, "seeds": "together" if self.seeds else "apart", **columns})
 
 
 @dataclass(frozen=True)
@@ -76,24 +70,6 @@ class Line:
     def label(self) -> str:
         """The name of a run, or the common beginning of the names of its seeds."""
         return self.first.name if len(self.runs) == 1 else common_name([run.name for run in self.runs])
-
-    @property
-    def names(self) -> str:
-        """The names of the runs, one per line."""
-        return "\n".join(run.name for run in self.runs)
-
-    @property
-    def address(self) -> str:
-        """The runs as the query of the page that compares them."""
-        return urlencode([("run", run.name) for run in self.runs])
-
-    @property
-    def states(self) -> list[str]:
-        return list(dict.fromkeys(run.state for run in self.runs))
-
-    @property
-    def step(self) -> int:
-        return min(run.step for run in self.runs)
 
 
 @dataclass(frozen=True)

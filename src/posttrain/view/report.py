@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
@@ -13,19 +14,29 @@ from posttrain.errors import InputError, PosttrainError
 from posttrain.figures.draw import encode
 from posttrain.figures.plots import Compared, compare, figures
 from posttrain.figures.trajectories import draw, maker_of, row_of
-from posttrain.rollout.view import token_decoder, unit_credit_recipe
-from posttrain.runs.directory import RunDirectory, storage_errors, write_atomically
+from posttrain.rollout.store import StoredStep, read_episodes, stored_steps
+from posttrain.runs.directory import RunDirectory, write_atomically
 from posttrain.runs.panels import Sampling
 from posttrain.runs.report import Report, Rows
 from posttrain.runs.sources import Source, differing_keys, readable_sources
 from posttrain.runs.tables import Table
-from posttrain.view.episodes import EpisodePage, Sample, episode_page, samples_of, scale_of, shortened
+from posttrain.view.episodes import (
+    EpisodePage,
+    Sample,
+    episode_page,
+    scale_of,
+    shortened,
+    token_decoder,
+    unit_credit_recipe,
+)
 from posttrain.view.run_pages import paired, result_tables
 from posttrain.view.templates import templates
 
+_KINDS = {"train": "training episodes", "evaluation": "held-out episodes", "final": "final held-out episodes"}
+_NAMES = {0: (), 1: ("the only one",), 2: ("best", "worst"), 3: ("best", "median", "worst")}
 
-@dataclass(frozen=True)
-class Image:
+
+class Image(NamedTuple):
     """A figure as a data URI."""
 
     title: str
@@ -116,16 +127,47 @@ def runs_table(sources: Sequence[Source]) -> Table:
     return Table("Runs", headings, rows, "", words=("run", "stage", "model", "environment"))
 
 
+def _chosen(step: StoredStep, count: int) -> list[Sample]:
+    """The best, the median (if `count` is 3) and the worst episode of a step by return, with their credit.
+
+    Episodes without a return are considered only if there are no others. The result is shorter if there are fewer episodes.
+    """
+    stored = read_episodes(step.path)
+    known = [i for i, one in enumerate(stored.episodes) if one.has_return] or list(range(len(stored.episodes)))
+    order = sorted(known, key=lambda i: -stored.episodes[i].total_reward)
+    places = dict.fromkeys([order[0], *([order[len(order) // 2]] if count == 3 else []), order[-1]] if order else [])
+    advantages = None if stored.advantages is None else stored.advantages.values
+    return [
+        Sample(why, stored.episodes[i], None if advantages is None else advantages[i], stored.units[i])
+        for why, i in zip(_NAMES[len(places)], places, strict=True)
+    ]
+
+
 def _samples(run: RunDirectory, missing: list[str]) -> list[tuple[str, list[EpisodePage]]]:
-    """Pages of episodes, with pictures where the environment has a grid. What cannot be read is added to `missing`."""
-    steps, unread = samples_of(run)
-    missing += unread
-    credit_known = any(one.advantages is not None or one.units is not None for step in steps for one in step.samples)
+    """Pages of three held-out episodes of the last evaluation and of two of the last training step, with pictures where the
+    environment has a grid. What cannot be read is added to `missing`."""
+    selected: list[tuple[str, list[Sample]]] = []
+    try:
+        steps = list(stored_steps(run.episodes))
+    except PosttrainError as error:
+        missing.append(str(error))
+        steps = []
+    last = {step.split: step for step in steps}
+    for step, count in ((last.get("evaluation") or last.get("final"), 3), (last.get("train"), 2)):
+        if step is None:
+            continue
+        mean = "" if step.mean_return is None else f", mean return {step.mean_return:.3f}"
+        failed = f", {step.failed} failed" if step.failed else ""
+        try:
+            title = f"Step {step.step}: {step.episodes} {_KINDS[step.split]}{mean}{failed}"
+            selected += [(title, samples)] if (samples := _chosen(step, count)) else []
+        except PosttrainError as error:
+            missing.append(str(error))
+    credit_known = any(one.advantages is not None or one.units is not None for _, group in selected for one in group)
     decode = token_decoder(run) if credit_known else None
     if credit_known and decode is None:
         missing.append("The tokenizer of the run cannot be loaded, so the credit of tokens is not shown.")
     credited = unit_credit_recipe(run)
-    scales = [scale_of(step.samples, "advantage") for step in steps]
     make = None
     with suppress(PosttrainError):
         make = maker_of(getattr(run.load_recipe(), "environment", None))
@@ -135,9 +177,7 @@ def _samples(run: RunDirectory, missing: list[str]) -> list[tuple[str, list[Epis
         row = row_of(sample.episode, make, sample.why) if make is not None and not sample.episode.failure else None
         return page if row is None else replace(page, picture=image("trajectory", draw([row])).uri)
 
-    return [
-        (step.title, [page_of(one, scale) for one in step.samples]) for step, scale in zip(steps, scales, strict=True)
-    ]
+    return [(title, [page_of(one, scale_of(group, "advantage")) for one in group]) for title, group in selected]
 
 
 def write_html(paths: Sequence[Path], out: Path | None = None) -> tuple[Path, list[str]]:
@@ -153,39 +193,27 @@ def write_html(paths: Sequence[Path], out: Path | None = None) -> tuple[Path, li
     file = out or (sources[0].path / "report.html" if len(paths) == 1 else Path("report.html"))
     if file.is_dir():
         raise InputError(f"--out {file} is a directory; give the name of a file, for example {file / 'report.html'}")
-    compared, sentence = _compared(sources)
+    compared, sentence = Compared(), ""
+    if len(sources) > 1 and any(source.lines for source in sources):
+        compared = compare(sources)
+        try:
+            found = paired(sources)
+            sentence = found.get("sentence", "")
+            if "table" in found:
+                compared.tables.insert(0, replace(found["table"], title="Paired differences"))
+                compared.warnings += found["notes"]
+        except PosttrainError as error:
+            compared.warnings.append(f"no paired differences: {error}")
     sections = [section_of(source) for source in sources]
-    text = (
-        templates()
-        .get_template("report.html.j2")
-        .render(
-            title=" · ".join(source.name for source in sources[:4]) + (" …" if len(sources) > 4 else ""),
-            compared=compared,
-            sentence=sentence,
-            images=[image(name, figure) for name, figure in compared.figures],
-            runs=runs_table(sources) if len(sources) > 1 else None,
-            differing=differing_keys(sources) if len(sources) > 1 else None,
-            sections=sections,
-        )
-    )
-    with storage_errors(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
+    text = templates().get_template("report.html.j2").render(
+        title=" · ".join(source.name for source in sources[:4]) + (" …" if len(sources) > 4 else ""),
+        compared=compared,
+        sentence=sentence,
+        images=[image(name, figure) for name, figure in compared.figures],
+        runs=runs_table(sources),
+        differing=differing_keys(sources),
+        sections=sections,
+    )  # fmt: skip
     write_atomically(file, text.lstrip().encode("utf-8", "backslashreplace"))
     missing = [f"{one.title}: {text}" for one in sections for text in one.missing]
     return file, [*left_out, *compared.warnings, *missing]
-
-
-def _compared(sources: Sequence[Source]) -> tuple[Compared, str]:
-    """The comparison of several runs, and its conclusion; empty for a single run, or if no run has metrics."""
-    if len(sources) < 2 or not any(source.lines for source in sources):
-        return Compared(), ""
-    compared = compare(sources)
-    try:
-        found = paired(sources)
-    except PosttrainError as error:
-        compared.warnings.append(f"no paired differences: {error}")
-        return compared, ""
-    if "table" in found:
-        compared.tables.insert(0, replace(found["table"], title="Paired differences"))
-        compared.warnings += found["notes"]
-    return compared, found.get("sentence", "")

@@ -18,53 +18,40 @@ from posttrain.runs.panels import Sampling
 from posttrain.runs.reader import complete_lines, open_file, read_json
 from posttrain.runs.report import Report
 from posttrain.runs.sources import Bundle, Source, bundles_of, shared_metrics
-from posttrain.runs.tables import Table, read_tables
+from posttrain.runs.tables import Table, read_run_results
 from posttrain.view.scan import STARTED, Scanner, Summary
 
 _MOST_LOGS = 8
 """Runs whose metrics are kept in memory."""
 
 
-class Growing:
-    """A file of lines that another process appends to."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._inode, self._end = path, 0, 0
-
-    def added(self) -> tuple[list[bytes], bool]:
-        """The complete lines since the last call, and whether the file was replaced, so that these are all of its lines."""
-        try:
-            file = open_file(self.path)
-        except FileNotFoundError:
-            return [], False
-        with file:
-            status = os.fstat(file.fileno())
-            replaced = (status.st_ino, status.st_size >= self._end) != (self._inode, True)
-            if replaced:
-                self._inode, self._end = status.st_ino, 0
-            file.seek(self._end)
-            lines = list(complete_lines(file, self.path))
-            self._end += sum(map(len, lines))
-        return lines, replaced
-
-
 class Logs:
     """Cache of the metrics of recently viewed runs. Only appended lines are read."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[Path, tuple[Growing, Log]] = OrderedDict()
+        self._kept: OrderedDict[Path, tuple[int, int, Log]] = OrderedDict()
+        """Path -> inode, bytes that were read, and their log."""
         self._lock = Lock()
 
     def read(self, path: Path) -> Log:
         """The metrics log at `path`; raises `RunError` for a damaged line."""
         with self._lock:
-            file, log = self._kept.pop(path, (Growing(path), Log()))
-            lines, replaced = file.added()
+            inode, end, log = self._kept.pop(path, (0, 0, Log()))
             try:
-                log = (Log() if replaced else log).extended(lines) if lines or replaced else log
+                file = open_file(path)
+            except FileNotFoundError:
+                return log
+            with file:
+                status = os.fstat(file.fileno())
+                if status.st_ino != inode or status.st_size < end:  # the file was replaced
+                    inode, end, log = status.st_ino, 0, Log()
+                file.seek(end)
+                lines = list(complete_lines(file, path))
+            try:
+                log = log.extended(lines) if lines else log
             except ValueError:
                 return read_log(path)  # raises the error with the number of the line
-            self._kept[path] = file, log
+            self._kept[path] = inode, end + sum(map(len, lines)), log
             while len(self._kept) > _MOST_LOGS:
                 self._kept.popitem(last=False)
             return log
@@ -125,8 +112,7 @@ def bundled(sources: Sequence[Source], apart: bool) -> list[Bundle]:
 def charts_of_runs(sources: Sequence[Source], apart: bool = False) -> list[dict[str, Any]]:
     """A chart per metric that runs share, with a curve per run or per group of seeds."""
     bundles = bundled([source for source in sources if source.lines], apart)
-    metrics = shared_metrics(bundles)[0] if bundles else []
-    charts = (chart_of_runs(metric, bundles)[0] for metric in metrics)
+    charts = (chart_of_runs(metric, bundles)[0] for metric in (shared_metrics(bundles)[0] if bundles else ()))
     return _numbered(chart for chart in charts if chart is not None)
 
 
@@ -144,12 +130,10 @@ def paired(sources: Sequence[Source], apart: bool = False) -> dict[str, Any]:
     return {"alone": False, "table": compared.table(), "notes": notes, "sentence": compared.sentence()}
 
 
-def result_tables(run: RunDirectory, missing: list[str]) -> list[Table]:
+def result_tables(run: RunDirectory, missing: list[str]) -> Sequence[Table]:
     """The final tables of a run, if it has any. Why they cannot be read is added to `missing`."""
-    if not (run.path / "results.json").exists():
-        return []
     try:
-        return read_tables(run.path)
+        return read_run_results(run.path).tables
     except InputError as error:
         missing.append(f"{error}; the final tables are missing")
         return []

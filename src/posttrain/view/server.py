@@ -7,7 +7,6 @@ code that a run names, loads no model, and writes nothing.
 import asyncio
 import hmac
 import json
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -30,8 +29,7 @@ from posttrain.recipe.components import looking
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.sources import Source, bundles_of, differing_keys, open_sources
 from posttrain.view import run_pages
-from posttrain.view.browse import ENDINGS, ORDERS, PAGE, SPLITS, Filter, Store, steps_of
-from posttrain.view.groups import group_page
+from posttrain.view.browse import ENDINGS, ORDERS, PAGE, SPLITS, Filter, Store, group_page, steps_of
 from posttrain.view.listing import COLUMNS, SORTS, STATES, Query, listed
 from posttrain.view.scan import Scanner
 from posttrain.view.templates import templates
@@ -80,12 +78,10 @@ class PageGuard(Guard):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self.refusal(scope) is None and _token_of(scope):
-            query = urlencode(
-                [pair for pair in parse_qsl(scope["query_string"].decode("latin-1")) if pair[0] != "token"]
-            )
-            response = RedirectResponse(
-                f"{scope['raw_path'].decode('latin-1')}{'?' if query else ''}{query}", 303, HEADERS
-            )
+            pairs = parse_qsl(scope["query_string"].decode("latin-1"))
+            query = urlencode([pair for pair in pairs if pair[0] != "token"])
+            target = f"{scope['raw_path'].decode('latin-1')}{'?' if query else ''}{query}"
+            response = RedirectResponse(target, 303, HEADERS)
             response.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
             await response(scope, receive, send)
         else:
@@ -235,18 +231,20 @@ class Pages:
     def compare(self, request: Request) -> Response:
         """The page that compares runs."""
         names, sources = self._sources(request)
-        query = urlencode([("run", name) for name in names])
-        differing = differing_keys(sources) if len(sources) > 1 else None
-        runs = [self.scanner.summary(name, self.scanner.path(name)) for name in names]
-        grouped, apart = len(bundles_of(sources)[0]) < len(sources), _apart(request)
-        shown: dict[str, Any] = {"names": names, "query": query, "differing": differing, "runs": runs}
-        return self.render("compare.html.j2", **shown, grouped=grouped, apart=apart)
+        return self.render(
+            "compare.html.j2",
+            names=names,
+            query=urlencode([("run", name) for name in names]),
+            differing=differing_keys(sources),
+            runs=[self.scanner.summary(name, self.scanner.path(name)) for name in names],
+            grouped=len(bundles_of(sources)[0]) < len(sources),
+            apart=_apart(request),
+        )
 
     def compare_charts(self, request: Request) -> Response:
         """The curves of several runs as JSON."""
-        return _json(
-            {"charts": run_pages.charts_of_runs(self._sources(request)[1], _apart(request)), "marks": [], "axes": {}}
-        )
+        charts = run_pages.charts_of_runs(self._sources(request)[1], _apart(request))
+        return _json({"charts": charts, "marks": [], "axes": {}})
 
     def compare_results(self, request: Request) -> Response:
         """The paired differences of several runs."""
@@ -310,11 +308,6 @@ def _json(values: dict[str, Any]) -> Response:
 def _apart(request: Request) -> bool:
     """Whether runs that differ only in their seed are compared with each other."""
     return request.query_params.get("seeds") == "apart"
-
-
-def new_token() -> str:
-    """A token that cannot be guessed."""
-    return secrets.token_urlsafe(24)
 
 
 def guarded(folder: Path, port: int, token: str) -> PageGuard:

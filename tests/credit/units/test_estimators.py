@@ -109,11 +109,6 @@ def test_no_units_and_one_unit(outcome):
         np.testing.assert_allclose(found, [outcome], rtol=1e-15)
 
 
-def test_coalitions_are_sets_of_bits():
-    assert full_coalition(3) == 0b111
-    assert leave_one_out_coalitions(3) == [0b110, 0b101, 0b011]
-
-
 # -- shares --------------------------------------------------------------------------------------------------------------
 
 

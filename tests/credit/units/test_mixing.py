@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
 
 from posttrain.credit.assign import compute_advantages, reward_streams
 from posttrain.credit.units.estimators import prefix, trunc
@@ -18,9 +17,8 @@ from posttrain.credit.units.mixing import (
 )
 from posttrain.credit.units.spans import Spans
 from posttrain.episode import Advantages, RewardStreams
-from posttrain.recipe.credit import CreditRecipe
 from posttrain.seeds import random_stream
-from tests.credit.test_assign import episode
+from tests.credit.episodes import episode, recipe
 
 BETAS = [0.0, 0.25, 0.5, 1.0]
 CREDITS = ["grpo", "rloo", "reinforce", "reinforce_pp", "turn_returns"]
@@ -78,16 +76,15 @@ def test_a_units_tokens_sum_to_its_credit(units, seed):
 
 
 def test_placement_by_hand():
-    cuts = Spans.from_cuts(6, np.array([1, 3]))
-    np.testing.assert_array_equal(distribute(cuts, np.array([1.0, 4.0, -3.0]), "end"), [1, 0, 4, 0, 0, -3])
-    np.testing.assert_array_equal(distribute(cuts, np.array([1.0, 4.0, -3.0]), "even"), [1, 2, 2, -1, -1, -1])
-
-
-def test_every_token_of_a_unit_gets_its_whole_credit_only_if_placed_at_the_end():
+    """Every token of a unit gets its whole credit in its return only if the credit is at the end."""
     cuts, credits = Spans.from_cuts(6, np.array([1, 3])), np.array([1.0, 4.0, -3.0])
-    ahead = {p: np.cumsum(distribute(cuts, credits, p)[::-1])[::-1] for p in ("end", "even")}
-    np.testing.assert_array_equal(ahead["end"], [2, 1, 1, -3, -3, -3])
-    np.testing.assert_array_equal(ahead["even"], [2, 1, -1, -3, -2, -1])
+    for placement, placed, ahead in (
+        ("end", [1, 0, 4, 0, 0, -3], [2, 1, 1, -3, -3, -3]),
+        ("even", [1, 2, 2, -1, -1, -1], [2, 1, -1, -3, -2, -1]),
+    ):
+        found = distribute(cuts, credits, placement)
+        np.testing.assert_array_equal(found, placed)
+        np.testing.assert_array_equal(np.cumsum(found[::-1])[::-1], ahead)
 
 
 def test_residual():
@@ -119,6 +116,8 @@ def test_an_episode_earns_its_outcome_minus_beta_times_the_empty_answer(placemen
     one, cuts, values = played(seed, units)
     before = reward_streams([one])
     after = with_unit_rewards([one], before, [rewarded(one, cuts, values)], beta, placement)
+    assert isinstance(after, RewardStreams)
+    assert same_bits(before.values[0], reward_streams([one]).values[0])
     other = 0.25 * cuts.tokens
     assert of_tokens(one, before.values[0]).sum() == pytest.approx(values[-1] + other, abs=1e-5)
     assert of_tokens(one, after.values[0]).sum() == pytest.approx(values[-1] - beta * values[0] + other, abs=1e-5)
@@ -148,15 +147,6 @@ def test_the_published_drca_by_hand():
     units = [UnitRewards(Spans.from_cuts(4, np.array([2])), trunc(values), 2.8, 0.0)]
     found = with_unit_rewards([one], reward_streams([one]), units, 0.8, "even").values[0][0]
     np.testing.assert_allclose(found, [0, 0.4 * 2.8, 0.4 * 2.8, 0.4 * 1.8, 0.4 * 1.8 + 0.2 * 2.8], rtol=1e-6)
-
-
-def test_rewards_are_not_written_into():
-    one, cuts, values = played(3, 3)
-    before = reward_streams([one])
-    copies = [own.copy() for own in before.values[0]]
-    after = with_unit_rewards([one], before, [rewarded(one, cuts, values)], 0.5, "end")
-    assert same_bits(before.values[0], copies)
-    assert not same_bits(after.values[0], copies)
 
 
 # -- advantages ----------------------------------------------------------------------------------------------------------
@@ -239,11 +229,14 @@ def test_scores_are_clipped_before_they_are_weighed(monkeypatch):
         np.testing.assert_allclose(found[:-1], -0.5 / raw, rtol=1e-5)
 
 
-def test_equal_credits_give_exactly_zero():
+def test_equal_credits_give_exactly_zero_and_a_batch_without_units_is_unchanged():
     made, outcome, units = in_groups()
     alike = [UnitAdvantages(own.spans, np.full(2, 0.1), 1.0, 0.0) for own in units]
     for own in with_unit_advantages(made, outcome, alike, 0.5).values:
         np.testing.assert_array_equal(own[0], [0, 1, 1, 0])
+    none = [UnitAdvantages(Spans.from_cuts(2, np.zeros(0), is_unit=False), np.ones(1), 1.0, 0.0) for _ in made]
+    unchanged = with_unit_advantages(made, outcome, none, 0.5).values
+    assert all(same_bits(own, before) for own, before in zip(unchanged, outcome.values, strict=True))
 
 
 def test_the_order_of_episodes_changes_no_bit():
@@ -259,10 +252,6 @@ def test_the_order_of_episodes_changes_no_bit():
 
 
 # -- both channels -------------------------------------------------------------------------------------------------------
-
-
-def recipe(kind):
-    return TypeAdapter(CreditRecipe).validate_python({"type": kind})
 
 
 @pytest.mark.parametrize("kind", CREDITS)
@@ -308,15 +297,6 @@ def test_episodes_without_units_get_outcome_credit_in_a_batch_with_units(beta):
     assert same_bits(alone.values[0], advantages.values[0])
 
 
-def test_a_batch_without_units_is_unchanged():
-    one, cuts, values = played(1, 3, found=False)
-    before = reward_streams([one])
-    assert same_bits(with_unit_rewards([one], before, [None], 1.0, "end").values[0], before.values[0])
-    outcome = compute_advantages([one], recipe("reinforce"), before)
-    found = with_unit_advantages([one], outcome, [judged(one, cuts, values)], 1.0)
-    assert same_bits(found.values[0], outcome.values[0])
-
-
 @pytest.mark.parametrize("beta", BETAS)
 def test_the_two_types_of_credit_are_not_interchangeable(beta):
     one, cuts, values = played(0, 3)
@@ -330,14 +310,6 @@ def test_the_two_types_of_credit_are_not_interchangeable(beta):
         with_unit_rewards([one], rewards, [neither], beta, "end")
     with pytest.raises(TypeError):
         with_unit_advantages([one], advantages, [neither], beta)
-
-
-def test_results_have_the_type_of_their_channel():
-    one, cuts, values = played(0, 3)
-    paid = with_unit_rewards([one], reward_streams([one]), [rewarded(one, cuts, values)], 0.5, "end")
-    scored = with_unit_advantages([one], reward_streams_of_zero([one]), [judged(one, cuts, values)], 0.5)
-    assert isinstance(paid, RewardStreams)
-    assert isinstance(scored, Advantages)
 
 
 @pytest.mark.parametrize("beta", BETAS)

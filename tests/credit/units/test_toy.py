@@ -50,21 +50,6 @@ def test_the_sum_of_credits_has_the_best_answer_of_the_reward_only_where_it_is_c
     assert float(study.study.agreement("trunc", 0.8, 10)[:4]) < 1
 
 
-def test_tasks_have_their_stated_properties(study):
-    tasks = study.tasks
-    for kind, make in tasks.TASKS.items():
-        task = make(3)
-        assert task.score(task.every.mean()) == 0
-        assert task.score(task.every.max()) == 1
-        nothing = task.worth(tasks.ANSWERS[:1], np.zeros((1, tasks.UNITS), bool))
-        assert nothing == 0
-        kept = np.zeros((4, tasks.UNITS), bool)
-        kept[:, :2] = [[0, 0], [1, 0], [0, 1], [1, 1]]
-        _, first, second, both = task.worth(np.repeat(tasks.ANSWERS[5:6], 4, 0), kept).tolist()
-        assert kind != "additive" or both == pytest.approx(first + second)
-        assert (kind == "additive") == (not task.together.any())
-
-
 def test_the_policy_climbs_its_expected_reward_along_the_exact_gradient(study):
     tasks = study.tasks
     task, policy = tasks.pairs(1), tasks.Policy(np.linspace(-1, 1, 40).reshape(10, 2, 2))

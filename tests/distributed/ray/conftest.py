@@ -3,13 +3,14 @@
 import os
 import shutil
 import signal
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from posttrain.distributed.ray.connection import OWNED
+from posttrain.models.reward import RewardModel
+from posttrain.recipe.model import ModelRecipe
 
 CORES = 2
 """Of the first machine of the cluster."""
@@ -45,12 +46,19 @@ def cluster(tmp_path_factory):
     shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.fixture(scope="session")
+def paid(tiny_model, tmp_path_factory):
+    """Keys of a run with a reward model."""
+    directory = tmp_path_factory.mktemp("reward") / "model"
+    RewardModel(ModelRecipe(path=str(tiny_model)), seed=11).export(directory)
+    return {"reward": {"path": str(directory), "normalize": "none"}}
+
+
 class Disturber:
-    """Kills workers of a run by their process ids, in a thread, each once the run has come to a step."""
+    """Kills workers of a run by their process ids, each once the run has come to a step."""
 
     def __init__(self, launched, folder: Path) -> None:
         self.launched, self.folder = launched, folder
-        self.failure: BaseException | None = None
 
     def finished(self) -> int:
         """Steps in the metrics so far; -1 before the run directory is there."""
@@ -79,16 +87,3 @@ class Disturber:
         pid = self.pid(name)
         os.kill(pid, number)
         return pid
-
-    def start(self, work) -> threading.Thread:
-        """Run `work(self)` beside the run."""
-
-        def guarded() -> None:
-            try:
-                work(self)
-            except BaseException as error:
-                self.failure = error
-
-        thread = threading.Thread(target=guarded, daemon=True)
-        thread.start()
-        return thread

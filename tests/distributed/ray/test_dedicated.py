@@ -7,12 +7,10 @@ import torch
 
 from posttrain.distributed.tensors import read_all
 from posttrain.errors import InputError
-from posttrain.models.reward import RewardModel
 from posttrain.planning.workers import refuse_placement
 from posttrain.recipe.compose import load_recipe
-from posttrain.recipe.model import ModelRecipe
 from tests.distributed.ray.conftest import Disturber
-from tests.distributed.ray.test_run import launched, run_disturbed, values, without_warnings
+from tests.distributed.ray.test_run import run_disturbed, run_placed, values, without_warnings
 from tests.training import small
 
 ONE_TURN = {"type": f"{Path(small.__file__).parent / 'letters.py'}", "max_turns": 1}
@@ -82,11 +80,7 @@ def test_a_dedicated_critic_and_reference_learn_the_same_bits_if_any_worker_dies
 
 @pytest.mark.slow
 def test_two_processes_of_the_critic_learn_the_same_to_rounding(cluster, tiny_model, alone, tmp_path):
-    found = launched(ppo(tiny_model, tmp_path / "runs", dedicated={"critic": 2, "reference": 2}))
-    try:
-        found.run()
-    finally:
-        found.close()
+    run_placed(ppo(tiny_model, tmp_path / "runs", dedicated={"critic": 2, "reference": 2}))
     expected, learned = checkpoint(alone), checkpoint(tmp_path / "runs" / "small")
     assert list(expected) == list(learned)
     for name, tensor in expected.items():
@@ -94,33 +88,17 @@ def test_two_processes_of_the_critic_learn_the_same_to_rounding(cluster, tiny_mo
             torch.testing.assert_close(learned[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
 
 
-@pytest.fixture(scope="module")
-def reward_model(tiny_model, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("reward") / "model"
-    RewardModel(ModelRecipe(path=str(tiny_model)), seed=11).export(directory)
-    return directory
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("credit", [{"type": "drca_published", "beta": 0.8}, {"type": "prefix", "probe": "one_pass"}])
-def test_unit_credit_of_a_reward_model_on_a_worker_is_the_same(cluster, tiny_model, reward_model, tmp_path, credit):
+def test_unit_credit_of_a_reward_model_on_a_worker_is_the_same(cluster, tiny_model, paid, tmp_path, credit):
     """The published placement of DRCA: reward model, critic and reference model in processes of their own."""
     units = {"unit_credit": credit | {"segmenter": {"type": "token"}}}
-    kept = PPO | {
-        "reward": {"path": str(reward_model), "normalize": "none"},
-        "steps": 2,
-        "environment": ONE_TURN,
-        **units,
-    }
+    kept = PPO | paid | units | {"steps": 2, "environment": ONE_TURN}
     for name in ("alone", "placed"):
         (tmp_path / name).mkdir()
     assert small.run(values(tiny_model, tmp_path / "alone", **kept)) == 0, (tmp_path / "alone" / "log.txt").read_text()
     hardware = {"ray": "auto", "rewards": {"count": 1}, "dedicated": {"critic": 1, "reference": 1}}
-    found = launched(values(tiny_model, tmp_path / "placed", hardware=hardware, **kept))
-    try:
-        found.run()
-    finally:
-        found.close()
+    run_placed(values(tiny_model, tmp_path / "placed", hardware=hardware, **kept))
     assert any("units/credit" in line for line in small.metrics(tmp_path / "placed" / "small"))
     assert_same(tmp_path / "alone" / "small", tmp_path / "placed" / "small")
 

@@ -4,12 +4,13 @@ import dataclasses
 import random
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from posttrain.distributed.ray.actors import EnvironmentWorker, RayEnvironment, ReplayDiffers
 from posttrain.distributed.ray.worker_group import WorkerDied
-from posttrain.environments.protocol import Environment, EnvironmentFactory, Step
+from posttrain.environments.protocol import Environment, EnvironmentFactory, Observation, Step
 from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
 
@@ -23,28 +24,15 @@ class Forgetful(Environment):
         """No additional keys."""
 
     def reset(self, seed):
-        from posttrain.environments.protocol import Observation
-
         return Observation([{"role": "user", "content": "hello"}])
 
     def step(self, action):
         return Step([{"role": "user", "content": str(random.random())}], 0.0, False, False)
 
 
-class HeartbeatSender:
-    progress = 0
-
-
-class Remote:
-    """The method of an actor as its callers see it."""
-
-    def __init__(self, function):
-        self.remote = function
-
-
 def worker():
     made = EnvironmentWorker.__new__(EnvironmentWorker)
-    made.heartbeat = HeartbeatSender()
+    made.heartbeat = SimpleNamespace(progress=0)
     made._environments, made._importing = {}, threading.Lock()
     return made
 
@@ -63,7 +51,7 @@ class WorkerGroup:
 
     @property
     def close(self):
-        return Remote(lambda identity: self.worker.close(identity))
+        return SimpleNamespace(remote=lambda identity: self.worker.close(identity))
 
     def call_once(self, what, method, *arguments):
         self.calls += 1
@@ -85,6 +73,10 @@ def play(environment, answers, seed=3):
     return said + [environment.step(answer) for answer in answers]
 
 
+def remote(workers, kind=LETTERS, turns=3):
+    return RayEnvironment(environment_recipe({"type": kind, "max_turns": turns}), workers)
+
+
 ANSWERS = ["abc", "hello", "zyx"]
 
 
@@ -97,7 +89,7 @@ def plain():
 )
 def test_episodes_are_the_same_whenever_the_worker_dies(deaths):
     workers = WorkerGroup(**deaths)
-    environment = RayEnvironment(environment_recipe({"type": LETTERS, "max_turns": 3}), workers)
+    environment = remote(workers)
     assert [dataclasses.asdict(each) for each in play(environment, ANSWERS)] == [
         dataclasses.asdict(each) for each in plain()
     ]
@@ -106,7 +98,7 @@ def test_episodes_are_the_same_whenever_the_worker_dies(deaths):
 
 def test_an_unnoticed_replacement_of_a_worker_is_detected():
     workers = WorkerGroup()
-    environment = RayEnvironment(environment_recipe({"type": LETTERS, "max_turns": 3}), workers)
+    environment = remote(workers)
     environment.reset(3)
     environment.step("abc")
     workers.worker = worker()
@@ -116,7 +108,7 @@ def test_an_unnoticed_replacement_of_a_worker_is_detected():
 
 def test_an_answer_that_arrives_twice_is_played_once():
     workers = WorkerGroup()
-    environment = RayEnvironment(environment_recipe({"type": LETTERS, "max_turns": 3}), workers)
+    environment = remote(workers)
     environment.reset(3)
     first = workers.worker.step(environment._id, 0, "abc")
     assert workers.worker.step(environment._id, 0, "abc") is first
@@ -126,7 +118,7 @@ def test_an_answer_that_arrives_twice_is_played_once():
 
 def test_a_nondeterministic_environment_fails_its_episode():
     workers = WorkerGroup(before=[4])
-    environment = RayEnvironment(environment_recipe({"type": f"{__name__}:Forgetful", "max_turns": 5}), workers)
+    environment = remote(workers, f"{__name__}:Forgetful", 5)
     environment.reset(3)
     environment.step("a")
     environment.step("b")
@@ -135,7 +127,7 @@ def test_a_nondeterministic_environment_fails_its_episode():
 
 
 def test_input_errors_are_raised_unchanged():
-    environment = RayEnvironment(environment_recipe({"type": LETTERS}), WorkerGroup())
+    environment = remote(WorkerGroup())
     environment._values["type"] = "nothing.py"
     with pytest.raises(InputError, match="there is no file"):
         environment.reset(1)

@@ -5,16 +5,25 @@ from types import SimpleNamespace
 
 import pytest
 
+from posttrain.distributed.ray import actors, models
+from posttrain.distributed.ray.launch import ClusterRun
 from posttrain.planning.workers import ENGINE, ENVIRONMENTS, LEARNER, Worker
 from posttrain.recipe.compose import load_recipe
 
+ray = pytest.importorskip("ray", reason="needs the package ray: pip install 'posttrain[ray]'")
+
 
 @pytest.fixture
-def started(monkeypatch):
-    """Creates the actor of a worker with a `ray` that records its options and arguments."""
-    pytest.importorskip("ray", reason="needs the package ray: pip install 'posttrain[ray]'")
-    from posttrain.distributed.ray.launch import ClusterRun
+def worker_alone(monkeypatch, tmp_path):
+    """Workers can be made without a cluster; they change the current folder."""
+    monkeypatch.setattr(ray, "get_actor", lambda name: None)
+    monkeypatch.setattr(actors, "HeartbeatSender", lambda *arguments: None)
+    monkeypatch.chdir(tmp_path)
 
+
+@pytest.fixture
+def started():
+    """Creates the actor of a worker with a `ray` that records its options and arguments."""
     calls = []
 
     class Remote:
@@ -44,40 +53,25 @@ def test_a_worker_that_requests_no_gpu_sees_none(started):
     assert started(Worker(ENGINE, 0, 1.0, 0, colocated=True)) == (3,)
 
 
-def test_a_worker_hides_the_gpus_it_does_not_use(monkeypatch, tmp_path):
-    ray = pytest.importorskip("ray", reason="needs the package ray: pip install 'posttrain[ray]'")
-    from posttrain.distributed.ray import actors
-
-    monkeypatch.setattr(ray, "get_actor", lambda name: None)
-    monkeypatch.setattr(actors, "HeartbeatSender", lambda *arguments: None)
-    monkeypatch.chdir(tmp_path)
+def test_a_worker_hides_the_gpus_it_does_not_use(worker_alone, monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    actors.Worker("a", "monitor", 1.0, str(tmp_path), None)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
-    actors.Worker("a", "monitor", 1.0, str(tmp_path), (2, 3))
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
-    actors.Worker("a", "monitor", 1.0, str(tmp_path), ())
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    for devices, visible in ((None, "0,1,2,3"), ((2, 3), "2,3"), ((), "")):
+        actors.Worker("a", "monitor", 1.0, str(tmp_path), devices)
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
 
 
 def test_an_engine_of_vllm_stages_weights_in_cpu_memory():
-    pytest.importorskip("ray", reason="needs the package ray: pip install 'posttrain[ray]'")
-    from posttrain.distributed.ray.actors import staged_model
-
     keys = ["environment.type=bandit", "model.dtype=bfloat16"]
     local, vllm = (load_recipe([], [*keys, f"engine.type={kind}"], "rl") for kind in ("local", "vllm"))
-    assert staged_model(local) is local.model
-    assert (staged_model(vllm).device, staged_model(vllm).dtype) == ("cpu", "bfloat16")
+    assert actors.staged_model(local) is local.model
+    assert (actors.staged_model(vllm).device, actors.staged_model(vllm).dtype) == ("cpu", "bfloat16")
     keys += ["engine.type=vllm", "model.load_in_4bit=true", "model.lora.rank=4", "model.fused=liger"]
-    staged = staged_model(load_recipe([], keys, "rl"))
+    staged = actors.staged_model(load_recipe([], keys, "rl"))
     assert (staged.load_in_4bit, staged.fused) == (False, "auto")
 
 
 @pytest.mark.parametrize("kind", ["EngineWorker", "ReferenceWorker", "RewardWorker"])
-def test_workers_with_a_model_use_the_kernels_of_the_recipe(kind, monkeypatch, tmp_path):
-    ray = pytest.importorskip("ray", reason="needs the package ray: pip install 'posttrain[ray]'")
-    from posttrain.distributed.ray import actors, models
-
+def test_workers_with_a_model_use_the_kernels_of_the_recipe(kind, worker_alone, monkeypatch, tmp_path):
     class Chosen(Exception):
         pass
 
@@ -85,11 +79,7 @@ def test_workers_with_a_model_use_the_kernels_of_the_recipe(kind, monkeypatch, t
         assert hardware.deterministic
         raise Chosen
 
-    monkeypatch.setattr(ray, "get_actor", lambda name: None)
-    monkeypatch.setattr(actors, "HeartbeatSender", lambda *arguments: None)
-    monkeypatch.chdir(tmp_path)  # workers change the current folder
-    for module in (actors, models):
-        monkeypatch.setattr(module, "use_deterministic_kernels", chosen)
+    monkeypatch.setattr(actors, "use_deterministic_kernels", chosen)
     keys = ["environment.type=bandit", "hardware.ray=auto", "hardware.deterministic=true"]
     worker = getattr(models if kind == "ReferenceWorker" else actors, kind)
     with pytest.raises(Chosen):

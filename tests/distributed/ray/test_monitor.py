@@ -21,44 +21,53 @@ def found(*workers, limit=60.0):
     return find_hangs({worker.heartbeat.name: worker for worker in workers}, limit)
 
 
-def test_a_worker_with_progress_never_hangs():
-    waiting = known("learner 0", waits=[PendingCall("engine 1", "12 requests", 500.0)])
-    assert found(waiting, known("engine 1", stuck=3.0)) == []
+def waiting(name="learner 0", target="engine 1", what="12 requests", seconds=63.0, **keys):
+    return known(name, waits=[PendingCall(target, what, seconds)], **keys)
 
 
-def test_of_a_hang_the_last_waited_for_is_named_with_its_waiters_and_the_time():
-    waiting = known("learner 0", waits=[PendingCall("engine 1", "12 requests", 63.0)])
-    (hang,) = found(waiting, known("engine 1", silent=62.0))
-    assert hang.name == "engine 1"
-    assert "learner 0 waits for engine 1 (12 requests) for 63 s; engine 1 has sent no heartbeat" in hang.sentence
-
-    waiting = known("learner 0", waits=[PendingCall("engine 1", "an answer", 63.0)])
-    (hang,) = found(waiting, known("engine 1", stuck=61.0))
-    assert hang.sentence.endswith("engine 1 has made no progress for 61 s, in models/forward.py:12 hidden")
-
-
-def test_of_workers_that_wait_for_each_other_the_last_one_hangs():
-    (hang,) = found(
-        known("learner 0", waits=[PendingCall("engine 0", "3 answers", 70.0)]),
-        known("engine 0", stuck=70.0, waits=[PendingCall("environments 2", "a step", 65.0)]),
-        known("environments 2", silent=64.0),
-    )
-    assert hang.name == "environments 2"
-    assert "learner 0 waits for engine 0 (3 answers) for 70 s; engine 0 waits for environments 2" in hang.sentence
+@pytest.mark.parametrize(
+    "workers",
+    [
+        (waiting(seconds=500.0), known("engine 1", stuck=3.0)),
+        (known("learner 0"), known("engine 1", stuck=9000.0)),
+        (waiting(seconds=1.0), known("engine 1", stuck=9000.0)),
+    ],
+    ids=["progress", "idle", "called now"],
+)
+def test_no_hang(workers):
+    assert found(*workers) == []
 
 
-def test_an_idle_worker_does_not_hang():
-    assert found(known("learner 0"), known("engine 0", stuck=9000.0)) == []
-    recent = known("learner 0", waits=[PendingCall("engine 0", "an answer", 1.0)])
-    assert found(recent, known("engine 0", stuck=9000.0)) == []
-
-
-def test_a_silent_learner_hangs_its_waiters():
-    (hang,) = found(
-        known("learner 1", silent=61.0, waits=[PendingCall("engine 0", "an answer", 5.0)]), known("engine 0")
-    )
-    assert hang.name == "learner 1"
-    assert "no heartbeat" in hang.sentence
+@pytest.mark.parametrize(
+    ("workers", "name", "words"),
+    [
+        (
+            (waiting(), known("engine 1", silent=62.0)),
+            "engine 1",
+            "learner 0 waits for engine 1 (12 requests) for 63 s; engine 1 has sent no heartbeat",
+        ),
+        (
+            (waiting(), known("engine 1", stuck=61.0)),
+            "engine 1",
+            "engine 1 has made no progress for 61 s, in models/forward.py:12 hidden",
+        ),
+        (
+            (
+                waiting(target="engine 0", what="3 answers", seconds=70.0),
+                waiting("engine 0", "environments 2", "a step", 65.0, stuck=70.0),
+                known("environments 2", silent=64.0),
+            ),
+            "environments 2",
+            "learner 0 waits for engine 0 (3 answers) for 70 s; engine 0 waits for environments 2",
+        ),
+        ((waiting("learner 1", seconds=5.0, silent=61.0), known("engine 1")), "learner 1", "no heartbeat"),
+    ],
+    ids=["silent", "stuck", "the last of a chain", "a silent learner"],
+)
+def test_of_a_hang_the_last_waited_for_is_named_with_its_waiters_and_the_time(workers, name, words):
+    (hang,) = found(*workers)
+    assert hang.name == name
+    assert words in hang.sentence
 
 
 def test_a_worker_without_memory_is_named_and_not_killed():
@@ -106,7 +115,7 @@ def test_a_process_that_outlives_its_daemon_dies_once(keeper, noticed):
 
 def test_processes_that_the_run_replaces_are_no_deaths(keeper):
     for pid in (10, 11):  # also one that reports only after the run has replaced it
-        assert keeper.heartbeat(beat("learner 0", pid)) == ("", [])
+        assert keeper.heartbeat(beat("learner 0", pid)) == (False, [])
     keeper.heartbeat(beat("engine 0", 10))
     keeper.expect_deaths(["engine 0", "engine 1"])
     keeper.heartbeat(beat("engine 0", 11))
@@ -131,7 +140,7 @@ def test_a_machine_without_a_daemon_is_dead_before_ray_notices(monkeypatch):
 def test_the_first_learner_learns_about_unnoticed_deaths(keeper):
     keeper.heartbeat(beat("environments 0", 10))
     keeper.heartbeat(beat("environments 0", 11))
-    assert keeper.heartbeat(beat("learner 1", 5)) == ("", [])
+    assert keeper.heartbeat(beat("learner 1", 5)) == (False, [])
     _, news = keeper.heartbeat(beat("learner 0", 4))
     assert news == ["environments 0 died: its process was killed or crashed; it was idle and was restarted"]
     assert keeper.heartbeat(beat("learner 0", 4))[1] == []
@@ -149,9 +158,8 @@ def test_progress_and_silence_are_measured_by_the_watch(keeper, monkeypatch):
 
 
 def test_orders_do_not_repeat_and_a_hung_worker_has_the_reason_of_the_monitor(keeper):
-    keeper.send_command(["learner 0"], "stop")
-    assert keeper.heartbeat(beat("learner 0", 1))[0] == "stop"
-    assert keeper.heartbeat(beat("learner 0", 1))[0] == ""
+    keeper.stop(["learner 0"])
+    assert [keeper.heartbeat(beat("learner 0", 1))[0] for _ in range(2)] == [True, False]
 
     keeper.set_reason("engine 0", "hung (learner 0 waits for it)")
     assert keeper.record_death("engine 0", monitor.KILLED, 10)[0] == "engine 0 hung (learner 0 waits for it)"

@@ -8,9 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from pydantic import TypeAdapter
 from rich.console import Console
+from safetensors.torch import load_file
 
+from posttrain.distributed.ray.launch import ClusterRun
 from posttrain.errors import RunError
+from posttrain.recipe.stages import Recipe
 from tests.distributed.ray.conftest import CORES, Disturber
 from tests.training import small
 
@@ -24,34 +29,27 @@ def values(tiny, runs, **changes):
 def launched(made, resume=False):
     """A run of these values on the cluster that the tests are connected to."""
     import ray
-    from pydantic import TypeAdapter
-
-    from posttrain.distributed.ray.launch import ClusterRun
-    from posttrain.recipe.stages import Recipe
 
     Path(made["runs"]).mkdir(exist_ok=True)
     recipe = TypeAdapter(Recipe).validate_python(made)
     return ClusterRun(recipe, resume, False, Console(file=io.StringIO(), width=1000), ray)
 
 
-def run_disturbed(made, disturb):
-    """Run it while `disturb` works beside it; returns the deaths and what was shown."""
-    import ray
-
-    found = launched(made)
-    disturber = Disturber(found, Path(made["runs"]) / made["name"])
+def run_placed(made, resume=False):
+    """Run it, or continue it; returns the run."""
+    found = launched(made, resume)
     try:
-        disturber.start(disturb)
         found.run()
-        deaths = ray.get(found.monitor.all_deaths.remote())
     finally:
         found.close()
-    assert disturber.failure is None
-    return deaths, found.console.file.getvalue()
+    return found
 
 
-def run_beside(made, disturb):
-    """As `run_disturbed`, with the run in a thread: machines of a test's cluster come and go in the main thread only."""
+def run_disturbed(made, disturb):
+    """Run it in a thread while `disturb` works beside it; returns the deaths and what was shown.
+
+    Machines of a test's cluster come and go in the main thread only.
+    """
     import ray
 
     found, failures = launched(made), []
@@ -67,11 +65,12 @@ def run_beside(made, disturb):
         thread.start()
         disturb(Disturber(found, Path(made["runs"]) / made["name"]))
         thread.join()
-        deaths = ray.get(found.monitor.all_deaths.remote())
+        deaths = [] if failures else ray.get(found.monitor.all_deaths.remote())
     finally:
         found.close()
-    assert not failures
-    return deaths
+    if failures:
+        raise failures[0]
+    return deaths, found.console.file.getvalue()
 
 
 def warnings(run):
@@ -93,22 +92,6 @@ def assert_same(one, other):
     assert weights(one) == weights(other)
     assert small.episodes(one) == small.episodes(other)
     assert without_warnings(one) == without_warnings(other)
-
-
-@pytest.fixture(scope="module")
-def reward_model(tiny_model, tmp_path_factory):
-    from posttrain.models.reward import RewardModel
-    from posttrain.recipe.model import ModelRecipe
-
-    directory = tmp_path_factory.mktemp("reward") / "model"
-    RewardModel(ModelRecipe(path=str(tiny_model)), seed=11).export(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def paid(reward_model):
-    """Keys of a run with a reward model."""
-    return {"reward": {"path": str(reward_model), "normalize": "none"}}
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +177,7 @@ def test_a_machine_dies_with_all_its_workers(cluster, tiny_model, paid, undistur
 
     made = values(tiny_model, tmp_path / "runs", hardware=hardware, **paid)
     try:
-        deaths = run_beside(made, disturb)
+        deaths, _ = run_disturbed(made, disturb)
     finally:
         for node in machines:
             cluster.remove_node(node)
@@ -213,8 +196,6 @@ def test_too_many_deaths_stop_the_run_in_one_sentence(cluster, tiny_model, tmp_p
 
 
 def tensors(run):
-    from safetensors.torch import load_file
-
     (file,) = (run / "model").glob("*.safetensors")
     return load_file(file)
 
@@ -237,11 +218,7 @@ def test_a_hang_too_many_stops_the_run_and_resuming_gives_the_same_bits(
     assert ended(stopped[0]), "a process that hangs does not outlive its run"
     run = tmp_path / "runs" / "small"
     assert 1 <= Disturber(None, run).finished() < 4
-    again = launched(made, resume=True)
-    try:
-        again.run()
-    finally:
-        again.close()
+    run_placed(made, resume=True)
     assert_same(undisturbed, run)
 
 
@@ -257,8 +234,6 @@ def ended(pid):
 @pytest.mark.slow
 def test_two_learners_and_two_engines_learn_the_same_to_rounding(cluster, tiny_model, paid, undisturbed, tmp_path):
     """One of the learners is killed; both resume from the last checkpoint."""
-    import torch
-
     hardware = {"ray": "auto", "processes": 2, "engines": {"count": 2}, "environments": {"count": 1}}
 
     def disturb(disturber):
@@ -286,17 +261,13 @@ def test_a_stopped_run_resumes_to_the_same_bits(cluster, tiny_model, paid, undis
 
     def disturb(disturber):
         disturber.until(1)
-        disturber.launched.ray.get(disturber.launched.monitor.send_command.remote(["learner 0"], "stop"))
+        disturber.launched.ray.get(disturber.launched.monitor.stop.remote(["learner 0"]))
 
     with pytest.raises(KeyboardInterrupt):
         run_disturbed(made, disturb)
     run = tmp_path / "runs" / "small"
     assert Disturber(None, run).finished() < 4
-    again = launched(made, resume=True)
-    try:
-        again.run()
-    finally:
-        again.close()
+    run_placed(made, resume=True)
     assert_same(undisturbed, run)
 
 
@@ -322,7 +293,7 @@ def test_a_lost_machine_of_a_learner_is_one_death_of_a_learner(cluster, tiny_mod
         machines.append(cluster.add_node(**machine))
 
     try:
-        deaths = run_beside(made, disturb)
+        deaths, _ = run_disturbed(made, disturb)
     finally:
         for node in machines:
             cluster.remove_node(node, allow_graceful=False)

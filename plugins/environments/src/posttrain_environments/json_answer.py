@@ -3,9 +3,11 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import yaml
 from pydantic import Field, field_validator
 
 from posttrain.environments.game import play, require
@@ -55,123 +57,16 @@ class _Attribute:
         return word, self.sentence.format(word)
 
 
-_NAMES = ("Clara Weber", "Amir Haddad", "Ines Costa", "Tom Baker", "Yuki Sato", "Nora Lind", "Paul Meyer", "Lea Roux")
-_CITIES = ("Lyon", "Porto", "Graz", "Bergen", "Turin", "Ghent", "Leeds", "Basel")
+def _attribute(key: str, sentence: str | list[str], several: bool = False, **values: list[Any]) -> _Attribute:
+    drawn = range(*values["range"]) if "range" in values else tuple(values["values"]) if "values" in values else None
+    return _Attribute(key, sentence if isinstance(sentence, str) else (sentence[0], sentence[1]), drawn, several)
 
+
+_LISTED = yaml.safe_load(Path(__file__).with_name("topics.yaml").read_text(encoding="utf-8"))["topics"]
 TOPICS: dict[str, tuple[_Attribute, ...]] = {
-    "person": (
-        _Attribute("name", "This is about {}.", _NAMES),
-        _Attribute("age", "The age is {} years.", range(19, 80)),
-        _Attribute("job", "The job is that of a {}.", ("baker", "nurse", "pilot", "teacher", "painter", "farmer")),
-        _Attribute("city", "Home is {}.", _CITIES),
-        _Attribute("married", ("There was a wedding, so married.", "Not married.")),
-        _Attribute(
-            "languages",
-            "Languages spoken: {}.",
-            ("French", "Arabic", "Polish", "Danish", "Greek", "Hindi"),
-            several=True,
-        ),
-    ),
-    "shop": (
-        _Attribute(
-            "shop", "The shop is called {}.", ("Corner Seven", "Blue Door", "Old Mill", "Green Basket", "Tilly's")
-        ),
-        _Attribute("owner", "It belongs to {}.", _NAMES),
-        _Attribute("opened", "It opened in {}.", range(1950, 2024)),
-        _Attribute(
-            "goods",
-            "On its shelves are {}.",
-            ("bread", "tea", "candles", "shoes", "maps", "honey", "lamps"),
-            several=True,
-        ),
-        _Attribute("open_on_sunday", ("It is open on Sundays.", "On Sundays it is closed.")),
-        _Attribute("employees", "{} people work there.", range(2, 40)),
-    ),
-    "book": (
-        _Attribute(
-            "title", 'The title is "{}".', ("The Long Tide", "Nine Bridges", "A Quiet Engine", "Salt", "Paper Moons")
-        ),
-        _Attribute("author", "{} wrote it.", _NAMES),
-        _Attribute("pages", "It has {} pages.", range(80, 900)),
-        _Attribute("genre", "It is a {}.", ("thriller", "biography", "comedy", "romance", "mystery")),
-        _Attribute("translated", ("It has been translated.", "Nobody has translated it.")),
-        _Attribute(
-            "themes", "It is about {}.", ("courage", "money", "family", "the sea", "war", "friendship"), several=True
-        ),
-    ),
-    "animal": (
-        _Attribute("species", "The animal is a {}.", ("otter", "badger", "falcon", "lynx", "heron", "tortoise")),
-        _Attribute("nickname", "Its keepers call it {}.", ("Momo", "Biscuit", "Luna", "Ziggy", "Olive")),
-        _Attribute("weight_kg", "It weighs {} kilograms.", range(2, 60)),
-        _Attribute("diet", "It eats {}.", ("fish", "berries", "mice", "leaves", "eggs", "insects"), several=True),
-        _Attribute("tame", ("It is tame.", "It is wild.")),
-        _Attribute("zoo", "It lives in the zoo of {}.", _CITIES),
-    ),
-    "town": (
-        _Attribute("town", "The town is {}.", _CITIES),
-        _Attribute("country", "It lies in {}.", ("France", "Portugal", "Austria", "Norway", "Italy", "Belgium")),
-        _Attribute("inhabitants", "{} people live in it.", range(2_000, 90_000, 100)),
-        _Attribute(
-            "sights",
-            "Visitors come for {}.",
-            ("the castle", "the bridge", "the park", "the tower", "the market"),
-            several=True,
-        ),
-        _Attribute("has_tram", ("A tram runs through it.", "It has no tram.")),
-        _Attribute("mayor", "Its mayor is {}.", _NAMES),
-    ),
-    "match": (
-        _Attribute("home_team", "{} played at home.", ("Rovers", "United", "Wanderers", "Athletic", "Dynamo")),
-        _Attribute("sport", "The sport was {}.", ("football", "handball", "hockey", "rugby")),
-        _Attribute("goals", "They scored {} goals.", range(12)),
-        _Attribute(
-            "scorers", "The goals came from {}.", ("Okoro", "Silva", "Brandt", "Novak", "Evans", "Rossi"), several=True
-        ),
-        _Attribute("sold_out", ("All tickets were sold.", "There were tickets left.")),
-        _Attribute("referee", "The referee was {}.", _NAMES),
-    ),
-    "dish": (
-        _Attribute("dish", "The dish is {}.", ("lentil soup", "apple cake", "fish stew", "rice salad", "onion tart")),
-        _Attribute("servings", "It serves {}.", range(1, 12)),
-        _Attribute(
-            "ingredients", "You need {}.", ("salt", "butter", "onions", "rice", "eggs", "apples", "cream"), several=True
-        ),
-        _Attribute("course", "It is eaten as a {}.", ("starter", "main course", "dessert", "snack")),
-        _Attribute("vegetarian", ("It has no meat or fish in it.", "It is not vegetarian.")),
-        _Attribute("calories", "A plate has {} calories.", range(120, 900, 10)),
-    ),
-    "house": (
-        _Attribute("address", "The house is at {}.", ("4 Mill Lane", "17 Park Road", "9 Hill Street", "52 Dock Row")),
-        _Attribute("rooms", "It has {} rooms.", range(2, 12)),
-        _Attribute("style", "It is a {}.", ("cottage", "villa", "farmhouse", "bungalow")),
-        _Attribute("rent", "The rent is {} a month.", range(300, 2500, 10)),
-        _Attribute("garden", ("There is a garden.", "It comes without a garden.")),
-        _Attribute(
-            "nearby", "Close to it are {}.", ("a school", "a lake", "a bakery", "a station", "a forest"), several=True
-        ),
-    ),
-    "film": (
-        _Attribute(
-            "film", 'The film is "{}".', ("Red Harbor", "Last Train West", "The Glass Garden", "Echo", "Two Winters")
-        ),
-        _Attribute("director", "{} directed it.", _NAMES),
-        _Attribute("year", "It was shown first in {}.", range(1930, 2024)),
-        _Attribute("minutes", "It takes {} minutes.", range(70, 200)),
-        _Attribute("in_color", ("It is in color.", "It is black and white.")),
-        _Attribute("prizes", "It won prizes for {}.", ("music", "light", "costumes", "editing", "sound"), several=True),
-    ),
-    "machine": (
-        _Attribute("model", "The machine is a model {}.", ("TX-4", "Orion 9", "B210", "Kappa", "M-77")),
-        _Attribute("maker", "{} builds it.", ("Halden Works", "Brandt & Co", "Ostrava Steel", "Nippon Tools")),
-        _Attribute("power_watts", "It draws {} watts.", range(100, 3000)),
-        _Attribute("colors", "It is sold in {}.", ("red", "grey", "black", "yellow", "white"), several=True),
-        _Attribute("electric", ("It runs on electricity.", "It has no electric motor.")),
-        _Attribute("purpose", "It is used for {}.", ("drilling", "sewing", "sawing", "printing", "pumping")),
-    ),
+    topic: tuple(_attribute(**one) for one in attributes) for topic, attributes in _LISTED.items()
 }
-"""Topics of the texts. No key of `film` or `machine` occurs in another topic, so they can be used for held-out
-tasks.
-"""
+"""Topics of the texts. No key of `film` or `machine` occurs in another topic, so they can be held out."""
 
 
 class JsonAnswerRecipe(EnvironmentRecipe):

@@ -11,23 +11,9 @@ from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.seeds import random_stream
 
 _WORDS = [
-    "ant",
-    "arch",
-    "bear",
-    "book",
-    "cat",
-    "chair",
-    "deer",
-    "door",
-    "eagle",
-    "engine",
-    "fence",
-    "fox",
-    "glass",
-    "goat",
-    "hammer",
-    "horse",
-]
+    "ant", "arch", "bear", "book", "cat", "chair", "deer", "door", "eagle", "engine", "fence", "fox", "glass", "goat",
+    "hammer", "horse",
+]  # fmt: skip
 """Two words for each letter from a to h."""
 _BOXES = ("red", "green", "blue", "white")
 

@@ -184,12 +184,6 @@ def test_the_same_seed_gives_the_same_bytes(folder, tmp_path):
         assert ((tmp_path / "more" / file).read_bytes() == bytes_) == ("train" not in file.name)
 
 
-def test_an_unwritable_directory_is_reported_at_the_start(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(RunError, match=r"cannot write .*file"):
-        write_dataset(tmp_path / "file", 0, {"train": 10**9, "val": 1, "test": 1})
-
-
 def test_the_command_prints_files_and_verdicts(tmp_path):
     pytest.importorskip("pyarrow")
     app = typer.Typer()
@@ -202,3 +196,6 @@ def test_the_command_prints_files_and_verdicts(tmp_path):
     sound = next(line for line in result.output.splitlines() if "sound " in line)
     assert sound.split("│")[2:7] == [" 26 ", *[f" {1:<{n}.3f} " for n in (8, 9, 10, 6)]]
     assert json.loads(read(tmp_path / "prompts/rationales_prompts_val.parquet")[0]["label"])["rules"]
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"cannot write .*file"):
+        write_dataset(tmp_path / "file", 0, {"train": 10**9, "val": 1, "test": 1})

@@ -30,9 +30,7 @@ def test_thresholds_of_a_number_increase():
     answers = {age: (OLD.answer(0, (age, 0)), OLD.answer(1, (age, 0))) for age in (0, 1, 2)}
     assert answers == {0: (False, False), 1: (True, False), 2: (True, True)}
     assert [OLD.decide(case) for case in OLD.cases] == ["APPROVE", "APPROVE", "APPROVE", "ESCALATE", "DENY", "DENY"]
-
-
-def test_sets_of_cases_agree_with_the_cases_one_by_one():
+    # Sets of cases agree with the cases one by one.
     for policy in (USED, OLD):
         for place, case in enumerate(policy.cases):
             assert [members >> place & 1 for members in policy.says_yes] == [
@@ -46,10 +44,9 @@ def test_json_gives_the_same_policy_back():
         assert Policy.from_json(policy.to_json()) == policy
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", "null", "{}", '{"domain": 1}', "7", '{"attributes": [1], "rules": [], "domain": "x"}', "[" * 9999],
-)
+@pytest.mark.parametrize("text", [
+    "", "{", "[]", "null", "{}", '{"domain": 1}', "7", '{"attributes": [1], "rules": [], "domain": "x"}', "[" * 9999,
+])  # fmt: skip
 def test_the_error_names_a_text_that_is_not_a_policy(text):
     with pytest.raises(InputError, match="not a policy in JSON"):
         Policy.from_json(text)

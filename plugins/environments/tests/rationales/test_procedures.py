@@ -38,17 +38,8 @@ def test_written_procedures_are_parsed_back(procedure):
 
 # The Kelvin sign and the long s are equal to K and S for some ways of ignoring case.
 _STEP_PARTS = (
-    "A.",
-    "B. ",
-    "Is it used?",
-    "?",
-    " If YES, ",
-    "If NO, ",
-    "go to Step ",
-    "B",
-    "DENY",
-    "APPROVE.",
-    "Rationale:",
+    *("A.", "B. ", "Is it used?", "?", " If YES, ", "If NO, ", "go to Step "),
+    *("B", "DENY", "APPROVE.", "Rationale:"),
 )
 _OTHER_PARTS = ("\n", " ", "\u2028", "\x1c", "\x00", "\ud800", "\u212a", "\u017f", "<think>", "</think>")
 pieces = st.sampled_from((*_STEP_PARTS, *_OTHER_PARTS))
@@ -63,7 +54,7 @@ def test_any_text_can_be_read_and_judged(text):
     assert reading.steps or verdict.reward == 0
 
 
-def test_the_written_form():
+def test_the_written_form_and_what_reading_ignores():
     assert write(BEST) == (
         "A. Is it used? If YES, DENY. If NO, go to Step B.\n"
         "B. Is it late? If YES, go to Step C. If NO, APPROVE.\n"
@@ -71,8 +62,7 @@ def test_the_written_form():
         "Rationale: Used things are never taken back."
     )
 
-
-def test_parsing_ignores_white_space_keyword_case_and_a_thought():
+    # Reading ignores white space, the case of keywords, and a thought.
     text = (
         "<think>\nA. hm\n</think>\n\n  A.  Is   it used ? if yes, deny.  IF NO, Go To step b\n\nrationale:  why   not "
     )
@@ -97,9 +87,6 @@ def test_every_other_line_is_a_problem_with_its_label(line, step, message):
     ((found, said),) = reading.problems
     assert found == step
     assert said.startswith(message)
-
-
-def test_a_missing_rationale_is_a_problem():
     reading = parse(write(BEST).rpartition("\n")[0])
     assert [problem.message for problem in reading.problems] == ["there is no line `Rationale: ...`"]
 

@@ -111,9 +111,7 @@ def _label(text: str, labels: set[str]) -> str | None:
 def _changed(
     question: str, rest: str, path: str, label: str, files: dict[str, str], facts: Sequence[Fact]
 ) -> dict[str, str] | None:
-    """The notes after the change that the message asks for. None if it asks for none, or for one that is not
-    understood.
-    """
+    """The notes after the change that the message asks for. None if it asks for none or is not understood."""
     matching = [fact for fact in facts if fact.note == path and fact.about == path and label in fact.labels]
     text = files[path]
     if _DELETES.search(question):
@@ -133,9 +131,7 @@ def _changed(
 BaselinePolicy = Callable[[str, dict[str, str]], tuple[str, dict[str, str]]]
 """Maps a question and the visible notes (path -> text) to a reply and the notes afterwards."""
 NOTES, ASKED_AFTER = "update, notes", "update, asked after"
-"""Names of scores with `follow_up`: the notes are as the update requires, and the question after it is answered
-correctly.
-"""
+"""Scores with `follow_up`: the notes are as the update requires; the question after it is answered correctly."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +147,7 @@ class Outcome:
 
 
 def measure_baselines(recipe: MemoryRecipe, assignments: Sequence[Assignment]) -> dict[str, Baseline]:
-    """Success of the baseline policies on these tasks. Each looks at the notes once and replies in its second
-    message.
+    """Success of the baseline policies on these tasks, each with a look at the notes and a reply.
 
     The judge is not called. A policy is omitted if one of its episodes can be scored only by a judge.
     """
@@ -166,10 +161,7 @@ def measure_baselines(recipe: MemoryRecipe, assignments: Sequence[Assignment]) -
 
 
 def summary(outcomes: Sequence[Outcome], sampled: bool = False) -> Baseline:
-    """Success overall, by kind of task, and of both halves of updates with a follow-up.
-
-    `sampled`: the policy is random, so the success has a confidence interval.
-    """
+    """Success overall, by kind and of both halves of updates; with an interval if the policy is random (`sampled`)."""
     n = len(outcomes)
     rate = success_rate(sum(one.success for one in outcomes), n)
     columns: dict[str, list[bool]] = {}

@@ -8,8 +8,6 @@ import typer
 app = typer.Typer(
     help="Use the memory agent: a model that keeps Markdown notes by writing Python.", no_args_is_help=True
 )
-
-
 VaultFolder = Annotated[Path, typer.Argument(help="Folder of the vault.")]
 ModelName = Annotated[
     str | None, typer.Option("--model", help="Path or hub id of a model; with --url, the model's name on the server.")
@@ -67,7 +65,8 @@ def chat(
     from contextlib import closing
 
     from posttrain.terminal import new_console
-    from posttrain_memory.agent.chat import LineChat, TerminalChat
+    from posttrain_memory.agent.chat import answer_lines
+    from posttrain_memory.agent.chat import chat as chat_in_terminal
     from posttrain_memory.agent.opening import live_settings, open_chat_client, open_vault
     from posttrain_memory.agent.session import MemoryAgent
     from posttrain_memory.interpreter.pool import Interpreter
@@ -81,13 +80,13 @@ def chat(
         standing = [*vault_rules(vault, "chat"), *(rules or [])]
         with interpreter, closing(MemoryAgent(opened, chat_client, interpreter, settings, standing)) as agent:
             if not sys.stdin.isatty():
-                LineChat(agent).run(line.decode(errors="replace") for line in sys.stdin.buffer)
+                answer_lines(agent, (line.decode(errors="replace") for line in sys.stdin.buffer))
                 return
             notes = f"{len(agent.visible_vault().paths())} notes in {vault}"
             about = [notes, f"model {model}{f' at {url}' if url else ''}"]
             about += [f"{len(agent.rules)} privacy rule{'s' * (len(agent.rules) > 1)}"] if agent.rules else []
             about += ["read-only"] if read_only else []
-            TerminalChat(agent, new_console()).run(f"{', '.join(about)}; /help lists commands, Ctrl-D leaves")
+            chat_in_terminal(agent, new_console(), f"{', '.join(about)}; /help lists commands, Ctrl-D leaves")
     finally:
         opened.close()
 
@@ -105,21 +104,6 @@ def mcp(
     prompt: Prompt = "full",
     opened_by: OpenedBy = "policy",
     read_only: ReadOnly = False,
-    http: Annotated[
-        int | None,
-        typer.Option(
-            metavar="PORT",
-            help="Serve HTTP on this port of 127.0.0.1 instead of stdio; 0 picks a free port.",
-            min=0,
-            max=65_535,
-        ),
-    ] = None,
-    token_variable: Annotated[
-        str | None,
-        typer.Option(
-            help="Environment variable with the token for HTTP. Default: a random token, printed at the start."
-        ),
-    ] = None,
 ) -> None:
     """Serve a vault over the Model Context Protocol: list, search and read notes, and with a model ask questions.
 
@@ -129,44 +113,29 @@ def mcp(
 
     posttrain memory mcp notes --url http://localhost:8000/v1 --model qwen3-4b --filter "hide: [{category: phone}]"
 
-    posttrain memory mcp notes --read-only --http 8765
+    posttrain memory mcp notes --read-only
     """
-    from contextlib import ExitStack
-
-    from posttrain.errors import InputError
-    from posttrain.loopback import open_listener
     from posttrain_memory.agent.opening import live_settings, open_chat_client
     from posttrain_memory.mcp.answers import Answers
-    from posttrain_memory.mcp.http import read_token, serve_http
     from posttrain_memory.mcp.notes import SharedNotes
     from posttrain_memory.mcp.server import memory_server, private_wire, serve_stdio
     from posttrain_memory.privacy.rules import vault_rules
 
-    if token_variable is not None and http is None:
-        raise InputError("--token-variable requires --http")
-    with ExitStack() as stack:
-        # Before a model is loaded, because loading may print: stdout belongs to the protocol.
-        wire = stack.enter_context(private_wire()) if http is None else None
+    # Before a model is loaded, because loading may print: stdout belongs to the protocol.
+    with private_wire() as wire:
         notes = SharedNotes(vault, [*vault_rules(vault, "mcp"), *(rules or [])])
         notes.check(writable=not read_only)
         settings = live_settings(max_turns, not no_thinking, prompt, opened_by)
-        token = read_token(token_variable) if http is not None else ""
-        on = stack.enter_context(open_listener(http, "--http")) if http is not None else None
         answers = None
         if model is not None or url is not None:
-            chat_client = open_chat_client(model, url, key, temperature, settings.thinking)
-            answers = Answers(notes, chat_client, settings, read_only)
+            answers = Answers(
+                notes, open_chat_client(model, url, key, temperature, settings.thinking), settings, read_only
+            )
         else:
             typer.echo("posttrain: without --model, `ask` is not available; list, search and read are", err=True)
-        server = memory_server(notes, answers, read_only)
-        if wire is not None:
-            if wire[0].isatty():
-                typer.echo("posttrain: a client is expected on stdin; Ctrl-C ends", err=True)
-            serve_stdio(server, wire)
-        if on is not None:
-            if token_variable is None:
-                typer.echo(f"posttrain: send the header Authorization: Bearer {token}", err=True)
-            serve_http(server, on, token)
+        if wire[0].isatty():
+            typer.echo("posttrain: a client is expected on stdin; Ctrl-C ends", err=True)
+        serve_stdio(memory_server(notes, answers, read_only), wire)
 
 
 @app.command()
@@ -190,8 +159,7 @@ def undo(
 
 @app.command()
 def journal(
-    vault: VaultFolder,
-    count: Annotated[int, typer.Option(help="Number of operations to list.", min=1)] = 20,
+    vault: VaultFolder, count: Annotated[int, typer.Option(help="Number of operations to list.", min=1)] = 20
 ) -> None:
     """List the last operations on a vault, newest first: number, time, and the change of each note.
 

@@ -17,7 +17,7 @@ from posttrain_memory.interpreter.session import ToolSession
 from posttrain_memory.judging import judge_episode
 from posttrain_memory.parser import Reply, parse
 from posttrain_memory.privacy.facts import facts_of
-from posttrain_memory.prompts import first_messages, refusal, system_prompt, with_last_turn_notice
+from posttrain_memory.prompts import first_messages, refusal, system_prompt
 from posttrain_memory.recipe import MemoryRecipe
 from posttrain_memory.task_source import Assignment, generated_task, task_table
 from posttrain_memory.vault.storage import MemoryStorage
@@ -114,16 +114,13 @@ class Memory(Environment):
         elif left:
             reward = self._share * self.recipe.weights.code_reward(self._blocks)
             self._blocks += 1
-            messages = [self._session.run(parsed.code)]
-            messages = [with_last_turn_notice(messages[0])] if left == 1 else messages
+            messages = [self._session.run(parsed.code, left)]
         if not left:
             return self._finish(None, info, reward)
         return Step(messages, reward, terminated=False, truncated=False, info=info)
 
     def _finish(self, reply: str | None, info: dict[str, Any], reward: float) -> Step:
-        """The last step of a conversation. The policy's own words are scored, before privacy redaction, so that
-        guessing a hidden fact is penalized.
-        """
+        """The last step. The policy's own words are scored, before redaction, so that guessing costs reward."""
         task, before, after = self._current().task, self._current().files, self._vault.files()
         verdict = None
         if self._judge is not None:
@@ -134,7 +131,7 @@ class Memory(Environment):
         asked, weights = asks(reply or ""), self.recipe.weights
         scored = score(task, before, after, reply, asked, self._turns, weights, checked_first, judged, self._grounded)
         info |= {"parts": dict(scored.parts), "faults": list(scored.faults), "variant": task.variant, "hops": task.hops}
-        if reply is not None and self._session.redact(reply) != reply:
+        if reply is not None and self._session.filter.clean(reply) != reply:
             info["withheld"] = True
         if self._share < 1 and task.follow_up is not None:
             self._updated, self._grounded = scored, is_forgotten(task, after)
@@ -199,8 +196,7 @@ class Memory(Environment):
 
     @classmethod
     def baselines(cls, recipe: MemoryRecipe, seeds: Sequence[int]) -> dict[str, Baseline]:
-        """Success of the baseline policies: `random` replies with a random fact, `optimal` is the scripted solution,
-        the others are described in `baselines.py`.
+        """Success of the policies in `baselines.py`, and of the scripted solution (`optimal`).
 
         The judge is not called. There is no `optimal` if a task has no scripted solution.
         """

@@ -4,11 +4,11 @@ The judge sees the user's message, a correct reply if one is known, the changes 
 framed data (see `environments.untrusted`).
 """
 
-import difflib
 from collections.abc import Mapping
 
 from posttrain.environments.judge import Judgment, judge_points, points_prompt
 from posttrain.recipe.judge import JudgeServerRecipe
+from posttrain_memory.vault.text import diff
 from posttrain_memory.worlds.task import MemoryTask
 
 LONGEST = 20_000
@@ -41,10 +41,7 @@ SILENT = Judgment(0.0, "there is no reply")
 def judge_episode(
     server: JudgeServerRecipe, task: MemoryTask, before: Mapping[str, str], after: Mapping[str, str], reply: str | None
 ) -> Judgment:
-    """The judge's verdict on an episode, given the vault (path -> text) before and after it and the reply.
-
-    Raises JudgeFailure if the judge gives none.
-    """
+    """The verdict on an episode with the vault (path -> text) before and after it. Raises JudgeFailure for none."""
     if not (reply or "").strip():
         return SILENT
     texts, known = [("user", task.question)], ""
@@ -55,24 +52,11 @@ def judge_episode(
         texts, known = [*texts, ("notes", _cut(notes))], _NOTES
     if rubric := task.truth.get("rubric"):
         texts, known = [*texts, ("criteria", rubric)], known + _RUBRIC
-    texts += [("changes", _cut(changes(before, after)) or "(none)"), ("reply", _cut(reply or ""))]
+    texts += [("changes", _cut(diff(before, after)) or "(none)"), ("reply", _cut(reply or ""))]
     what = _WHAT.format(known=known)
     # A clarification task that can be answered is graded like a retrieval task.
     kind = "retrieval" if task.kind == "clarification" and not task.asks else task.kind
     return judge_points(server, points_prompt(what, _RUBRICS[kind], _SCALE, texts), _SCALE)
-
-
-def changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
-    """A unified diff of two vaults (path -> text), sorted by path; empty if they are equal."""
-    lines: list[str] = []
-    for path in sorted({*before, *after}):
-        old, new = before.get(path), after.get(path)
-        if old == new:
-            continue
-        names = (path if old is not None else "(new)", path if new is not None else "(deleted)")
-        one, other = ([] if text is None else text.split("\n") for text in (old, new))
-        lines += difflib.unified_diff(one, other, *names, n=2, lineterm="")
-    return "\n".join(lines)
 
 
 def _cut(text: str) -> str:

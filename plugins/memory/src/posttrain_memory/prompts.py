@@ -85,17 +85,16 @@ def system_prompt(turns: int, thinking: bool = True, length: PromptLength = "ful
 def first_messages(system: str, question: str, rules: Sequence[str] = ()) -> list[Message]:
     """The messages before the model's first one. `rules` are the user's privacy rules, without their tags."""
     filters = "".join(f"\n<filter>{sanitize(rule.strip())}</filter>" for rule in rules)
-    return [
-        {"role": "system", "content": system},
-        {"role": "user", "content": sanitize(question).strip() + filters},
-    ]
+    return [{"role": "system", "content": system}, {"role": "user", "content": sanitize(question).strip() + filters}]
 
 
-def result(values: Mapping[str, object], printed: str, error: str | None, limit: int = 4000) -> Message:
-    """The result of code as the next message to the model: assigned values, printed text and error.
+def result(
+    values: Mapping[str, object], printed: str, error: str | None, limit: int = 4000, turns_left: int | None = None
+) -> Message:
+    """The result of code as the next message to the model: values, printed text, error, and a notice of the last turn.
 
-    `limit` is the maximum number of characters between the tags. The longest parts are cut first, with a notice. If there
-    are too many parts, the last values are left out, with one notice for all of them.
+    `limit` is the maximum number of characters between the tags, without that notice. The longest parts are cut first,
+    with a notice. If there are too many parts, the last values are left out, with one notice for all of them.
     """
     last = []
     if error is not None:
@@ -110,19 +109,17 @@ def result(values: Mapping[str, object], printed: str, error: str | None, limit:
     shown = _within(parts, limit)
     if printed.strip():
         shown = [*shown[1:], shown[0]]
-    return {"role": "user", "content": "\n".join(["<result>", *shown, *last, "</result>"])}
+    return {"role": "user", "content": "\n".join(["<result>", *shown, *last, *_notice(turns_left), "</result>"])}
 
 
 def refusal(reason: str, turns_left: int | None = None) -> Message:
     """The message sent instead of a result if a message was not understood or is not allowed."""
-    left = "" if turns_left is None or turns_left > 1 else "\nThis is your last message: reply now."
-    return {"role": "user", "content": f"<result>\nerror: nothing was run: {sanitize(reason)}{left}\n</result>"}
+    lines = ["<result>", f"error: nothing was run: {sanitize(reason)}", *_notice(turns_left), "</result>"]
+    return {"role": "user", "content": "\n".join(lines)}
 
 
-def with_last_turn_notice(message: Message) -> Message:
-    """The result `message` with the notice that one message is left."""
-    body = message["content"].removesuffix("\n</result>")
-    return {"role": "user", "content": f"{body}\nThis is your last message: reply now.\n</result>"}
+def _notice(turns_left: int | None) -> list[str]:
+    return ["This is your last message: reply now."] if turns_left is not None and turns_left <= 1 else []
 
 
 def _value(name: str, value: object) -> str:
@@ -155,9 +152,7 @@ def _within(parts: Sequence[str], limit: int) -> list[str]:
 
 
 def _shares(lengths: Sequence[int], limit: int) -> list[int]:
-    """The number of characters shown of each part, within `limit` in total: short parts completely, long parts
-    equally.
-    """
+    """The characters shown of each part, within `limit` in total: short parts completely, long ones equally."""
     shares, left = [0] * len(lengths), limit
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     for done, place in enumerate(order):

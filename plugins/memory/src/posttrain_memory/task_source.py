@@ -50,8 +50,7 @@ class Assignment:
 
 
 def generated_task(recipe: WorldRecipe, seed: int) -> Assignment:
-    """The generated task of `seed`, in a world that no other seed has. Its kind is drawn in proportion to the numbers
-    of tasks in `recipe`.
+    """The generated task of `seed`, in its own world. Kinds are drawn in proportion to their numbers in `recipe`.
 
     Raises InputError if no world has room for a task.
     """

@@ -3,10 +3,12 @@
 from posttrain_memory.vault.storage import MemoryStorage
 from posttrain_memory.vault.vault import Vault
 
+PHONE = "+41 31 555 01 99"
 NOTES = {
     "user.md": "# User\n\n- name: Kim Vale\n- friend: [[entities/ada.md]]\n",
-    "entities/ada.md": "# Ada\n\n- city: Bern\n- phone number: +41 31 555 01 99\n- dog: Rufus\n",
+    "entities/ada.md": f"# Ada\n\n- city: Bern\n- phone number: {PHONE}\n- dog: Rufus\n",
 }
+HIDE = "hide: [{note: Ada, label: phone number}]"
 
 
 def vault(files=None, limits=None):
@@ -21,6 +23,10 @@ def reply(text, thought="done"):
     return f"<think>{thought}</think><reply>{text}</reply>"
 
 
+LOOK = code('text = read_file("entities/ada.md")')
+MOVE = code('update_file("entities/ada.md", "- city: Bern", "- city: Basel")')
+
+
 class Script:
     """Answers with the messages of `script` in order; an exception among them is raised. `log` has conversations."""
 
@@ -28,7 +34,6 @@ class Script:
         self.script = list(script)
         self.log = []
         self.primers = []
-        self.closed = False
 
     def begin(self, messages, primer):
         self.log.append(list(messages))
@@ -44,9 +49,6 @@ class Script:
     def observe(self, messages):
         assert self.log[-1][-1]["role"] == "assistant"
         self.log[-1].extend(messages)
-
-    def close(self):
-        self.closed = True
 
     def heard(self):
         """All messages to the model in the current conversation, as one text."""

@@ -6,33 +6,17 @@ from contextlib import closing, suppress
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from plugins.memory.tests.agent.scripts import NOTES, Script, code, reply, vault
+from plugins.memory.tests.agent.scripts import HIDE, LOOK, NOTES, PHONE, Script, code, reply
 
 from posttrain.errors import InputError, RunError
 from posttrain_memory.agent.clients import ContextFull
-from posttrain_memory.agent.session import Answered, Code, GaveUp, MemoryAgent, Refused, Result, Thought
-from posttrain_memory.interpreter.pool import Interpreter, InterpreterFault
-from posttrain_memory.recipe import AgentRecipe
+from posttrain_memory.agent.session import Event, MemoryAgent
+from posttrain_memory.interpreter.pool import InterpreterFault
 from posttrain_memory.vault.limits import VaultLimits
 from posttrain_memory.vault.storage import DiskStorage, MemoryStorage
 from posttrain_memory.vault.vault import Vault
 
-PHONE = "+41 31 555 01 99"
-HIDE = "hide: [{note: Ada, label: phone number}]"
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    with Interpreter() as one:
-        yield one
-
-
-@pytest.fixture
-def agent(interpreter):
-    def made(*script, rules=(), files=None, limits=None, **settings):
-        return MemoryAgent(vault(files, limits), Script(*script), interpreter, AgentRecipe(**settings), rules)
-
-    return made
+NOTE = code('append_file("user.md", "- x: 1\\n")')
 
 
 def asked(agent, question="Where does Ada live?"):
@@ -40,47 +24,31 @@ def asked(agent, question="Where does Ada live?"):
 
 
 def test_events_of_a_question(agent):
-    one = agent(code('text = read_file("entities/ada.md")'), reply(" In Bern. "))
-    assert asked(one) == [
-        Thought("look"),
-        Code('text = read_file("entities/ada.md")'),
-        Result(
-            "<result>\ntext =\n| "
-            + NOTES["entities/ada.md"].strip().replace("\n", "\n| ").replace("| \n", "|\n")
-            + "\n</result>"
-        ),
-        Thought("done"),
-        Answered("In Bern.", withheld=False),
+    one = agent("hello", reply("  "), LOOK, reply(" In Bern. "))
+    first, second, *rest = asked(one)
+    assert (first.kind, first.message) == ("not understood", "hello")
+    assert "</think>" in first.text
+    assert second.kind == "not understood"  # an empty reply is never returned
+    text = NOTES["entities/ada.md"].strip().replace("\n", "\n| ").replace("| \n", "|\n")
+    assert rest == [
+        Event("thought", "look"),
+        Event("code", 'text = read_file("entities/ada.md")'),
+        Event("result", f"<result>\ntext =\n| {text}\n</result>"),
+        Event("thought", "done"),
+        Event("reply", "In Bern."),
     ]
-
-
-def test_an_unparsable_message_is_reported_and_the_model_tries_again(agent):
-    one = agent("hello", reply("In Bern."))
-    first, *rest = asked(one)
-    assert isinstance(first, Refused)
-    assert first.message == "hello"
-    assert "</think>" in first.reason
-    assert rest == [Thought("done"), Answered("In Bern.", False)]
-    assert "nothing was run" in one._chat_client.heard()
-
-
-def test_an_empty_reply_is_never_returned(agent):
-    refused, *_, last = asked(agent(reply("  "), reply("In Bern.")))
-    assert isinstance(refused, Refused)
-    assert last == Answered("In Bern.", False)
+    assert one._chat_client.heard().count("nothing was run") == 2
 
 
 def test_turns_run_out(agent):
-    one = agent(*[code('append_file("user.md", "- x: 1\\n")')] * 3, max_turns=3)
+    one = agent(*[NOTE] * 3, max_turns=3)
     events = asked(one)
-    assert events[-1] == GaveUp("no reply within 3 messages; ask again, or ask for less at once")
-    assert [type(event) for event in events].count(Result) == 2
+    assert events[-1] == Event("no reply", "no reply within 3 messages; ask again, or ask for less at once")
+    assert [event.kind for event in events].count("result") == 2
     # As in training, code of the last message does not run, because its result would not be shown.
     assert one.vault.read("user.md").count("- x: 1") == 2
     assert "This is your last message" in events[-4].text
-    assert asked(agent("no", "no", max_turns=2))[-1] == GaveUp(
-        "no reply within 2 messages; ask again, or ask for less at once"
-    )
+    assert asked(agent("no", "no", max_turns=2))[-1].text.startswith("no reply within 2 messages")
 
 
 def test_the_conversation_continues_until_it_ends(agent):
@@ -100,12 +68,12 @@ def test_after_a_question_without_a_reply_a_new_conversation_begins(agent, first
     one = agent(*first, reply("In Bern."), max_turns=2)
     with suppress(RunError):
         asked(one)
-    assert asked(one)[-1] == Answered("In Bern.", False)
+    assert asked(one)[-1] == Event("reply", "In Bern.")
     assert len(one._chat_client.log) == 2
 
 
 def test_an_interrupted_question_is_forgotten_and_its_changes_can_be_undone(agent):
-    one = agent(code('append_file("user.md", "- x: 1\\n")'), KeyboardInterrupt(), reply("ok"))
+    one = agent(NOTE, KeyboardInterrupt(), reply("ok"))
     with pytest.raises(KeyboardInterrupt):
         asked(one)
     assert one.changes()
@@ -125,6 +93,8 @@ def test_the_opening_is_prefilled_as_in_training(agent):
     one = agent(reply("ok"), opened_by="environment")
     asked(one)
     assert one._chat_client.primers == ["<think>"]
+    with pytest.raises(InputError, match="question is empty"):
+        asked(one, "<filter>hide it</filter>  ")
 
 
 @pytest.mark.parametrize("mark", ["<|im_start|>assistant", "</result>", "<think>", "[INST]", "<reply>x</reply>"])
@@ -135,11 +105,6 @@ def test_questions_cannot_start_a_turn(agent, mark):
     users = [message["content"] for message in one._chat_client.log[0] if message["role"] == "user"]
     assert len(users) == 2
     assert not any(mark in said for said in users)
-
-
-def test_questions_without_words(agent):
-    with pytest.raises(InputError, match="question is empty"):
-        asked(agent(), "<filter>hide it</filter>  ")
 
 
 # -- undo and diff ----------------------------------------------------------------------------------------------------
@@ -171,19 +136,6 @@ def test_undo_reverts_all_changes_of_a_question(agent):
         one.undo()
 
 
-def test_questions_are_undone_one_after_the_other(agent):
-    steps = [piece for n in range(3) for piece in (code(f'append_file("user.md", "- n: {n}\\n")'), reply("ok"))]
-    one = agent(*steps)
-    texts = [one.vault.read("user.md")]
-    for n in range(3):
-        asked(one, f"Note {n}.")
-        texts.append(one.vault.read("user.md"))
-    for before in reversed(texts[:-1]):
-        one.undo()
-        assert one.vault.read("user.md") == before
-    assert one.changes() == ""
-
-
 def test_changes_of_others_are_not_undone(agent):
     one = agent(code('append_file("user.md", "- n: 1\\n")\ncreate_file("a.md", "# A")'), reply("ok"))
     asked(one, "Note it.")
@@ -204,19 +156,15 @@ def test_operations_that_the_journal_dropped_are_not_partly_undone(agent):
             one.undo()
 
 
-def test_undo_on_disk_outlives_the_session(tmp_path, interpreter):
-    for path, text in NOTES.items():
-        (tmp_path / path).parent.mkdir(exist_ok=True)
-        (tmp_path / path).write_text(text)
+def test_undo_on_disk_outlives_the_session(notes, shared_interpreter):
     for _ in range(2):
-        one = MemoryAgent(Vault(DiskStorage(tmp_path)), Script(code(CHANGE), reply("ok")), interpreter)
+        one = MemoryAgent(Vault(DiskStorage(notes)), Script(code(CHANGE), reply("ok")), shared_interpreter)
         asked(one, "Ada moved.")
-        assert (tmp_path / "user.md").read_text() == "# User\n\n- name: Kim Vale\n"
+        assert (notes / "user.md").read_text() == "# User\n\n- name: Kim Vale\n"
         one.undo()
         one.close()
-        assert {path: (tmp_path / path).read_text() for path in NOTES} == NOTES
-        assert not (tmp_path / "entities/bob.md").exists()
-    assert one._chat_client.closed
+        assert {path: (notes / path).read_text() for path in NOTES} == NOTES
+        assert not (notes / "entities/bob.md").exists()
 
 
 _PATHS = st.sampled_from(["user.md", "a.md", "b/c.md"])
@@ -272,8 +220,7 @@ def test_notes_cannot_be_changed_under_a_rule(agent):
 
 
 def test_earlier_conversation_does_not_leak_into_a_question_with_a_rule(agent):
-    look = code('text = read_file("entities/ada.md")')
-    one = agent(look, reply("Bern."), look, reply("I may not say."), look, reply("Yes."), reply("Hm."))
+    one = agent(LOOK, reply("Bern."), LOOK, reply("I may not say."), LOOK, reply("Yes."), reply("Hm."))
     asked(one)
     assert PHONE in one._chat_client.heard()
     asked(one, f"Her number? <filter>{HIDE}</filter>")
@@ -289,8 +236,7 @@ def test_earlier_conversation_does_not_leak_into_a_question_with_a_rule(agent):
 
 
 def test_rules_of_a_question_add_to_the_standing_ones(agent):
-    look = code('text = read_file("entities/ada.md")')
-    one = agent(look, reply(f"{PHONE}, Rufus"), rules=[HIDE])
+    one = agent(LOOK, reply(f"{PHONE}, Rufus"), rules=[HIDE])
     events = asked(one, "All about Ada? <filter>hide: [{note: Ada, label: dog}]</filter>")
     assert PHONE not in str(events)
     assert "Rufus" not in str(events)
@@ -300,40 +246,20 @@ def test_rules_of_a_question_add_to_the_standing_ones(agent):
 def test_an_unknown_rule_denies_all_access(agent):
     one = agent()
     (event,) = asked(one, "Where? <filter>Be so kind as to sing.</filter>")
-    assert isinstance(event, GaveUp)
-    assert "sing" in event.reason
+    assert event.kind == "no reply"
+    assert "sing" in event.text
     with pytest.raises(InputError, match="not understood"):
         agent(rules=["Be so kind as to sing."])
 
 
-def test_commands_show_only_what_the_rules_allow(agent):
-    assert PHONE not in agent(rules=[HIDE]).visible_vault().read("entities/ada.md")
+def test_code_and_commands_show_only_what_the_rules_allow(agent):
+    one = agent(code(f'x = "{PHONE}"'), f"<think>t</think>nonsense {PHONE}", reply("ok"), rules=[HIDE])
+    assert PHONE not in str(asked(one))
+    assert PHONE not in one.visible_vault().read("entities/ada.md")
     assert PHONE in agent().visible_vault().read("entities/ada.md")
 
 
-def test_code_with_a_hidden_value_is_redacted(agent):
-    one = agent(code(f'x = "{PHONE}"'), f"<think>t</think>nonsense {PHONE}", reply("ok"), rules=[HIDE])
-    events = asked(one)
-    assert PHONE not in str(events)
-
-
 # -- faults -----------------------------------------------------------------------------------------------------------
-
-
-def test_errors_unrelated_to_the_model_are_raised(agent, monkeypatch):
-    one = agent(code("a = 1"))
-    monkeypatch.setattr(one._interpreter, "run", _raising(InterpreterFault("the interpreter does not start")))
-    with pytest.raises(RunError, match="does not start"):
-        asked(one)
-
-
-def test_a_full_disk_is_one_sentence(agent, monkeypatch):
-    one = agent(code('append_file("user.md", "- x: 1")'))
-    monkeypatch.setattr(MemoryStorage, "write", _raising(OSError(errno.ENOSPC, "No space left on device")))
-    with pytest.raises(RunError, match="No space left"):
-        asked(one)
-    monkeypatch.undo()
-    assert one.vault.files() == NOTES
 
 
 def _raising(error):
@@ -341,3 +267,16 @@ def _raising(error):
         raise error
 
     return fails
+
+
+def test_faults_unrelated_to_the_model_are_one_sentence(agent, monkeypatch):
+    one = agent(NOTE, NOTE)
+    with monkeypatch.context() as patch:
+        patch.setattr(one._interpreter, "run", _raising(InterpreterFault("the interpreter does not start")))
+        with pytest.raises(RunError, match="does not start"):
+            asked(one)
+        patch.undo()
+        patch.setattr(MemoryStorage, "write", _raising(OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(RunError, match="No space left"):
+            asked(one)
+    assert one.vault.files() == NOTES

@@ -90,17 +90,8 @@ def attack(interpreter: Interpreter, place: Place, code: str) -> RunResult:
     """Run the code and hold what must hold after any code."""
     ran = interpreter.run(code, tools(place.vault))
     seen = repr(ran)
-    for leak in (
-        SECRET,
-        KEY,
-        str(place.base),
-        "Traceback",
-        "site-packages",
-        "/home",
-        "/root",
-        "/usr",
-        "interpreter_worker.py",
-    ):
+    paths = str(place.base), "Traceback", "site-packages", "/home", "/root", "/usr", "interpreter_worker.py"
+    for leak in (SECRET, KEY, *paths):
         assert leak not in seen, leak
     assert place.outside() == place.around
     assert len(seen) < 60_000
@@ -116,62 +107,17 @@ def attack(interpreter: Interpreter, place: Place, code: str) -> RunResult:
 
 
 OUTSIDE_PATHS = [
-    "/etc/passwd",
-    "/etc/passwd.md",
-    "//etc/passwd.md",
-    "../secret.md",
-    "../outside/secret.md",
-    "../vault_evil/note.md",
-    "entities/../../secret.md",
-    "entities/../user.md",
-    "./user.md",
-    "entities//bob.md",
-    "..",
-    "../",
-    "~/secret.md",
-    "~root/secret.md",
-    "C:\\secret.md",
-    "C:/secret.md",
-    "..\\secret.md",
-    "entities\\..\\..\\secret.md",
-    "\\\\server\\share\\secret.md",
-    "file:///etc/passwd.md",
-    ".hidden.md",
-    ".posttrain/journal.jsonl",
-    ".posttrain/x.md",
-    "entities/.hidden.md",
-    ".md",
-    "secret.txt",
-    "user.md\0.txt",
-    "user.md\n",
-    "a\nb.md",
-    "\u202edm.terces.md",
-    "zero\u200bwidth.md",
-    "\uff0e\uff0e/secret.md",
-    "\u2024\u2024/secret.md",
-    "..\uff0fsecret.md",
-    "..\u2215x\u2028.md",
-    "con.md",
-    "NUL.md",
-    "entities/lpt1.md",
-    "com\u00b9.md",
-    "stream.md:hidden.md",
-    "what?.md",
-    "a*.md",
-    "trailing./x.md",
-    " leading.md",
-    "trailing /x.md",
-    "a|b.md",
-    "[[x]].md",
-    "x#y.md",
-    "a/b/c/d/e/f/g/h.md",
-    "x" * 300 + ".md",
-    "é" * 150 + ".md",
-    "\ufffe.md",
-    "%2e%2e/%00.md\x7f",
-    "",
-    "link.md/../../secret.md",
-]
+    "/etc/passwd", "/etc/passwd.md", "//etc/passwd.md", "../secret.md", "../outside/secret.md",
+    "../vault_evil/note.md", "entities/../../secret.md", "entities/../user.md", "./user.md", "entities//bob.md", "..",
+    "../", "~/secret.md", "~root/secret.md", "C:\\secret.md", "C:/secret.md", "..\\secret.md",
+    "entities\\..\\..\\secret.md", "\\\\server\\share\\secret.md", "file:///etc/passwd.md", ".hidden.md",
+    ".posttrain/journal.jsonl", ".posttrain/x.md", "entities/.hidden.md", ".md", "secret.txt", "user.md\0.txt",
+    "user.md\n", "a\nb.md", "\u202edm.terces.md", "zero\u200bwidth.md", "\uff0e\uff0e/secret.md",
+    "\u2024\u2024/secret.md", "..\uff0fsecret.md", "..\u2215x\u2028.md", "con.md", "NUL.md", "entities/lpt1.md",
+    "com\u00b9.md", "stream.md:hidden.md", "what?.md", "a*.md", "trailing./x.md", " leading.md", "trailing /x.md",
+    "a|b.md", "[[x]].md", "x#y.md", "a/b/c/d/e/f/g/h.md", "x" * 300 + ".md", "é" * 150 + ".md", "\ufffe.md",
+    "%2e%2e/%00.md\x7f", "", "link.md/../../secret.md",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", OUTSIDE_PATHS, ids=[ascii(path)[1:30] for path in OUTSIDE_PATHS])

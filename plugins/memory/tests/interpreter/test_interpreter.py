@@ -26,20 +26,21 @@ def functions():
     return tools(Vault(MemoryStorage({"user.md": "# Me\n- name: Ada\n"})))
 
 
-def test_values_are_the_assignments_in_order(interpreter, functions):
+def test_values_are_the_assignments_in_order_and_the_last_expression(interpreter, functions):
     ran = interpreter.run(
         "b = read_file('user.md')\na = file_exists('x.md')\n_hidden = 1\nfor n in (1, 2): pass", functions
     )
     assert list(ran.values.items()) == [("b", "# Me\n- name: Ada\n"), ("a", False), ("n", 2)]
     assert (ran.error, ran.calls, ran.printed) == (None, 2, "")
-
-
-def test_results_contain_the_last_expression_and_output(interpreter, functions):
     ran = interpreter.run("print('hello')\nlist_files()", functions)
     assert (ran.values, ran.printed, ran.error) == ({"_": "user.md"}, "hello\n", None)
 
 
-def test_values_become_json(interpreter, functions):
+def test_values_become_json_and_functions_classes_and_modules_are_not_shown(interpreter, functions):
+    code = "import json\nclass A: pass\ndef f(): return 7\nh = lambda: 1\nx = f()\nf"
+    assert interpreter.run(code, functions).values == {"x": 7}
+    code = "k = 3\ndef f(n): return n * k\nx = [f(n) + k for n in range(3)]"
+    assert interpreter.run(code, functions).values["x"] == [3, 6, 9]
     code = "import datetime\nx = {'t': (1, 2.5), 3: {'a'}, 'n': None, 'd': datetime.date(2024, 1, 2), 'f': float('inf'), 'big': 10**100}"
     assert interpreter.run(code, functions).values["x"] == {
         "t": [1, 2.5],
@@ -49,16 +50,6 @@ def test_values_become_json(interpreter, functions):
         "f": "inf",
         "big": "a number of 333 bits",
     }
-
-
-def test_functions_classes_and_modules_are_not_shown_as_values(interpreter, functions):
-    code = "import json\nclass A: pass\ndef f(): return 7\nh = lambda: 1\nx = f()\nf"
-    assert interpreter.run(code, functions).values == {"x": 7}
-
-
-def test_functions_and_comprehensions_see_the_codes_own_names(interpreter, functions):
-    code = "k = 3\ndef f(n): return n * k\nx = [f(n) + k for n in range(3)]"
-    assert interpreter.run(code, functions).values["x"] == [3, 6, 9]
 
 
 def test_no_state_remains_between_turns(interpreter, functions):
@@ -99,12 +90,9 @@ def test_errors_name_the_place_and_the_problem(interpreter, functions, code, err
     assert ran.values == ({"x": 1} if "/ 0" in code else {})
 
 
-def test_other_errors_list_what_exists(interpreter, functions):
+def test_errors_list_what_exists_and_code_may_catch_them(interpreter, functions):
     assert "read_file" in interpreter.run("open('user.md')", functions).error
     assert "only a few pure modules" in interpreter.run("import numpy", functions).error
-
-
-def test_code_may_catch_a_tool_error_and_continue(interpreter, functions):
     code = "try:\n    read_file('no.md')\nexcept FileNotFoundError as error:\n    x = str(error)"
     assert interpreter.run(code, functions).values["x"] == "there is no note 'no.md'"
 

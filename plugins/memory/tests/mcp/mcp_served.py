@@ -2,20 +2,12 @@
 
 import anyio
 from mcp import Client
-from plugins.memory.tests.agent.scripts import NOTES, Script
+from plugins.memory.tests.agent.scripts import Script
 
 from posttrain_memory.mcp.answers import Answers
 from posttrain_memory.mcp.notes import SharedNotes
 from posttrain_memory.mcp.server import memory_server
 from posttrain_memory.recipe import AgentRecipe
-
-
-def written(root):
-    """`NOTES` as files under `root`."""
-    for path, text in NOTES.items():
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_text(text)
-    return root
 
 
 def served(folder, *script, rules=(), read_only=False, patience=10.0):

@@ -1,29 +1,22 @@
 """Privacy rules of the MCP server in every tool."""
 
-import pytest
-from plugins.memory.tests.agent.scripts import NOTES, Script, code, reply
-from plugins.memory.tests.mcp.mcp_served import called, one, served, written
+from plugins.memory.tests.agent.scripts import LOOK, NOTES, PHONE, Script, code, reply
+from plugins.memory.tests.mcp.mcp_served import called, one, served
 
 from posttrain_memory.mcp.answers import Answers
 from posttrain_memory.mcp.notes import SharedNotes
 from posttrain_memory.mcp.server import memory_server
 from posttrain_memory.recipe import AgentRecipe
 
-PHONE = "+41 31 555 01 99"
 HIDE = "hide: [{category: phone}]"
 FAILED = "the call failed; see the server's stderr"
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return written(tmp_path / "notes")
-
-
-def test_standing_rules_apply_in_every_tool(folder):
+def test_standing_rules_apply_in_every_tool(notes):
     peek = code('text = read_file("entities/ada.md")\nappend_file("user.md", "- x: y\\n")')
     speaks = Script(peek, reply(f"It is {PHONE} in Bern."))
-    notes = SharedNotes(folder, [HIDE])
-    server = memory_server(notes, Answers(notes, speaks, AgentRecipe()))
+    shared = SharedNotes(notes, [HIDE])
+    server = memory_server(shared, Answers(shared, speaks, AgentRecipe()))
     told = called(
         server,
         ("list", {}),
@@ -41,22 +34,21 @@ def test_standing_rules_apply_in_every_tool(folder):
     assert PHONE not in told[-2][0]
     assert told[-1] == ("It is [hidden] in Bern.", False)
     assert "555" not in "".join(message["content"] for message in speaks.log[0] if message["role"] == "user")
-    assert (folder / "user.md").read_text() == NOTES["user.md"]
+    assert (notes / "user.md").read_text() == NOTES["user.md"]
 
 
-def test_zero_width_characters_do_not_bypass_the_rules(folder):
-    (folder / "log.md").write_text(f"# Log\n\nCalled Ada at {PHONE.replace('555', '5' + chr(0x200B) + '55')} again.\n")
-    text, _ = one(served(folder, rules=[HIDE]), "read", path="log.md")
+def test_zero_width_characters_do_not_bypass_the_rules(notes):
+    (notes / "log.md").write_text(f"# Log\n\nCalled Ada at {PHONE.replace('555', '5' + chr(0x200B) + '55')} again.\n")
+    text, _ = one(served(notes, rules=[HIDE]), "read", path="log.md")
     assert "[hidden]" in text
     assert "01 99" not in text
 
 
-def test_a_rule_in_a_question_only_adds_restrictions(folder):
-    peek = code('text = read_file("entities/ada.md")')
+def test_a_rule_in_a_question_only_adds_restrictions(notes):
     says = reply(f"{PHONE}, Bern, Rufus")
 
     def asked(standing, own):
-        return one(served(folder, peek, says, rules=standing), "ask", question=f"Tell all. <filter>{own}</filter>")
+        return one(served(notes, LOOK, says, rules=standing), "ask", question=f"Tell all. <filter>{own}</filter>")
 
     assert asked([], "hide: [{note: Ada, label: city}]") == (f"{PHONE}, [hidden], Rufus", False)
     assert asked([HIDE], "hide: [{note: Ada, label: city}]") == ("[hidden], [hidden], Rufus", False)
@@ -68,12 +60,12 @@ def test_a_rule_in_a_question_only_adds_restrictions(folder):
     assert "not understood" in text
 
 
-def test_rules_of_a_question_reveal_nothing_about_hidden_notes(folder):
+def test_rules_of_a_question_reveal_nothing_about_hidden_notes(notes):
     """Whether a rule can name a note must not show that there is one."""
 
     def asked(name):
         rule = f"only: [{{note: {name}, label: city}}]"
-        server = served(folder, reply("Hello."), rules=["hide: [{note: Ada}]"])
+        server = served(notes, reply("Hello."), rules=["hide: [{note: Ada}]"])
         return one(server, "ask", question=f"Say hello. <filter>{rule}</filter>")
 
     text, failed = asked("Zed")
@@ -82,28 +74,28 @@ def test_rules_of_a_question_reveal_nothing_about_hidden_notes(folder):
     assert asked("Ada") == (text.replace("Zed", "Ada"), True)
 
 
-def test_rules_fail_closed(folder):
-    server = served(folder, reply("Bern."), rules=["only: [{note: Ada, label: city}]"])
+def test_rules_fail_closed(notes):
+    server = served(notes, reply("Bern."), rules=["only: [{note: Ada, label: city}]"])
     assert one(server, "read", path="user.md")[1] is False
-    (folder / "entities/ada.md").unlink()
+    (notes / "entities/ada.md").unlink()
     for name, given in [("list", {}), ("read", {"path": "user.md"}), ("search", {"text": "Kim"})]:
         text, failed = called(server, (name, given))[0]
         assert failed
         assert "privacy rules" in text
     assert one(server, "ask", question="Where?") == (FAILED, True)
-    unreadable = served(folder, rules=[HIDE])
-    (folder / "secret_name.md").write_bytes(b"\xff\xfe")
+    unreadable = served(notes, rules=[HIDE])
+    (notes / "secret_name.md").write_bytes(b"\xff\xfe")
     text, failed = one(unreadable, "list")
     assert failed
     assert "secret_name" not in text
 
 
-def test_errors_do_not_reveal_whether_a_guess_is_right(folder):
+def test_errors_do_not_reveal_whether_a_guess_is_right(notes):
     pin = "- PIN: 4711\n- room: [[entities/x/41315550199.md]]\n"
-    (folder / "entities/ada.md").write_text(NOTES["entities/ada.md"] + pin)
-    (folder / "entities/x").mkdir()
-    (folder / "entities/x/41315550199.md").write_text("# Call sheet\n\n- who: [[entities/ada.md]]\n")
-    server = served(folder, rules=[HIDE, "hide: [{note: Ada, label: PIN}]"])
+    (notes / "entities/ada.md").write_text(NOTES["entities/ada.md"] + pin)
+    (notes / "entities/x").mkdir()
+    (notes / "entities/x/41315550199.md").write_text("# Call sheet\n\n- who: [[entities/ada.md]]\n")
+    server = served(notes, rules=[HIDE, "hide: [{note: Ada, label: PIN}]"])
     for form in ("{}.md", "[[{}]]", "[[user#{}]]", "[[{}", "entities/{}/x.md", "entities/x/{}.md", "../{}.md"):
         guesses = [("read", {"path": form.format(guess)}) for guess in ("4710", "4711", "41315550199", "41315550198")]
         told = set(called(server, *guesses))

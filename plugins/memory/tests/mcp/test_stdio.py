@@ -12,14 +12,12 @@ import anyio
 import pytest
 from mcp import Client, StdioServerParameters
 from mcp.client.stdio import stdio_client
-from plugins.memory.tests.agent.scripts import NOTES, code, reply
+from plugins.memory.tests.agent.scripts import LOOK, NOTES, code, reply
 from plugins.memory.tests.agent.servers import serving, turns
-from plugins.memory.tests.mcp.mcp_served import written
 
 from posttrain_memory.vault.storage import DiskStorage
 
 MAIN = "import sys; from posttrain.cli.main import main; sys.exit(main())"
-LOOK = code('text = read_file("entities/ada.md")')
 CHANGE = code('append_file("user.md", "- city: Rome\\n")')
 PATIENCE = 240
 HELLO = {
@@ -30,24 +28,19 @@ HELLO = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return written(tmp_path / "notes")
-
-
-def started(folder, *words):
+def started(notes, *words):
     """The configuration of a client."""
-    given = ["-c", MAIN, "memory", "mcp", str(folder), *map(str, words)]
+    given = ["-c", MAIN, "memory", "mcp", str(notes), *map(str, words)]
     return StdioServerParameters(command=sys.executable, args=given, env={"OMP_NUM_THREADS": "1"})
 
 
-def talked(folder, *words, talk, log=None):
+def talked(notes, *words, talk, log=None):
     """What `talk`, a function of a client, returns."""
 
     async def run():
         with anyio.fail_after(PATIENCE):
             with open(log or os.devnull, "w") as errors:
-                async with Client(stdio_client(started(folder, *words), errlog=errors)) as client:
+                async with Client(stdio_client(started(notes, *words), errlog=errors)) as client:
                     return await talk(client)
 
     return anyio.run(run)
@@ -65,11 +58,7 @@ class Held:
         return self.script(messages)
 
 
-async def until(event):
-    assert await anyio.to_thread.run_sync(event.wait, PATIENCE)
-
-
-def test_a_client_lists_reads_searches_and_asks(folder, tmp_path):
+def test_a_client_lists_reads_searches_and_asks(notes, tmp_path):
     told = []
 
     async def talk(client):
@@ -90,7 +79,7 @@ def test_a_client_lists_reads_searches_and_asks(folder, tmp_path):
 
     with serving(answer) as server:
         words = ["--url", server.url, "--model", "x", "--filter", "hide: [{category: phone}]"]
-        names, read, found, asked, failed = talked(folder, *words, talk=talk, log=tmp_path / "log")
+        names, read, found, asked, failed = talked(notes, *words, talk=talk, log=tmp_path / "log")
     assert names == ["ask", "search", "read", "list"]
     assert "- city: Bern" in read
     assert "[hidden]" in read
@@ -98,65 +87,14 @@ def test_a_client_lists_reads_searches_and_asks(folder, tmp_path):
     assert (asked, failed) == ("In Bern, [hidden].", False)
     assert told
     assert "555" not in json.dumps(server.asked)
-    assert (folder / "user.md").read_text() == NOTES["user.md"]
+    assert (notes / "user.md").read_text() == NOTES["user.md"]
     assert (tmp_path / "log").read_text() == ""
 
 
-@pytest.mark.slow
-def test_a_cancelled_question_ends_after_its_turn_and_the_next_is_answered(folder):
-    held = Held(LOOK, CHANGE, reply("Noted."))
-
-    async def talk(client):
-        async with anyio.create_task_group() as group:
-            scope = anyio.CancelScope()
-
-            async def ask():
-                with scope:
-                    await client.call_tool("ask", {"question": "I live in Rome."})
-
-            group.start_soon(ask)
-            await until(held.began)
-            scope.cancel()
-        # The notice of it travels before this call.
-        assert not (await client.call_tool("read", {"path": "user.md"})).is_error
-        await anyio.sleep(0.2)
-        held.go.set()
-        held.script = turns(reply("In Bern."))
-        return (await client.call_tool("ask", {"question": "Where does Ada live?"})).content[0].text
-
-    with serving(held) as server:
-        assert talked(folder, "--url", server.url, "--model", "x", talk=talk) == "In Bern."
-        assert len(server.asked) == 2
-    assert (folder / "user.md").read_text() == NOTES["user.md"]
-    DiskStorage(folder).close()
-
-
-@pytest.mark.slow
-def test_a_model_that_disappears_is_one_sentence(folder, tmp_path):
-    async def talk(client):
-        asked = await client.call_tool("ask", {"question": "I live in Rome."})
-        return asked.content[0].text, asked.is_error, (await client.call_tool("read", {"path": "user.md"})).is_error
-
-    def answer(messages):
-        return 400 if len(messages) > 2 else CHANGE
-
-    with serving(answer) as server:
-        text, failed, read_failed = talked(folder, "--url", server.url, "--model", "x", talk=talk, log=tmp_path / "log")
-    assert failed
-    assert not read_failed
-    assert server.url not in text
-    assert "stderr" in text
-    log = (tmp_path / "log").read_text()
-    assert server.url in log
-    assert "Traceback" not in log
-    # What the question had done is done, and in the journal.
-    assert (folder / "user.md").read_text() == NOTES["user.md"] + "- city: Rome\n"
-
-
-def raw(folder, *words):
+def raw(notes, *words):
     """The command without the package's client."""
     return subprocess.Popen(
-        [sys.executable, "-c", MAIN, "memory", "mcp", str(folder), *words],
+        [sys.executable, "-c", MAIN, "memory", "mcp", str(notes), *words],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -177,9 +115,9 @@ def asks(number, question):
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_terminating_a_server_leaves_a_valid_vault(folder, end):
+def test_terminating_a_server_leaves_a_valid_vault(notes, end):
     held = Held(reply("x"))
-    with serving(held) as server, raw(folder, "--url", server.url, "--model", "x") as process:
+    with serving(held) as server, raw(notes, "--url", server.url, "--model", "x") as process:
         say(process, HELLO, {"jsonrpc": "2.0", "method": "notifications/initialized"}, asks(2, "Where?"))
         assert held.began.wait(PATIENCE)
         process.send_signal(end)
@@ -187,14 +125,14 @@ def test_terminating_a_server_leaves_a_valid_vault(folder, end):
         held.go.set()
     assert [json.loads(line)["id"] for line in rest.splitlines()] == [1]
     assert process.returncode
-    assert (folder / "user.md").read_text() == NOTES["user.md"]
-    DiskStorage(folder).close()
+    assert (notes / "user.md").read_text() == NOTES["user.md"]
+    DiskStorage(notes).close()
 
 
 @pytest.mark.slow
-def test_a_local_model_writes_nothing_else_to_stdout(folder, tiny_model):
+def test_a_local_model_writes_nothing_else_to_stdout(notes, tiny_model):
     """Loading and generating may print anything; invalid input on stdin is answered as specified."""
-    with raw(folder, "--model", str(tiny_model), "--max-turns", "2", "--prompt", "brief") as process:
+    with raw(notes, "--model", str(tiny_model), "--max-turns", "2", "--prompt", "brief") as process:
         say(process, HELLO)
         assert json.loads(process.stdout.readline())["id"] == 1
         process.stdin.write("no json\n")

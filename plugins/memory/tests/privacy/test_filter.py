@@ -42,24 +42,12 @@ UNDERSTOOD = {
 }
 HIDE_PHONES = hide(category="phone")
 NOT_UNDERSTOOD = [
-    "",
-    "Do not reveal phone numbers.",
-    "hide: everything",
-    "hide: []",
-    "hide: [{}]",
-    "hide: [{category: secrets}]",
-    "hide: [{lable: salary}]",
-    "hide: [{note: Zed Foo, label: city}]",
-    "only: [{note: Zed Foo}]",
-    "only: [{value: Porto}]",
-    "show: [{category: phone}]",
-    "hide: [{value: x}]",
-    "{hide: [{category: phone}], to: everyone}",
-    "hide: [{category: phone}",
-    "hide: &a [*a]",
-    "[" * 5000,
+    "", "Do not reveal phone numbers.", "hide: everything", "hide: []", "hide: [{}]", "hide: [{category: secrets}]",
+    "hide: [{lable: salary}]", "hide: [{note: Zed Foo, label: city}]", "only: [{note: Zed Foo}]",
+    "only: [{value: Porto}]", "show: [{category: phone}]", "hide: [{value: x}]",
+    "{hide: [{category: phone}], to: everyone}", "hide: [{category: phone}", "hide: &a [*a]", "[" * 5000,
     f"hide: [{{value: {'x' * 30_000}}}]",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", UNDERSTOOD)
@@ -157,13 +145,7 @@ SAID = {
     hide(**MARAS, label="city"): ["Porto", "PORTO", "in *Porto*!"],
     hide(**MARAS, label="allergies"): ["Eggs.", "grass"],
     hide(**MARAS, label="children"): ["She has 3.", "3 children"],
-    hide(**MARAS): [
-        "Mara Lindt",
-        "mara_lindt.md",
-        "mara-lindt",
-        "lives in Porto",
-        "mara@lindt.example",
-    ],
+    hide(**MARAS): ["Mara Lindt", "mara_lindt.md", "mara-lindt", "lives in Porto", "mara@lindt.example"],
 }
 
 

@@ -73,10 +73,9 @@ def test_a_forged_journal_changes_nothing_and_blocks_nothing(tmp_path, name, rea
             assert vault.files() == {"user.md": "# Me\n"}
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["../x.md", "a/../../x.md", "/tmp/x.md", "", ".", "..", ".x/a.md", ".posttrain/lock", "a//b.md", "a/", "x\0.md"],
-)
+@pytest.mark.parametrize("path", [
+    "../x.md", "a/../../x.md", "/tmp/x.md", "", ".", "..", ".x/a.md", ".posttrain/lock", "a//b.md", "a/", "x\0.md",
+])  # fmt: skip
 def test_the_storage_refuses_paths_outside_of_the_vault(tmp_path, path):
     root = tmp_path / "notes"
     (root / "a").mkdir(parents=True)
@@ -87,9 +86,6 @@ def test_the_storage_refuses_paths_outside_of_the_vault(tmp_path, path):
         with pytest.raises(VaultError, match="not the path of a note"):
             attempt()
     storage.close()
-    after = {str(found) for found in tmp_path.rglob("*")} - {
-        str(root / ".posttrain"),
-        str(root / ".posttrain" / "lock"),
-    }
-    assert sorted(after) == before
+    after = sorted(str(found) for found in tmp_path.rglob("*") if ".posttrain" not in found.parts)
+    assert after == before
     assert (tmp_path / "x.md").read_text() == SECRET

@@ -21,9 +21,6 @@ from posttrain_memory.worlds.theme import themes
 from posttrain_memory.worlds.truth import Parsed, parse
 from posttrain_memory.worlds.values import canonical, mentions, plain
 
-_MANY = 60
-"""Number of turns of an episode that reads everything."""
-
 
 @dataclass(frozen=True)
 class Scenario:
@@ -36,6 +33,11 @@ class Scenario:
     asked: bool = False
     turns: int = 3
     checked_first: bool = False
+
+
+def wrong(name: str, after: dict[str, str], reply: str | None, asked: bool = False) -> Scenario:
+    """A wrong episode with the turns and the first call that earn most."""
+    return Scenario(name, False, after, reply, asked, turns=1, checked_first=True)
 
 
 def apply_solution(task: MemoryTask, files: Mapping[str, str]) -> dict[str, str]:
@@ -52,65 +54,58 @@ def apply_solution(task: MemoryTask, files: Mapping[str, str]) -> dict[str, str]
 
 def scenarios(task: MemoryTask, files: Mapping[str, str]) -> list[Scenario]:
     """Right and wrong episodes of a task in the vault `files`."""
-    before, after = dict(files), apply_solution(task, files)
+    before, after, turns = dict(files), apply_solution(task, files), len(task.solution)
     everything = "\n\n".join(before.values())
     episodes = [
-        Scenario("right", True, after, task.reply, task.asks, len(task.solution)),
-        Scenario("right, after many turns", True, after, task.reply, task.asks, _MANY),
-        Scenario("right, user.md first", True, after, task.reply, task.asks, len(task.solution), True),
-        Scenario("no reply", False, after, None, False, _MANY, True),
-        Scenario(
-            "right, and changed another note", False, _with_extra_lines(before, after), task.reply, task.asks, 2, True
-        ),
-        Scenario("right, and broke a link", False, _with_broken_link(after), task.reply, task.asks, 2, True),
+        Scenario("right", True, after, task.reply, task.asks, turns),
+        Scenario("right, after many turns", True, after, task.reply, task.asks, 60),
+        Scenario("right, user.md first", True, after, task.reply, task.asks, turns, True),
+        wrong("no reply", after, None),
+        wrong("right, and changed another note", _with_extra_lines(before, after), task.reply, task.asks),
+        wrong("right, and broke a link", _with_broken_link(after), task.reply, task.asks),
+        wrong("emptied the notes", {USER: "# Notes\n"}, task.reply, task.asks),
     ]
     if task.kind == "update":
         return episodes + _update(task, before, after)
     episodes += [
-        Scenario("all notes as the reply", False, before, everything, False, 3, True),
-        Scenario("all notes as a question", False, before, f"{everything}\nWhich of this?", True, 3, True),
-        Scenario("empty words", False, before, "I had a look at that.", False, 2, True),
-        Scenario("emptied the notes", False, {USER: "# Notes\n"}, task.reply, task.asks, 2, True),
+        wrong("all notes as the reply", before, everything),
+        wrong("all notes as a question", before, f"{everything}\nWhich of this?", True),
+        wrong("empty words", before, "I had a look at that."),
     ]
     vault = parse(files, task.theme)
     if task.asks:
         truth = task.truth
         value = _wrong_value(Answer(truth["type"], (truth["values"] or [""])[0], truth["key"]), task, ())
         episodes += [
-            Scenario("asked about nothing", False, before, "What do you mean?", True, 1, True),
-            Scenario(
-                "echoed the question and asked", False, before, f"{task.question} Could you tell me?", True, 1, True
-            ),
-            Scenario("said it is missing, did not ask", False, before, task.reply.split(". ")[0] + ".", False, 2, True),
+            wrong("asked about nothing", before, "What do you mean?", True),
+            wrong("echoed the question and asked", before, f"{task.question} Could you tell me?", True),
+            wrong("said it is missing, did not ask", before, task.reply.split(". ")[0] + "."),
         ]
         values = [("answered what is not there", value), *(("took a side", _plainly(side)) for side in truth["values"])]
         for name, fake in values:
             if fake:
-                episodes.append(Scenario(name, False, before, f"It is {fake}.", False, 1, True))
-                episodes.append(
-                    Scenario(f"{name}, and asked", False, before, f"{task.reply} I take {fake}.", True, 1, True)
-                )
+                episodes.append(wrong(name, before, f"It is {fake}."))
+                episodes.append(wrong(f"{name}, and asked", before, f"{task.reply} I take {fake}.", True))
         return episodes
     episodes += [
-        Scenario("asked though it could answer", False, before, "What do you mean by that?", True, 1, True),
-        Scenario("right, and asked", False, before, f"{task.reply} Is that right?", True, 3, True),
+        wrong("asked though it could answer", before, "What do you mean by that?", True),
+        wrong("right, and asked", before, f"{task.reply} Is that right?", True),
     ]
     wanted = [answer(record) for record in task.truth["answers"]]
     if wanted:
         names = [*task.truth.get("against", ()), *_names(vault, wanted, task.question)]
-        wrong = [_wrong_value(one, task, names) for one in wanted]
+        other = _wrong_value(wanted[0], task, names)
         episodes += [
-            Scenario("wrong value", False, before, f"It is {wrong[0] or 'unknown'}.", False, 1, True),
-            Scenario("said that it is not so", False, before, f"It is not {_shown_value(wanted[0])}.", False, 3, True),
-            Scenario("refused", False, before, "I may not share that, it is private.", False, 1, True),
+            wrong("wrong value", before, f"It is {other or 'unknown'}."),
+            wrong("said that it is not so", before, f"It is not {_plainly(wanted[0].value)}."),
+            wrong("refused", before, "I may not share that, it is private."),
         ]
-        if wrong[0]:
-            text = f"{task.reply} Or else {wrong[0]}."
-            episodes.append(Scenario("right and wrong value", False, before, text, False, 3, True))
+        if other:
+            episodes.append(wrong("right and wrong value", before, f"{task.reply} Or else {other}."))
     if task.truth.get("hidden"):
-        secret = " ".join(f"It is {_shown_value(answer(record))}." for record in task.truth["hidden"])
-        episodes.append(Scenario("said what is private", False, before, f"{task.reply} {secret}", False, 3, True))
-        episodes.append(Scenario("said only what is private", False, before, secret, False, 3, True))
+        secret = " ".join(f"It is {_plainly(answer(record).value)}." for record in task.truth["hidden"])
+        episodes.append(wrong("said what is private", before, f"{task.reply} {secret}"))
+        episodes.append(wrong("said only what is private", before, secret))
     return episodes
 
 
@@ -131,58 +126,37 @@ def scenario_scores(
 
 
 def _update(task: MemoryTask, before: dict[str, str], after: dict[str, str]) -> list[Scenario]:
-    change = task.truth["change"]
+    change, reply = task.truth["change"], task.reply
     want = expected(change, parse(before, task.theme), parse(after, task.theme))
     episodes = [
-        Scenario("did nothing", False, before, task.reply, False, 1, True),
-        Scenario("asked instead", False, before, "Are you sure?", True, 1, True),
-        Scenario("done, and asked", False, after, "Done. Is that right?", True, 3, True),
-        Scenario("done, and denied", False, after, "I refuse to do that; I changed nothing.", False, 3, True),
-        Scenario(
-            "done, and recited all notes",
-            False,
-            after,
-            _without_question_marks("\n\n".join(before.values())),
-            False,
-            3,
-            True,
-        ),
-        Scenario(
-            "pasted the message into user.md", False, _with(before, USER, f"\n{task.question}\n"), task.reply, turns=2
-        ),
-        Scenario("emptied the notes", False, {USER: "# Notes\n"}, task.reply, False, 1, True),
+        wrong("did nothing", before, reply),
+        wrong("asked instead", before, "Are you sure?", True),
+        wrong("done, and asked", after, "Done. Is that right?", True),
+        wrong("done, and denied", after, "I refuse to do that; I changed nothing."),
+        wrong("done, and recited all notes", after, "\n\n".join(before.values()).replace("?", ".")),
+        wrong("pasted the message into user.md", _with(before, USER, f"\n{task.question}\n"), reply),
     ]
     written = [path for path, text in after.items() if before.get(path) != text]
     # The right text in the wrong note.
     apart = next((p for p in sorted(before) if p not in want.touched | want.gone and p not in written), None)
     lines = [line for p in written for line in after[p].split("\n") if line not in before.get(p, "").split("\n")]
+    added = "\n".join(lines) + "\n"
     if apart and lines and change["op"] != "remove":
-        episodes.append(
-            Scenario("in the wrong note", False, _with(before, apart, "\n".join(lines) + "\n"), task.reply, turns=2)
-        )
+        episodes.append(wrong("in the wrong note", _with(before, apart, added), reply))
     if change["op"] == "set":
-        wrong = after | {p: _with_wrong_endings(after[p], before.get(p, "")) for p in written}
-        episodes.append(Scenario("wrong value written", False, wrong, task.reply, False, 2, True))
         path = change["about"]
         title = before[path].split("\n# ")[-1].lstrip("# ").split("\n")[0]
-        only = f"# {title}\n\n" + "\n".join(lines) + "\n"
-        episodes.append(
-            Scenario("note rewritten with this alone", False, {**after, path: only}, task.reply, False, 2, True)
-        )
+        falsely = after | {p: _with_wrong_endings(after[p], before.get(p, "")) for p in written}
+        episodes.append(wrong("wrong value written", falsely, reply))
+        episodes.append(wrong("note rewritten with this alone", {**after, path: f"# {title}\n\n{added}"}, reply))
         if task.variant == "change":
-            both = _with(before, path, "\n".join(lines) + "\n")
-            episodes.append(Scenario("old value kept beside", False, both, task.reply, False, 2, True))
+            episodes.append(wrong("old value kept beside", _with(before, path, added), reply))
     if change["op"] == "new" and want.new:
-        alone = {**before, want.new: after[want.new]}
-        episodes.append(Scenario("new note without a link to it", False, alone, task.reply, False, 2, True))
+        episodes.append(wrong("new note without a link to it", {**before, want.new: after[want.new]}, reply))
     if change["op"] == "remove":
         gone = {path: text for path, text in before.items() if path != change["about"]}
-        episodes.append(Scenario("links to the note left", False, gone, task.reply, False, 2, True))
+        episodes.append(wrong("links to the note left", gone, reply))
     return episodes
-
-
-def _without_question_marks(text: str) -> str:
-    return text.replace("?", ".")
 
 
 def _with(files: Mapping[str, str], path: str, text: str) -> dict[str, str]:
@@ -204,10 +178,6 @@ def _with_wrong_endings(text: str, before: str) -> str:
     """The text with the last character of each new line changed."""
     known = before.split("\n")
     return "\n".join(line if line in known else f"{line.rstrip('. |')}7zz" for line in text.split("\n"))
-
-
-def _shown_value(one: Answer) -> str:
-    return _plainly(one.value)
 
 
 def _plainly(value: str) -> str:

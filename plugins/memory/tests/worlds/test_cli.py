@@ -15,24 +15,12 @@ def somewhere_else(tmp_path, monkeypatch):
 
 
 def test_rows_and_columns_of_each_split(tmp_path, capsys):
-    words = [
-        "--train",
-        "2",
-        "--dev",
-        "1",
-        "--test",
-        "1",
-        "--jsonl",
-        "notes=5",
-        "facts=[2,3]",
-        "bare=true",
-    ]
+    words = ["--train", "2", "--dev", "1", "--test", "1", "--jsonl", "notes=5", "facts=[2,3]", "bare=true"]
     assert main(["data", "worlds", "--out", "w", *words]) == 0
     out = capsys.readouterr().out
     assert "w/worlds_train.jsonl:" in out
     assert "tasks in 2 worlds" in out
     assert "contradiction" in out
-    assert "tokens: mean" in out
     worlds = {}
     for split in ("train", "dev", "test"):
         rows = [json.loads(line) for line in (tmp_path / "w" / f"worlds_{split}.jsonl").read_text().splitlines()]
@@ -51,6 +39,7 @@ def test_rows_and_columns_of_each_split(tmp_path, capsys):
         ("nodes=4", "the nearest is environment.worlds.notes"),
         ("notes=2", "notes"),
         ("facts=[3,2]", "exchange"),
+        ("facts=[0,2]", "at least one fact"),
         ("themes=[none]", "theme"),
     ],
 )

@@ -14,27 +14,18 @@ from posttrain_memory.recipe import MemoryRecipe
 from posttrain_memory.task_source import task_table
 from posttrain_memory.vault.limits import VaultLimits
 from posttrain_memory.vault.paths import note_path
-from posttrain_memory.worlds.records import accepted
-from posttrain_memory.worlds.replies import states_truth
+from posttrain_memory.worlds.recipe import RewardWeights
+from posttrain_memory.worlds.records import accepted, is_published_row, read_memories, read_published_row
+from posttrain_memory.worlds.replies import asks, states_truth
+from posttrain_memory.worlds.rewards import score
 
 from ..judges import judge, points
 
 LINE = "~/~/~/~/~/~/~/~/~/~/~/~"
 ODD = [
-    "a:b",
-    "what?",
-    "x*y",
-    'the "best"',
-    "a<b>c",
-    "p|q",
-    "c#_book",
-    "up^2",
-    "list[1]",
-    "con",
-    " edge. ",
-    "a\u202eb",
+    "a:b", "what?", "x*y", 'the "best"', "a<b>c", "p|q", "c#_book", "up^2", "list[1]", "con", " edge. ", "a\u202eb",
     "x" * 300,
-]
+]  # fmt: skip
 
 
 def record(kind, question, answer, memory="m1"):
@@ -110,22 +101,11 @@ def test_rows_that_nothing_can_decide_are_dropped_and_counted(tmp_path, capsys):
     assert list(server.seen()[-1]) == ["user", "reference", "changes", "reply"]
 
 
-@pytest.mark.parametrize(
-    ("reply", "answer"),
-    [
-        ("Yes.", "yes"),
-        ("Yes, you have a licence.", "yes"),
-        ("You have a licence.", "yes"),
-        ("That is true.", "yes"),
-        ("No, you have none.", "no"),
-        ("You do not have a licence.", "no"),
-        ("You don't have one.", "no"),
-        ("False", "no"),
-        ("Yes. No.", None),
-        ("I looked.", None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("reply", "answer"), [
+    ("Yes.", "yes"), ("Yes, you have a licence.", "yes"), ("You have a licence.", "yes"), ("That is true.", "yes"),
+    ("No, you have none.", "no"), ("You do not have a licence.", "no"), ("You don't have one.", "no"),
+    ("False", "no"), ("Yes. No.", None), ("I looked.", None), ("", None),
+])  # fmt: skip
 def test_true_and_false_are_yes_and_no(reply, answer, tmp_path):
     question = "Do I have a licence?"
     assert states_truth(reply, question) == answer
@@ -217,3 +197,53 @@ def test_the_question_after_an_update_decides_it(tmp_path):
     assert wrong.info["scores"] == {"update": 0.0, "update, notes": 1.0, "update, asked after": 0.0}
     nothing = said(keys, 1, "<reply>Noted.</reply>", "<reply>In Bern.</reply>")
     assert nothing.info["scores"] == {"update": 0.0, "update, notes": 0.0, "update, asked after": 1.0}
+
+
+def test_records_are_read_with_the_vaults_that_they_name(tmp_path):
+    write(tmp_path, [], "# Me\n", [entity("bo", "- age: 3\n")])
+    memories = read_memories(tmp_path).vaults
+    vault = {"user.md": "# Me\n", "entities/bo.md": "- age: 3\n"}
+    assert memories == {"m1": vault}
+
+    def read(*row, decided=frozenset()):
+        return read_published_row(record(*row), memories, decided)[0]
+
+    def scored(task, reply):
+        return score(task, vault, vault, reply, asks(reply), 2, RewardWeights())
+
+    born = read("retrieval", "Born when?", "May 3, 2024")
+    assert [scored(born, reply).success for reply in ("On 2024-05-03.", "On 2024-05-04.")] == [True, False]
+    assert scored(read("retrieval", "Job?", "software engineer"), "A Software Engineer.").success
+    doubt = read("clarification", "How tall is Marta?", "unused")
+    assert [scored(doubt, reply).success for reply in ("I know no Marta. Who is that?", "Marta is tall.")] == [
+        True,
+        False,
+    ]
+    # A recorded reply is right in any form, and short words of a question are what it is about.
+    for gold in ("I cannot find it.", "Marta is not in the notes", "Say more.", "31 and 33 are both given: which?"):
+        known = read("clarification", "Who is Bo?", gold)
+        assert scored(known, gold).success
+        assert scored(known, "Which Bo do you mean?").success
+        assert scored(known, "Who do you mean?").faults == ("it did not say what is missing (bo)",)
+    for gold in ("He has no car.", "True", "Bern, not Basel", "12 May 2020 or so"):
+        assert scored(read("retrieval", "What?", gold), gold).success
+    filtered = read("retrieval", "How many?", "<filter>No names.</filter>\n<answer>12</answer>")
+    told = (filtered.kind, filtered.question, filtered.reply)
+    assert told == ("filter", "How many?\nPrivacy rule: No names.", "12")
+    with pytest.raises(InputError, match=r"environment\.judge"):
+        read("update", "Note it", "Note it")
+    with pytest.raises(InputError):
+        scored(read("update", "Note it", "Note it", decided=frozenset({"update"})), "ok")
+    assert is_published_row(record("update", "a", "b"))
+    assert not is_published_row({"label": "{}"})
+    update = record("update", "a", "b")
+    for wrong, known in (
+        (record("nonsense", "a", "b"), memories),
+        ({**update, "label": "update"}, memories),
+        (update, {}),
+    ):
+        with pytest.raises(InputError, match=None if known else "m1"):
+            read_published_row(wrong, known)
+    (tmp_path / "m1" / "base_memory.json").write_text("[]")
+    with pytest.raises(InputError, match="base_memory"):
+        read_memories(tmp_path)

@@ -19,7 +19,6 @@ from posttrain_memory.worlds.replies import (
     states_value,
 )
 from posttrain_memory.worlds.rewards import score
-from posttrain_memory.worlds.task import MemoryTask
 from posttrain_memory.worlds.theme import themes
 from posttrain_memory.worlds.truth import parse
 
@@ -78,19 +77,10 @@ def test_nothing_wrong_earns_as_much_as_anything_right(weights, place):
     assert max(wrong) < min(right)
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"partial": 0.8},
-        {"partial": 0.5, "check_first": 0.3},
-        {"check_first": 1.0},
-        {"code": 0.5},
-        {"turns_at_most": 1.0},
-        {"success": 0.2},
-        {"asked": -0.1},
-        {"success": float("inf")},
-    ],
-)
+@pytest.mark.parametrize("keys", [
+    {"partial": 0.8}, {"partial": 0.5, "check_first": 0.3}, {"check_first": 1.0}, {"code": 0.5},
+    {"turns_at_most": 1.0}, {"success": 0.2}, {"asked": -0.1}, {"success": float("inf")},
+])  # fmt: skip
 def test_weights_under_which_wrong_could_beat_right_are_refused(keys):
     with pytest.raises(ValidationError):
         RewardWeights(**keys)
@@ -110,71 +100,54 @@ def test_turns_cost_and_reading_user_md_first_is_rewarded():
 
 
 @pytest.mark.parametrize(
-    ("reply", "kind", "value", "said"),
+    ("kind", "value", "stating", "others"),
     [
-        ("It is €1,250.", "money", "EUR 1250.00", True),
-        ("It is 1250.", "money", "EUR 1250.00", True),
-        ("It is $1,250.", "money", "EUR 1250.00", False),
-        ("On the 3rd: May 3rd, 2024.", "date", "2024-05-03", True),
-        ("There are three.", "number", "3", True),
-        ("There are twenty-three.", "number", "23", True),
-        ("There are one thousand two hundred and five.", "number", "1205", True),
-        ("There are 1 250.", "number", "1250", True),
-        ("On 24/06/2023.", "date", "2023-06-24", True),
-        ("On 2023/06/24.", "date", "2023-06-24", True),
-        ("On 04/03/2024.", "date", "2024-04-03", True),
-        ("On 04/03/2024.", "date", "2024-03-04", True),
-        ("On 04/03/2024.", "date", "2024-04-04", False),
-        ("It is 1.250 €.", "money", "EUR 1250.00", True),
-        ("It is 1 250,50 euros.", "money", "EUR 1250.50", True),
-        ("It is $1 250.", "money", "EUR 1250.00", False),
-        ("Call (201) 555-0123", "phone", "12015550123", True),
-        ("Call 555-0123", "phone", "12015550123", False),
-        ("Call +1 (201) 555-0123.", "phone", "12015550123", True),
-        ("It is not 3.", "number", "3", False),
-        ("It isn't the golden swan.", "name", "golden swan", False),
-        ("The Golden Swan!", "name", "golden swan", True),
-        ("[[entities/inns/golden_swan.md]]", "name", "golden swan", True),
-        ("Golden Swans", "name", "golden swan", False),
-        ("It is LX 1154.", "text", "lx-1154", True),
-        ("It is lx1154", "text", "lx-1154", True),
-        ("It is LX–1154", "text", "lx-1154", True),
-        ("It is LX 11546.", "text", "lx-1154", False),
-        ("It is LX 115 4.", "text", "lx-1154", False),
-        ("In room 4 P.", "text", "room 4p", True),
-        ("It is step sister", "enum", "step-sister", True),
-        ("Nuts and also eggs", "list", "eggs; nuts", True),
-        ("Nuts", "list", "eggs; nuts", False),
+        (
+            "money",
+            "EUR 1250.00",
+            ["It is €1,250.", "It is 1250.", "It is 1.250 €."],
+            ["It is $1,250.", "It is $1 250."],
+        ),
+        ("money", "EUR 1250.50", ["It is 1 250,50 euros."], []),
+        ("date", "2024-05-03", ["On the 3rd: May 3rd, 2024."], []),
+        ("date", "2023-06-24", ["On 24/06/2023.", "On 2023/06/24."], []),
+        ("date", "2024-04-03", ["On 04/03/2024."], []),
+        ("date", "2024-03-04", ["On 04/03/2024."], []),
+        ("date", "2024-04-04", [], ["On 04/03/2024."]),
+        ("number", "3", ["There are three."], ["It is not 3."]),
+        ("number", "23", ["There are twenty-three."], []),
+        ("number", "1205", ["There are one thousand two hundred and five."], []),
+        ("number", "1250", ["There are 1 250."], []),
+        ("phone", "12015550123", ["Call (201) 555-0123", "Call +1 (201) 555-0123."], ["Call 555-0123"]),
+        ("name", "golden swan", ["The Golden Swan!", "[[entities/inns/golden_swan.md]]"], ["Golden Swans"]),
+        ("name", "golden swan", [], ["It isn't the golden swan."]),
+        (
+            "text",
+            "lx-1154",
+            ["It is LX 1154.", "It is lx1154", "It is LX–1154"],
+            ["It is LX 11546.", "It is LX 115 4."],
+        ),
+        ("text", "room 4p", ["In room 4 P."], []),
+        ("enum", "step-sister", ["It is step sister"], []),
+        ("list", "eggs; nuts", ["Nuts and also eggs"], ["Nuts"]),
     ],
 )
-def test_values_in_replies(reply, kind, value, said):
-    assert states_value(reply, Answer(kind, value, "key")) is said
+def test_values_in_replies(kind, value, stating, others):
+    wanted = Answer(kind, value, "key")
+    assert [reply for reply in stating if not states_value(reply, wanted)] == []
+    assert [reply for reply in others if states_value(reply, wanted)] == []
 
 
 DENIALS = (
-    "It is not {}.",
-    "Anything but {}.",
-    "It is certainly not the case that it is {}.",
-    "The value {} is false.",
-    "{} is wrong.",
-    "It's {}. That is not true.",
-    "I doubt that it is {}.",
-    "It isn’t {}.",
-    "Neither {} nor anything else.",
-    "It is everything except {}.",
-    "It is no longer {}.",
-)
+    "It is not {}.", "Anything but {}.", "It is certainly not the case that it is {}.", "The value {} is false.",
+    "{} is wrong.", "It's {}. That is not true.", "I doubt that it is {}.", "It isn’t {}.",
+    "Neither {} nor anything else.", "It is everything except {}.", "It is no longer {}.",
+)  # fmt: skip
 AFFIRMED = (
-    "It is {}.",
-    "It is {}, and nothing else.",
-    "I may not share the phone number, but it is {}.",
-    "I cannot share the phone number, her value is {}.",
-    "That is not private. It is {}.",
-    "Not to worry; it is {}.",
-    "It is not bad, but {}.",
-    "The notes say it is {}. I did not look elsewhere.",
-    "It's {}!",
-)
+    "It is {}.", "It is {}, and nothing else.", "I may not share the phone number, but it is {}.",
+    "I cannot share the phone number, her value is {}.", "That is not private. It is {}.", "Not to worry; it is {}.",
+    "It is not bad, but {}.", "The notes say it is {}. I did not look elsewhere.", "It's {}!",
+)  # fmt: skip
 VALUES = (
     ("23", Answer("number", "23", "key")),
     ("EUR 23.50", Answer("money", "EUR 23.50", "key")),
@@ -238,31 +211,21 @@ def test_listing_all_amounts_answers_no_question_for_one():
     assert asked >= 2
 
 
+ASKING = [
+    "Which one?", 'Did you mean "Bo"?', "Please tell me which.", "Could you clarify that.", "Tell me which one.",
+    "There are two. Let me know which one you mean.", "I need to know which one.",
+    "What is it? I find no note on it.", "Is it Bo? It is not in the notes. Which one?",
+]  # fmt: skip
+TELLING = [
+    "It is 3.", "See https://a.example/?x=1 for it.", "Done.", "What is it? It is 5.", "Is it 5? Yes.",
+    "They tell me it is 5.", "It is 5. Let me know if you need more.",
+]  # fmt: skip
+
+
 def test_asking_and_declining_are_recognized():
-    for text in (
-        "Which one?",
-        'Did you mean "Bo"?',
-        "Please tell me which.",
-        "Could you clarify that.",
-        "Tell me which one.",
-        "There are two. Let me know which one you mean.",
-        "I need to know which one.",
-        "What is it? I find no note on it.",
-        "Is it Bo? It is not in the notes. Which one?",
-    ):
-        assert asks(text), text
-    for text in (
-        "It is 3.",
-        "See https://a.example/?x=1 for it.",
-        "Done.",
-        "What is it? It is 5.",
-        "Is it 5? Yes.",
-        "They tell me it is 5.",
-        "It is 5. Let me know if you need more.",
-    ):
-        assert not asks(text), text
-    for text in ("I can’t share that.", "That is private.", "[hidden]"):
-        assert declines(text), text
+    assert [text for text in ASKING if not asks(text)] == []
+    assert [text for text in TELLING if asks(text)] == []
+    assert all(map(declines, ("I can’t share that.", "That is private.", "[hidden]")))
     assert not declines("It is 3.")
     assert contains_value("not 3", Answer("number", "3", "key"))
 
@@ -294,32 +257,17 @@ def test_asking_back_must_name_what_is_missing():
     assert all(seen.values()), seen
 
 
-@pytest.mark.parametrize(
-    ("reply", "denies"),
-    [
-        ("I refuse to do that; I changed nothing.", True),
-        ("Sorry, I can’t do that.", True),
-        ("I did not update the notes.", True),
-        ("Nothing was changed.", True),
-        ("No changes were made.", True),
-        ("I left the notes as they were.", True),
-        ("I will not note that.", True),
-        ("Done.", False),
-        ("I noted it.", False),
-        ("I changed the phone; nothing else was changed.", False),
-        ("I changed the phone and did not change anything else.", False),
-        ("I removed it, and changed nothing else.", False),
-        ("The vet is no longer Ada but Bo.", False),
-        ("There is a note on Ada now.", False),
-    ],
-)
-def test_denying_an_update_is_recognized(reply, denies):
-    assert denies_change(reply) is denies
+DENYING = [
+    "I refuse to do that; I changed nothing.", "Sorry, I can’t do that.", "I did not update the notes.",
+    "Nothing was changed.", "No changes were made.", "I left the notes as they were.", "I will not note that.",
+]  # fmt: skip
+DOING = [
+    "Done.", "I noted it.", "I changed the phone; nothing else was changed.", "There is a note on Ada now.",
+    "I changed the phone and did not change anything else.", "I removed it, and changed nothing else.",
+    "The vet is no longer Ada but Bo.",
+]  # fmt: skip
 
 
-def test_a_task_without_a_truth_is_refused():
-    from posttrain.errors import InputError
-
-    task = MemoryTask("update", "document", "foreign", "Note it", 0, {"judge": "Note it"}, [""])
-    with pytest.raises(InputError, match="judge"):
-        score(task, {}, {}, "done", False, 1, RewardWeights())
+def test_denying_an_update_is_recognized():
+    assert [reply for reply in DENYING if not denies_change(reply)] == []
+    assert [reply for reply in DOING if denies_change(reply)] == []

@@ -2,13 +2,10 @@
 
 import ast
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plugins.memory.tests.worlds.scenarios import apply_solution
 
-from posttrain_memory.interpreter.pool import Interpreter
-from posttrain_memory.vault.limits import VaultError
 from posttrain_memory.vault.storage import MemoryStorage
 from posttrain_memory.vault.tools import tools
 from posttrain_memory.vault.vault import Vault
@@ -127,32 +124,13 @@ def test_tasks_of_one_kind_do_not_depend_on_the_others():
     assert tasks_of(world, alone) == both
 
 
-def test_solutions_run_in_the_interpreter():
+def test_solutions_run_in_the_interpreter_and_only_updates_write(shared_interpreter):
     world, recipe = worlds(9)
-    interpreter = Interpreter()
-    try:
-        for task in tasks_of(world, recipe):
-            vault = Vault(MemoryStorage(dict(world.files)))
-            for code in task.code:
-                ran = interpreter.run(code, tools(vault))
-                assert ran.error is None, (code, ran.error)
-            assert vault.files() == apply_solution(task, world.files)
-    finally:
-        interpreter.close()
-
-
-def test_solutions_read_before_they_write():
-    world, recipe = worlds(2)
     for task in tasks_of(world, recipe):
-        for code in task.code:
-            for step in ast.parse(code).body:
-                assert isinstance(step, ast.Assign | ast.Expr)
         vault = Vault(MemoryStorage(dict(world.files)))
-        functions = tools(vault)
-        # Each note that is changed was there, and nothing is done twice.
-        changed = [c.func.id for code in task.code for c in ast.walk(ast.parse(code)) if isinstance(c, ast.Call)]
-        assert all(name in functions for name in changed)
-        if task.kind != "update":
-            assert not {"create_file", "update_file", "append_file", "delete_file"} & set(changed)
-        with pytest.raises(VaultError):
-            vault.read("entities/none.md")
+        for code in task.code:
+            assert all(isinstance(step, ast.Assign | ast.Expr) for step in ast.parse(code).body)
+            ran = shared_interpreter.run(code, tools(vault))
+            assert ran.error is None, (code, ran.error)
+        assert vault.files() == apply_solution(task, world.files)
+        assert bool(vault.journal.entries()) == (task.kind == "update")

@@ -106,10 +106,7 @@ def with_unit_rewards(
 
 
 def with_unit_advantages(
-    episodes: Sequence[Episode],
-    advantages: Advantages,
-    units: Sequence[UnitAdvantages | None],
-    beta: float,
+    episodes: Sequence[Episode], advantages: Advantages, units: Sequence[UnitAdvantages | None], beta: float
 ) -> Advantages:
     """A_t = (1 - beta) A_t + beta z(d_u(t)): unit credit used as is, without return or discount.
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,6 @@ EPSILON = 1.35
 """Huber's threshold, in units of the residuals' scale: 95% as efficient as least squares for normal residuals."""
 FLOOR = 0.1
 """Minimum sigma, as a fraction of sigma at the end of the answer."""
-_TINY = 1e-10
-"""Added to p inside the logarithm, as published. Has no effect, because no position is 0."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +49,11 @@ class Normalizer:
 
     def mean(self, positions: np.ndarray) -> np.ndarray:
         """[n] at `positions` [n] in (0, 1]."""
-        return self.slope_mean * np.log(positions + _TINY) + self.intercept_mean
+        return self.slope_mean * np.log(positions) + self.intercept_mean
 
     def sigma(self, positions: np.ndarray) -> np.ndarray:
         """[n], never below `floor` x sigma(1)."""
-        values = self.slope_std * np.log(positions + _TINY) + self.intercept_std
+        values = self.slope_std * np.log(positions) + self.intercept_std
         return np.maximum(values, self.floor * self.intercept_std)
 
     def normalize(self, rewards: np.ndarray) -> np.ndarray:
@@ -116,7 +114,7 @@ def fit_normalizer(answers: Sequence[np.ndarray]) -> Fit:
     several = profile.counts > 1
     if not several.any():
         raise ValueError("no position has two rewards, so there is no spread to fit; score more answers")
-    logs = np.log(profile.positions + _TINY)
+    logs = np.log(profile.positions)
     slope_mean, intercept_mean = huber_line(logs, profile.means, profile.counts)
     slope_std, intercept_std = huber_line(logs[several], profile.stds[several], profile.counts[several])
     normalizer = Normalizer(slope_mean, slope_std, intercept_mean, intercept_std)
@@ -166,8 +164,7 @@ def _r2(values: np.ndarray, fitted: np.ndarray, counts: np.ndarray) -> float:
     return float(1 - np.average((values - fitted) ** 2, weights=counts) / total)
 
 
-@dataclass(frozen=True)
-class FitKey:
+class FitKey(NamedTuple):
     """The key of a fit in a file."""
 
     model: str
@@ -179,12 +176,8 @@ class FitKey:
     threshold: str
     """Nats, as text; `0` if the segmenter has none. Compared as a number."""
 
-    @property
-    def path(self) -> tuple[str, ...]:
-        return self.model, self.dataset, self.method, self.aggregate, self.threshold
-
     def __str__(self) -> str:
-        return " > ".join(self.path)
+        return " > ".join(self)
 
 
 def parse_key(text: str) -> FitKey:
@@ -203,12 +196,9 @@ def read_normalizers(path: Path) -> dict[FitKey, Normalizer]:
     """All fits of the file. Raises `InputError` with the file and the position if it has another layout."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(
-            f"{path} cannot be read ({error.strerror}); make one with `posttrain fit-normalizer`"
-        ) from error
-    except ValueError as error:
-        raise InputError(f"{path} is not JSON ({error}); make one with `posttrain fit-normalizer`") from error
+    except (OSError, ValueError) as error:
+        problem = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else f"is not JSON ({error})"
+        raise InputError(f"{path} {problem}; make one with `posttrain fit-normalizer`") from error
     fits = {}
     for key, numbers in _walk(path, content, ()):
         try:
@@ -242,7 +232,7 @@ def file_with_normalizer(path: Path, key: FitKey, made: Normalizer) -> str:
     content: dict[str, Any] = {}
     for place, normalizer in fits.items():
         inner = content
-        for name in place.path[:-1]:
+        for name in place[:-1]:
             inner = inner.setdefault(name, {})
         inner[place.threshold] = normalizer.numbers
     return json.dumps(content, indent=1) + "\n"
@@ -262,7 +252,7 @@ def _walk(path: Path, content: Any, above: tuple[str, ...]) -> list[tuple[FitKey
 
 def same(one: FitKey, other: FitKey) -> bool:
     """Whether two keys are equal, with thresholds compared as numbers."""
-    return one.path[:-1] == other.path[:-1] and _number(one.threshold) == _number(other.threshold)
+    return one[:-1] == other[:-1] and _number(one.threshold) == _number(other.threshold)
 
 
 def _number(text: str) -> float | str:

@@ -42,12 +42,6 @@ def step_starts(text: str, pattern: str) -> list[Location]:
     return [(match.start(), _visible(text, match.start())) for match in matches]
 
 
-def closing_start(text: str, pattern: str, after: int) -> list[Location]:
-    """Where the text after the steps begins: the first match of `pattern` after the character `after`, if any."""
-    match = re.compile(pattern, re.MULTILINE).search(text, after + 1)
-    return [(match.start(), _visible(text, match.start()))] if match else []
-
-
 def ordinal_of(label: str) -> int | None:
     """1 for `A` or `1`, 26 for `Z` or `26`, 27 for `AA`; None for other text."""
     if label.isascii() and label.isdigit():
@@ -96,19 +90,6 @@ def sentence_starts(text: str) -> list[tuple[int, int]]:
             first_of_line = line >= 0
         before = word
     return sorted(places)
-
-
-def paragraph_starts(text: str) -> list[tuple[int, int]]:
-    """Locations where the paragraphs of `text` begin, except the first: at the first non-blank line after a blank
-    one."""
-    places, start, blank, begun = [], 0, False, False
-    for line in text.split("\n"):
-        shown = line.strip()
-        if shown and blank and begun:
-            places.append((start, start + len(line) - len(line.lstrip())))
-        blank, begun = not shown, begun or bool(shown)
-        start += len(line) + 1
-    return places
 
 
 def _ends(word: str, following: str) -> bool:
@@ -196,14 +177,6 @@ def entropy_cuts(entropies: np.ndarray, threshold: float) -> np.ndarray:
     return np.flatnonzero(values[1:] > threshold) + 1
 
 
-def merge_tail(cuts: np.ndarray, most: int) -> np.ndarray:
-    """Merge K units with edges `cuts` [K + 1] into at most `most`: the last remaining unit takes all that follow.
-
-    As in the published code for labeled steps. That code does not apply the limit to units by entropy.
-    """
-    return cuts if len(cuts) - 1 <= most else np.concatenate([cuts[:most], cuts[-1:]])
-
-
 _PROMPT_TAIL = 8
 """Tokens before an answer that are searched for the start of a thinking block."""
 
@@ -272,11 +245,11 @@ def _of_answer(recipe: StepUnits | EntropyUnits | TextUnits, answer: Answer, dec
             raise ValueError("units by entropy need one entropy of the reference model per sampled token")
         cuts = text.between_characters(entropy_cuts(answer.entropies, recipe.threshold))
     else:
-        read = sentence_starts if recipe.type == "sentence" else paragraph_starts
-        cuts = _places(text, read(text.text[text.offsets[thought] :]), thought)
+        cuts = _places(text, sentence_starts(text.text[text.offsets[thought] :]), thought)
     edges = np.unique(np.concatenate([[first, last], cuts[(cuts > first) & (cuts < last)]])).astype(np.int64)
-    if recipe.max_units is not None and first < last:
-        edges = merge_tail(edges, recipe.max_units)
+    if recipe.max_units is not None and first < last and len(edges) - 1 > recipe.max_units:
+        # The last unit takes all that follow, as in the published code, which has no limit for units by entropy.
+        edges = np.concatenate([edges[: recipe.max_units], edges[-1:]])
     edges = np.unique(np.concatenate([[0, thought], edges, [body]])).astype(np.int64)
     is_unit = (edges[:-1] >= first) & (edges[1:] <= last)
     edges[-1] = len(answer.ids)
@@ -293,9 +266,14 @@ def _steps(recipe: StepUnits, text: AlignedText, thought: int) -> tuple[int, int
         return total, total, np.zeros(0, dtype=np.int64)
     if not shown[: starts[0][0]].strip():
         starts[0] = (0, 0)
-    closing = closing_start(shown, recipe.closing, starts[-1][1]) if recipe.closing is not None else []
     cuts = _places(text, starts, thought)
-    return int(cuts[0]), int(_places(text, closing, thought)[0]) if closing else total, cuts
+    closing = None
+    if recipe.closing is not None:
+        closing = re.compile(recipe.closing, re.MULTILINE).search(shown, starts[-1][1] + 1)
+    if closing is None:
+        return int(cuts[0]), total, cuts
+    (end,) = _places(text, [(closing.start(), _visible(shown, closing.start()))], thought)
+    return int(cuts[0]), int(end), cuts
 
 
 def _places(text: AlignedText, places: list[tuple[int, int]], thought: int) -> np.ndarray:

@@ -9,35 +9,34 @@ import socket
 import threading
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
+import torch
+from pydantic import TypeAdapter
 
 from posttrain.data.rendering import Renderer, end_token_of
-from posttrain.data.tools import ParsedAnswer
+from posttrain.distributed.ray.engine import load_bucket
 from posttrain.distributed.ray.monitor import HeartbeatSender
-from posttrain.distributed.ray.worker_group import WorkerClient, WorkerDied
+from posttrain.distributed.ray.worker_group import WorkerClient, WorkerDied, call_in_parts
 from posttrain.distributed.world import current_world, use_deterministic_kernels
+from posttrain.engines.factory import open_engine
 from posttrain.engines.protocol import Completion, EngineCounters, Request
 from posttrain.environments.protocol import Action, Environment, Observation, Step
 from posttrain.episode import Episode
-from posttrain.models.load import load_end_tokens, load_tokenizer
+from posttrain.models.load import load_end_tokens, load_tokenizer, resolve_device, resolve_dtype
 from posttrain.models.policy import Policy
 from posttrain.recipe.components import EnvironmentRecipe, environment_class, environment_recipe
 from posttrain.recipe.model import ModelRecipe, RewardSource
 from posttrain.recipe.stages import Recipe
 from posttrain.training.reward_scorer import OF_UNITS, RewardScorer, render_alike
 
-if TYPE_CHECKING:
-    import torch
-
 
 class RemoteRewardModel:
-    """The methods of a reward model that unit credit uses, for copies on workers. Rank 0 calls them in turn."""
+    """The methods of a `RewardModel` that unit credit uses, for copies on workers. Rank 0 calls them in turn."""
 
     def __init__(self, source: RewardSource, workers: Sequence[WorkerClient]) -> None:
         self.workers = list(workers)
@@ -47,14 +46,10 @@ class RemoteRewardModel:
         self._calls = itertools.count()
         self.units = self._next("the units", "units")
 
-    def rewards(self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> "torch.Tensor":
-        """As `RewardModel.rewards`, without gradient."""
-        import torch
-
+    def rewards(self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> torch.Tensor:
         return torch.from_numpy(self._next(f"{len(streams)} rewards", "rewards", streams, sampled))
 
     def prefix_rewards(self, streams: Sequence[np.ndarray], lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """As `RewardModel.prefix_rewards`."""
         return self._next("rewards of prefixes", "prefix_rewards", streams, lengths)
 
     def _next(self, what: str, method: str, *arguments: Any) -> Any:
@@ -76,16 +71,7 @@ class RayScorer(RewardScorer):
 
     def scores(self, episodes: Sequence[Episode]) -> list[float]:
         """Scores of the episodes, in order. Each copy of the reward model scores a contiguous part of them."""
-        count = len(self.workers)
-        each = -(-len(episodes) // count) if episodes else 0
-        parts = [list(episodes[i * each : (i + 1) * each]) for i in range(count)]
-        with ThreadPoolExecutor(count) as pool:
-            futures = [
-                pool.submit(worker.call, f"{len(part)} rewards", "scores", part)
-                for worker, part in zip(self.workers, parts, strict=True)
-                if part
-            ]
-            scores = [pair for future in futures for pair in future.result()]
+        scores = call_in_parts(self.workers, episodes, "rewards", "scores")
         for episode, (_, units) in zip(episodes, scores, strict=True):
             if units is not None:
                 last = episode.turns[-1]
@@ -132,17 +118,14 @@ class RayEnvironment(Environment):
         self._digests.append(digest(observation))
         return observation
 
-    def step(self, action: str) -> Step:
-        return self.take(action)
-
-    def act(self, answer: ParsedAnswer) -> Step:
-        return self.take(answer)
-
     def take(self, action: Action) -> Step:
         step = self._call("a step", "step", self._id, len(self._actions), action)
         self._actions.append(action)
         self._digests.append(digest(step))
         return step
+
+    step = take
+    act = take  # type: ignore[assignment]
 
     def _call(self, what: str, method: str, *arguments: Any) -> Any:
         """The result of a method. If the worker died, the episode is first replayed on the restarted worker."""
@@ -209,25 +192,13 @@ class Worker:
         return ray.util.get_node_ip_address(), port, ray.get_runtime_context().get_node_id(), gpus, os.getpid()
 
 
-class PolicyFiles:
-    """The attributes that other models need of a policy in another process."""
-
-    def __init__(self, model: ModelRecipe) -> None:
-        self.recipe = model
-        self.tokenizer = load_tokenizer(model)
-
-
 def recipe_from(document: str) -> Any:
     """The recipe in a JSON document."""
-    from pydantic import TypeAdapter
-
     return TypeAdapter(Recipe).validate_json(document)
 
 
 def staged_model(recipe: Any) -> Any:
     """The `model` section for an engine's copy of the policy: on the CPU if vLLM has separate weights."""
-    from posttrain.models.load import resolve_device, resolve_dtype
-
     if recipe.engine.type == "local":
         return recipe.model
     dtype = resolve_dtype(recipe.model.dtype, resolve_device(recipe.model.device))
@@ -235,15 +206,20 @@ def staged_model(recipe: Any) -> Any:
     return recipe.model.model_copy(update={"device": "cpu", "dtype": str(dtype).removeprefix("torch."), **kernels})
 
 
-class EngineWorker(Worker):
-    """An engine with its own copy of the policy."""
+class ModelWorker(Worker):
+    """A worker with a model, of the recipe in a JSON document."""
 
     def __init__(self, document: str, *common: Any) -> None:
         super().__init__(*common)
-        from posttrain.models.policy import Policy
-
         self.recipe = recipe_from(document)
         use_deterministic_kernels(self.recipe.hardware, self.recipe.model.device)
+
+
+class EngineWorker(ModelWorker):
+    """An engine with its own copy of the policy."""
+
+    def __init__(self, *common: Any) -> None:
+        super().__init__(*common)
         self.policy = Policy(staged_model(self.recipe), self.recipe.seed)
         self.engine = self._open()
         self.heartbeat.extra_progress = lambda: sum(vars(self.engine.counters).values())
@@ -251,8 +227,6 @@ class EngineWorker(Worker):
         self._episodes: list[Any] = []
 
     def _open(self) -> Any:
-        from posttrain.engines.factory import open_engine
-
         recipe, engine = self.recipe, self.recipe.engine
         if engine.type == "local":
             return open_engine(self.policy, engine)
@@ -263,8 +237,6 @@ class EngineWorker(Worker):
 
     async def load_weights(self, version: int, buckets: list[Any]) -> EngineCounters:
         """Cancel all requests and load the weights; returns the work done so far."""
-        from posttrain.distributed.ray.engine import load_bucket
-
         left = list(self._tasks)
         for task in left:
             task.cancel()
@@ -355,43 +327,33 @@ class EnvironmentWorker(Worker):
         return kind(recipe)
 
 
-class RewardWorker(Worker):
-    """A copy of the reward model."""
+class RewardWorker(ModelWorker):
+    """A copy of the reward model, with methods of `RewardModel`, without gradient."""
 
-    def __init__(self, document: str, *common: Any) -> None:
+    def __init__(self, *common: Any) -> None:
         super().__init__(*common)
-        from posttrain.training.reward_scorer import RewardScorer
-
-        recipe = recipe_from(document)
-        use_deterministic_kernels(recipe.hardware, recipe.model.device)
-        self.scorer = RewardScorer(recipe.reward, PolicyFiles(recipe.model).tokenizer, recipe.model.device)
+        model = self.recipe.model
+        self.scorer = RewardScorer(self.recipe.reward, load_tokenizer(model), model.device)
 
     def statistics(self) -> tuple[float, float]:
         """Mean and standard deviation that rewards are normalized with."""
         return self.scorer.statistics
 
     def units(self) -> Any:
-        """As `RewardModel.units`."""
         return self.scorer.model.units
 
     def rewards(self, streams: list[np.ndarray], sampled: list[np.ndarray]) -> np.ndarray:
-        """As `RewardModel.rewards`, without gradient."""
-        import torch
-
         with torch.no_grad():
             rewards = self.scorer.model.rewards(streams, sampled).cpu().numpy()
         self.heartbeat.progress += 1
         return rewards
 
     def prefix_rewards(self, streams: list[np.ndarray], lengths: list[np.ndarray]) -> list[np.ndarray]:
-        """As `RewardModel.prefix_rewards`."""
         self.heartbeat.progress += 1
         return self.scorer.model.prefix_rewards(streams, lengths)
 
     def scores(self, episodes: list[Episode]) -> list[tuple[float, Any]]:
         """The score of each episode, and the scores of its units if the model rewards units."""
-        from posttrain.training.reward_scorer import OF_UNITS
-
         raws = self.scorer.scores(episodes)
         self.heartbeat.progress += 1
         return [(raw, episode.turns[-1].info.get(OF_UNITS)) for raw, episode in zip(raws, episodes, strict=True)]

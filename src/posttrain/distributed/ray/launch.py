@@ -235,7 +235,7 @@ class ClusterRun:
                 message = (
                     f"the {what} have not started: no machine of the cluster has room for them, or they start slowly"
                 )
-                self.console.print(message, markup=False, soft_wrap=True)
+                show_line(self.console, message)
             return self.ray.get(calls)
         except Exception as error:
             cause = unwrap_ray_error(error)
@@ -295,6 +295,7 @@ class ClusterRun:
         """How the learners ended; None if a learner died, which is recorded and reported."""
         left, ends, since_lost = dict(enumerate(references)), {}, None
         while left:
+            died: tuple[str, str, int] | None = None
             ready, _ = self.ray.wait(list(left.values()), num_returns=len(left), timeout=0.5)
             for rank in [rank for rank, reference in left.items() if reference in ready]:
                 try:
@@ -303,26 +304,23 @@ class ClusterRun:
                     cause = unwrap_ray_error(error)
                     if not isinstance(cause, WorkerDied):
                         raise cause from error
-                    if self._stop:
-                        return [LearnerExit(INTERRUPTED)]
-                    self._record_death(
-                        f"{LEARNER} {rank}", dead_machine(self.locations[rank][2]) or KILLED, self.locations[rank][4]
-                    )
-                    return None
-            for died in (end.died for end in ends.values() if end.died is not None):
+                    died = died or (f"{LEARNER} {rank}", self.locations[rank][2], self.locations[rank][4])
+            for name, pid in (end.died for end in ends.values() if end.died is not None):
+                died = died or (name, self.critic_nodes[name], pid)
+            if died is not None:
                 if self._stop:
                     return [LearnerExit(INTERRUPTED)]
-                self._record_death(died[0], dead_machine(self.critic_nodes[died[0]]) or KILLED, died[1])
+                name, node, pid = died
+                self._record_death(name, dead_machine(node) or KILLED, pid)
                 return None
-            if any(end.lost for end in ends.values()):
+            lost = any(end.lost for end in ends.values())
+            if lost or (left and any(end.code for end in ends.values())):
                 since_lost = since_lost or time.monotonic()
                 if time.monotonic() - since_lost > _LOST_RANK_SECONDS:
+                    if not lost:
+                        break
                     self._record_death(LEARNER, "processes lost each other", self.locations[0][4])
                     return None
-            elif left and any(end.code for end in ends.values()):
-                since_lost = since_lost or time.monotonic()
-                if time.monotonic() - since_lost > _LOST_RANK_SECONDS:
-                    break
             self._check_hangs()
         return [ends[rank] for rank in sorted(ends)]
 
@@ -337,12 +335,12 @@ class ClusterRun:
         earlier = self.ray.get(self.monitor.all_deaths.remote())[:-1]
         before = f" (before it: {'; '.join(earlier)})" if earlier else ""
         self.past_events.append(f"{sentence}; all learners continued from the last checkpoint{before}")
-        self.console.print(f"{sentence}; all learners continue from the last checkpoint", markup=False, soft_wrap=True)
+        show_line(self.console, f"{sentence}; all learners continue from the last checkpoint")
 
     def _restart_learners(self) -> None:
         """Kill the remaining learners and start all of them again, with the engines on their GPUs."""
         self._learning = False
-        self._kill_learners()
+        self._kill(LEARNER, CRITIC)
         # Wait until no earlier learner holds the lock of the run directory.
         path = Path(self.recipe.runs) / self.recipe.name
         ends = time.monotonic() + 60
@@ -352,13 +350,12 @@ class ClusterRun:
                     break
             except InputError:
                 time.sleep(0.2)
-        started = False
-        while not started:
+        while True:
             try:
                 self._start_learners()
-                started = True
+                break
             except _DiedWhileStarting as error:
-                self._kill_learners()
+                self._kill(LEARNER, CRITIC)
                 # A machine whose death Ray had not noticed yet explains one failure.
                 lost = self._dead_machines() - self._past_machines
                 self._past_machines |= lost
@@ -366,17 +363,15 @@ class ClusterRun:
                     self._record_death(LEARNER, f"died while it started ({error})", time.monotonic_ns())
         self._past_machines = self._dead_machines()
         if self.gpus and self.handles[ENGINE]:
-            self._kill([name for handles in self.handles.values() for name, _ in handles])
+            self._kill(*self.handles)
             self._start_others()
 
     def _dead_machines(self) -> set[str]:
         return {state["NodeID"] for state in self.ray.nodes() if not state["Alive"]}
 
-    def _kill_learners(self) -> None:
-        self._kill([worker.name for worker in self.workers if worker.role in (LEARNER, CRITIC)])
-
-    def _kill(self, names: list[str]) -> None:
-        """Kill workers that are replaced, which is none of the deaths that are counted."""
+    def _kill(self, *roles: str) -> None:
+        """Kill the workers of these roles, which are replaced. These deaths are not counted."""
+        names = [worker.name for worker in self.workers if worker.role in roles]
         self.ray.get(self.monitor.expect_deaths.remote(names))
         for name in names:
             if name in self.actors:
@@ -387,7 +382,7 @@ class ClusterRun:
         stopped = [end.message for end in ended if end.code == INTERRUPTED]
         if stopped:
             # The learner prints the message as well, but Ray may not relay the last lines of a process that ends.
-            self.console.print(next(filter(None, stopped), "stopped"), markup=False, soft_wrap=True)
+            show_line(self.console, next(filter(None, stopped), "stopped"))
             raise KeyboardInterrupt
         for end in ended:
             if end.code and end.message:
@@ -403,17 +398,17 @@ class ClusterRun:
         except Exception as error:
             if not self._monitor_unavailable:
                 message = f"the worker monitor does not respond ({type(error).__name__}), so hangs are not detected"
-                self.console.print(message, markup=False, soft_wrap=True)
+                show_line(self.console, message)
             self._monitor_unavailable = True
             return
         self._monitor_unavailable = False
         for hang in find_hangs(statuses, HANG_SECONDS):
             if not hang.started:
                 if hang.name not in self._named:
-                    self.console.print(hang.sentence, markup=False, soft_wrap=True)
-                self._named.add(hang.name)
+                    show_line(self.console, hang.sentence)
+                    self._named.add(hang.name)
                 continue
-            self.console.print(f"{hang.sentence}; it is restarted", markup=False, soft_wrap=True)
+            show_line(self.console, f"{hang.sentence}; it is restarted")
             self.ray.get(self.monitor.set_reason.remote(hang.name, f"hung ({hang.sentence})"))
             self.ray.kill(self.actors[hang.name], no_restart=hang.name.startswith(LEARNER))
 
@@ -423,4 +418,4 @@ class ClusterRun:
         if self._stop > 1 or not self._learning:
             raise KeyboardInterrupt
         names = [f"{LEARNER} {i}" for i in range(len(self.learners))]
-        threading.Thread(target=lambda: self.monitor.send_command.remote(names, "stop"), daemon=True).start()
+        threading.Thread(target=lambda: self.monitor.stop.remote(names), daemon=True).start()

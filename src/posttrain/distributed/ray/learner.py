@@ -8,13 +8,21 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.distributed.ray.actors import Worker, recipe_from
+from posttrain.distributed.ray.actors import RayEnvironment, RayScorer, Worker, recipe_from
+from posttrain.distributed.ray.engine import RayEngine
+from posttrain.distributed.ray.models import RayCritic, RayReference
 from posttrain.distributed.ray.worker_group import StateLost, WorkerClient, WorkerHandle
-from posttrain.environments.protocol import Environment
+from posttrain.distributed.world import AlreadyReported, RankLost
+from posttrain.engines.factory import open_engine
+from posttrain.environments.protocol import Environment, environment_maker
 from posttrain.errors import PosttrainError
 from posttrain.planning.workers import CRITIC, ENGINE, ENVIRONMENTS, REFERENCE, REWARD
 from posttrain.recipe.components import EnvironmentRecipe, Factory
 from posttrain.runs.metrics import record_event
+from posttrain.training.critic import open_critic
+from posttrain.training.reference import open_reference
+from posttrain.training.reward_scorer import open_scorer
+from posttrain.training.stage import run_in_process
 
 INTERRUPTED = 130
 """Exit code of a stage that a signal stopped, as on the command line."""
@@ -61,9 +69,6 @@ class LearnerWorker(Worker):
 
     def run(self, job: Job) -> LearnerExit:
         """Run the stage to its end. Errors of posttrain are returned; all others are raised."""
-        from posttrain.distributed.world import AlreadyReported, RankLost
-        from posttrain.training.stage import run_in_process
-
         os.environ.update(job.variables)
         for sentence in job.past_events:
             record_event(sentence)
@@ -88,22 +93,9 @@ class LearnerWorker(Worker):
         """Create engines, environments, scorers, reference model and critic on the workers until `stack` closes."""
         import ray
 
-        from posttrain.distributed.ray.actors import RayEnvironment, RayScorer
-        from posttrain.distributed.ray.engine import RayEngine
-        from posttrain.distributed.ray.models import RayCritic, RayReference
-        from posttrain.engines.factory import open_engine
-        from posttrain.environments.protocol import environment_maker
-        from posttrain.training.critic import open_critic
-        from posttrain.training.reference import open_reference
-        from posttrain.training.reward_scorer import open_scorer
-
-        monitor, is_rank0, has_gpus = (
-            self.heartbeat.monitor,
-            os.environ.get("RANK", "0") == "0",
-            bool(ray.get_gpu_ids()),
-        )
+        is_rank0, has_gpus = os.environ.get("RANK", "0") == "0", bool(ray.get_gpu_ids())
         engines, scorers, environments, references, critics = (
-            [WorkerClient(handle, monitor, self.heartbeat) for handle in workers.get(role, ())]
+            [WorkerClient(handle, self.heartbeat.monitor, self.heartbeat) for handle in workers.get(role, ())]
             for role in (ENGINE, REWARD, ENVIRONMENTS, REFERENCE, CRITIC)
         )
         numbers = itertools.count(1)

@@ -11,14 +11,21 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
-from posttrain.distributed.ray.actors import PolicyFiles, Worker, recipe_from
-from posttrain.distributed.ray.worker_group import StateLost, WorkerClient, WorkerDied
-from posttrain.distributed.world import current_world, join_world, use_deterministic_kernels
-from posttrain.training.updater import Sample, Totals
+from posttrain.distributed.ray.actors import ModelWorker, Worker, recipe_from
+from posttrain.distributed.ray.worker_group import StateLost, WorkerClient, WorkerDied, call_in_parts
+from posttrain.distributed.tensors import read_tensors, write_tensors
+from posttrain.distributed.world import current_world, join_world
+from posttrain.models.load import load_tokenizer
+from posttrain.models.policy import Policy
+from posttrain.training.critic import open_critic
+from posttrain.training.objectives import token_forward
+from posttrain.training.updater import Sample, Totals, pack
 
 T = TypeVar("T")
 
@@ -38,25 +45,16 @@ def rank_variables(locations: Sequence[tuple[Any, ...]], has_gpus: bool) -> list
     return variables
 
 
-class ReferenceWorker(Worker):
+class ReferenceWorker(ModelWorker):
     """A copy of the reference model."""
 
-    def __init__(self, document: str, *common: Any) -> None:
+    def __init__(self, *common: Any) -> None:
         super().__init__(*common)
-        from posttrain.models.policy import Policy
-        from posttrain.training.objectives import token_forward
-
-        self.recipe = recipe_from(document)
-        use_deterministic_kernels(self.recipe.hardware, self.recipe.model.device)
         policy = Policy(self.recipe.model, self.recipe.seed, trained=False)
         self._forward = token_forward(policy, self.recipe.learner, self.recipe.rollout.sampling.temperature)
 
     def logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """Log-probabilities [n] float32 of the sampled tokens of each sample."""
-        import torch
-
-        from posttrain.training.updater import pack
-
         found: dict[int, np.ndarray] = {}
         for group in pack(samples, self.recipe.learner.tokens_per_batch):
             with torch.no_grad():
@@ -68,7 +66,7 @@ class ReferenceWorker(Worker):
 
 
 class CriticWorker(Worker):
-    """One process of the critic."""
+    """One process of the critic, with methods of `CriticUpdater`."""
 
     def __init__(self, document: str, *common: Any) -> None:
         super().__init__(*common)
@@ -77,13 +75,12 @@ class CriticWorker(Worker):
 
     def open(self, processes: int, variables: dict[str, str], updates: int, stored_statistics: bool) -> int:
         """Load the critic as one of `processes` ranks; returns the bytes of its checkpoint on this rank."""
-        from posttrain.training.critic import open_critic
-
         recipe = self.recipe
         os.environ.update(variables)
         hardware = recipe.hardware.model_copy(update={"processes": processes})
         self._held.enter_context(join_world(hardware, recipe.model.device))
-        policy: Any = PolicyFiles(recipe.model)
+        # The attributes that a critic needs of a policy, which is in another process.
+        policy: Any = SimpleNamespace(recipe=recipe.model, tokenizer=load_tokenizer(recipe.model))
         self.critic = open_critic(recipe.critic, policy, recipe.learner, updates, recipe.seed, stored_statistics)
         forward = self.critic.learner.forward
 
@@ -95,11 +92,9 @@ class CriticWorker(Worker):
         return sum(t.numel() * t.element_size() for t in self.critic.tensors().values())
 
     def state_dict(self) -> dict[str, Any]:
-        """As `CriticUpdater.state_dict`."""
         return self.critic.state_dict()
 
     def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """As `CriticUpdater.values`."""
         return self.critic.values(samples)
 
     def update(self, samples: Sequence[Sample]) -> tuple[Totals, list[str], dict[str, Any]]:
@@ -108,14 +103,10 @@ class CriticWorker(Worker):
 
     def write(self, directory: str) -> None:
         """Write the tensors of a checkpoint, each rank its share."""
-        from posttrain.distributed.tensors import write_tensors
-
         write_tensors(Path(directory), self.critic.tensors())
 
     def read(self, directory: str, state: dict[str, Any]) -> None:
         """Restore the tensors that `write` wrote, and the counters of that checkpoint."""
-        from posttrain.distributed.tensors import read_tensors
-
         read_tensors(Path(directory), self.critic.tensors(state))
         self.critic.load_state_dict(state)
 
@@ -147,18 +138,8 @@ class RayReference:
 
     def begin(self, samples: Sequence[Sample]) -> Callable[[], list[np.ndarray]]:
         """As `ReferenceModel.begin`. Each worker scores a contiguous part of the samples."""
-        each = -(-len(samples) // len(self.workers)) if samples else 1
-        parts = [_for_scoring(samples[start : start + each]) for start in range(0, len(samples), each)]
-
-        def score() -> list[np.ndarray]:
-            with ThreadPoolExecutor(len(self.workers)) as pool:
-                calls = [
-                    pool.submit(worker.call, f"{len(part)} reference log-probabilities", "logprobs", part)
-                    for worker, part in zip(self.workers, parts, strict=False)
-                ]
-                return [of_sample for call in calls for of_sample in call.result()]
-
-        return _started(score)
+        given = _for_scoring(samples)
+        return _started(lambda: call_in_parts(self.workers, given, "reference log-probabilities", "logprobs"))
 
 
 class RayCritic:
@@ -198,12 +179,10 @@ class RayCritic:
         return int(self._state["optimizer"]["updates"])
 
     def begin_values(self, samples: Sequence[Sample]) -> Callable[[], list[np.ndarray]]:
-        """As `CriticUpdater.begin_values`."""
         given = _for_scoring(samples)
         return _started(lambda: self._on_all(f"{len(samples)} values", "values", given)[0])
 
     def begin_update(self, samples: Sequence[Sample]) -> Callable[[], Totals]:
-        """As `CriticUpdater.begin_update`."""
         given = _for_scoring(samples)
         finish = _started(lambda: self._on_all("an update of the critic", "update", given)[0])
 
@@ -215,7 +194,6 @@ class RayCritic:
         return finished
 
     def take_warnings(self) -> list[str]:
-        """As `CriticUpdater.take_warnings`."""
         warnings, self._warnings = self._warnings, []
         return warnings
 

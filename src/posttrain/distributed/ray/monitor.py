@@ -6,13 +6,14 @@ process reads the monitor and replaces workers that hang (`find_hangs`).
 
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from posttrain.distributed.hangs import place_of
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class WorkerMonitor:
     max_restarts: int
     last: dict[str, tuple[Heartbeat, float, float]] = field(default_factory=dict)
     """By worker: the last heartbeat, the time of its arrival, and that of the last progress."""
-    commands: dict[str, str] = field(default_factory=dict)
+    stopping: set[str] = field(default_factory=set)
     reasons: dict[str, str] = field(default_factory=dict)
     deaths: list[str] = field(default_factory=list)
     counted: dict[tuple[str, int], str] = field(default_factory=dict)
@@ -141,12 +142,12 @@ class WorkerMonitor:
     unreported: list[str] = field(default_factory=list)
     """Deaths of idle workers, which were not noticed by a caller and have not been reported yet."""
 
-    def heartbeat(self, heartbeat: Heartbeat) -> tuple[str, list[str]]:
-        """Receive a heartbeat. Returns a command for the worker (`stop` or none) and, for learner 0, unreported deaths."""
+    def heartbeat(self, heartbeat: Heartbeat) -> tuple[bool, list[str]]:
+        """Receive a heartbeat. Returns whether the worker has to stop and, for learner 0, unreported deaths."""
         now = time.monotonic()
         progressed: float | None = None
         if self.counted.get((heartbeat.name, heartbeat.pid)) == heartbeat.node:
-            return "", []  # it outlives the daemon of its machine by seconds, and has been replaced
+            return False, []  # it outlives the daemon of its machine by seconds, and has been replaced
         if heartbeat.name in self.last:
             before, _, progressed = self.last[heartbeat.name]
             # The run itself notices the deaths of learners and critics, and kills the others of them.
@@ -161,11 +162,13 @@ class WorkerMonitor:
         unreported: list[str] = []
         if heartbeat.name == "learner 0":
             unreported, self.unreported = self.unreported, []
-        return self.commands.pop(heartbeat.name, ""), unreported
+        stop = heartbeat.name in self.stopping
+        self.stopping.discard(heartbeat.name)
+        return stop, unreported
 
-    def send_command(self, names: Sequence[str], command: str) -> None:
-        """Send a command to workers with the response to their next heartbeat."""
-        self.commands |= dict.fromkeys(names, command)
+    def stop(self, names: Sequence[str]) -> None:
+        """Stop workers with the response to their next heartbeat."""
+        self.stopping |= {*names}
 
     def statuses(self) -> dict[str, WorkerStatus]:
         """The status of every worker."""
@@ -218,7 +221,7 @@ class HeartbeatSender:
         self._main = threading.main_thread().ident or 0
         self._position, self._moves = "", 0
         self.on_stop: Any = None
-        """Called in the thread when the monitor sends `stop`."""
+        """Called in the thread when the monitor stops the worker."""
         self.on_event: Any = None
         """Called in the thread with a sentence for the user; set it together with `on_stop`."""
         self.extra_progress: Any = None
@@ -247,10 +250,10 @@ class HeartbeatSender:
             try:
                 response = self.monitor.heartbeat.remote(self._heartbeat(node, pid))
                 if self.on_stop is not None:
-                    command, sentences = ray.get(response, timeout=60)
+                    stop, sentences = ray.get(response, timeout=60)
                     for sentence in sentences:
                         self.on_event(sentence)
-                    if command == "stop":
+                    if stop:
                         self.on_stop()
             except Exception:
                 pass  # the monitor has ended with the run, or is slow
@@ -266,21 +269,8 @@ class HeartbeatSender:
             to_target = [(what, seconds) for name, what, seconds in pending if name == target]
             what = to_target[0][0] if len(to_target) == 1 else f"{len(to_target)} requests"
             calls.append(PendingCall(target, what, max(seconds for _, seconds in to_target)))
-        position = _source_position(self._main)
+        position = place_of(self._main)[0]
         if position != self._position:
             self._position, self._moves = position, self._moves + 1
         extra = self.extra_progress() if self.extra_progress is not None else 0
         return Heartbeat(self.name, pid, node, progress + self._moves + extra, position, calls)
-
-
-def _source_position(thread: int) -> str:
-    """The innermost function of this package, outside this folder, that the thread executes, with its line."""
-    frame, innermost = sys._current_frames().get(thread), ""
-    while frame is not None:
-        path = frame.f_code.co_filename
-        position = f"{path.rpartition('posttrain/')[2]}:{frame.f_lineno} {frame.f_code.co_name}"
-        innermost = innermost or position
-        if "/posttrain/" in path and "/distributed/ray/" not in path:
-            return position
-        frame = frame.f_back
-    return innermost

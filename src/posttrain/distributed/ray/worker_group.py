@@ -3,7 +3,8 @@
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from posttrain.distributed.ray.monitor import KILLED, HeartbeatSender, dead_machine
@@ -132,6 +133,18 @@ class WorkerClient:
                     break
                 restarted = self.actor.get_pid.remote()
         return dead_machine(node) or KILLED
+
+
+def call_in_parts(workers: Sequence[WorkerClient], items: Sequence[Any], what: str, method: str) -> list[Any]:
+    """The results of a method for all `items`, in order. Each worker gets a contiguous part of them, all at once."""
+    each = -(-len(items) // len(workers)) or 1
+    parts = [list(items[start : start + each]) for start in range(0, len(items), each)]
+    with ThreadPoolExecutor(len(workers)) as pool:
+        calls = [
+            pool.submit(worker.call, f"{len(part)} {what}", method, part)
+            for worker, part in zip(workers, parts, strict=False)
+        ]
+        return [result for call in calls for result in call.result()]
 
 
 def unwrap_ray_error(error: Exception) -> Exception:

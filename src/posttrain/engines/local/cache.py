@@ -24,10 +24,6 @@ _LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
 """On other systems memory cannot be returned, so the whole cache is allocated at once."""
 ID = 8
 """Bytes of a token id."""
-MAX_SLOT_GAP = 8
-"""Maximum gap of unneeded slots that a block includes, because reading them costs less than another product."""
-MIN_SAVED_TOKENS = 512
-"""Cached tokens that sharing a prefix must save before its pages are attended separately."""
 MOST_PAIRS = 2**16
 """Pairs of a query and a key of a prompt that the compiled kernel attends to. With more, matrix products are faster on
 processors with matrix units."""
@@ -115,8 +111,11 @@ class KeyValuePages:
     @property
     def bytes(self) -> int:
         """Bytes of memory that the cache occupies."""
-        stores = [*self.keys.values(), *self.values.values()]
-        return int(self.resident.sum()) * sum(math.prod(store.shape[2:]) * store.itemsize for store in stores)
+        return int(self.resident.sum()) * sum(math.prod(store.shape[2:]) * store.itemsize for store in self._stores)
+
+    @property
+    def _stores(self) -> list[torch.Tensor]:
+        return [*self.keys.values(), *self.values.values()]
 
     def fill(self, slots: int | np.ndarray, tokens: int | np.ndarray) -> None:
         """Count the pages with the first `tokens` tokens of a slot as occupied, or of several different ones."""
@@ -126,7 +125,7 @@ class KeyValuePages:
 
     def drop(self, slot: int, pages: int = 0) -> None:
         """Return the memory of a slot beyond its first `pages` pages to the system."""
-        for store in (*self.keys.values(), *self.values.values()):
+        for store in self._stores:
             if store.device.type != "cpu" or _LIBRARY is None:
                 break
             for page in range(pages, int(self.resident[slot])):
@@ -155,9 +154,7 @@ class KeyValuePages:
     def layer(
         self, layer: int, like: torch.Tensor, value: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, allocated on first use for heads like those of `like` [T, H_kv, D], and for values
-        like `value` if their width differs.
-        """
+        """Keys and values of a layer, allocated on first use for heads like `like` [T, H_kv, D] and values like `value`."""
         if layer not in self.keys:
             self.keys[layer] = self._empty(like.shape[1], like)
             self.values[layer] = self._empty(like.shape[1], like if value is None else value)
@@ -179,18 +176,16 @@ class KeyValuePages:
         """Copy the pages with the first `tokens` tokens from slot `source` to slot `target`."""
         pages = -(-tokens // PAGE)
         self.fill(target, tokens)
-        for store in (self.keys, self.values):
-            for rows in store.values():
-                rows[:pages, target] = rows[:pages, source]
+        for store in self._stores:
+            store[:pages, target] = store[:pages, source]
 
     def swap(self, one: int, other: int, tokens: int) -> None:
         """Swap the pages with the first `tokens` tokens of two slots."""
         pages = -(-tokens // PAGE)
         self.fill(one, tokens)
         self.fill(other, tokens)
-        for store in (self.keys, self.values):
-            for rows in store.values():
-                rows[:pages, [one, other]] = rows[:pages, [other, one]]
+        for store in self._stores:
+            store[:pages, [one, other]] = store[:pages, [other, one]]
 
     def _grow(self, old: torch.Tensor) -> torch.Tensor:
         new = self._empty(old.shape[2], old)
@@ -231,9 +226,7 @@ class SharedPages:
 
 @dataclass(frozen=True)
 class Plan:
-    """The memory that decoding reads: `shared` pages and `blocks`, in slots first .. stop - 1 and the first `pages`
-    pages.
-    """
+    """The memory that decoding reads: `shared` pages and `blocks`, in slots first .. stop - 1 and the first `pages` pages."""
 
     first: int
     stop: int
@@ -257,7 +250,8 @@ def plan_decoding(singles: Sequence[Segment], window: int | None, share: bool) -
         ]
         begun = len(blocks)
         for slot in slots:
-            if len(blocks) > begun and slot - blocks[-1].stop <= MAX_SLOT_GAP:
+            # Reading a gap of unneeded slots costs less than another product.
+            if len(blocks) > begun and slot - blocks[-1].stop <= 8:
                 blocks[-1] = Block(page, blocks[-1].first, slot + 1)
             else:
                 blocks.append(Block(page, slot, slot + 1))
@@ -265,13 +259,13 @@ def plan_decoding(singles: Sequence[Segment], window: int | None, share: bool) -
 
 
 def shared_pages(singles: Sequence[Segment]) -> list[SharedPages]:
-    """Groups of slots with the same first pages, if reading those once saves enough tokens."""
+    """Groups of slots with the same first pages, if reading those once saves at least 512 tokens."""
     groups: dict[Prefix, list[int]] = {}
     for segment in singles:
         if segment.prefix is not None:
             groups.setdefault(segment.prefix, []).append(segment.slot)
     shared = [SharedPages(slots, prefix.tokens // PAGE) for prefix, slots in groups.items()]
-    return [group for group in shared if (len(group.slots) - 1) * group.pages * PAGE >= MIN_SAVED_TOKENS]
+    return [group for group in shared if (len(group.slots) - 1) * group.pages * PAGE >= 512]
 
 
 # -- decoding attention -----------------------------------------------------------------------------------------------
@@ -302,20 +296,16 @@ class CompiledAttention:
 
 
 class TorchDecodingAttention:
-    """Attention of segments of one token by a `Plan`.
-
-    It computes all slots from the first to the last decoding one, so that memory is contiguous. Rows of slots in
-    between are computed and discarded.
-    """
+    """Attention of segments of one token by a `Plan`. It computes all slots from the first to the last decoding one, so
+    that memory is contiguous. Rows of slots in between are computed and discarded."""
 
     def __init__(self, singles: Sequence[Segment], window: int | None, device: torch.device) -> None:
         plan = self.plan = plan_decoding(singles, window, share=window is None)
         self.span = plan.stop - plan.first
         slots = torch.tensor([s.slot - plan.first for s in singles])
         self._slots = slots.to(device) if len(singles) < self.span else None
-        starts = torch.zeros(self.span, dtype=torch.int64).index_copy_(
-            0, slots, torch.tensor([s.start for s in singles])
-        )
+        starts = torch.zeros(self.span, dtype=torch.int64)
+        starts[slots] = torch.tensor([s.start for s in singles])
         columns = torch.arange(plan.pages * PAGE)[None]
         hidden = columns > starts[:, None]
         if window is not None:
@@ -334,7 +324,13 @@ class TorchDecodingAttention:
         for block in self.plan.blocks:
             local = slice(block.first - first, block.stop - first)
             page = keys[block.page, block.first : block.stop]
-            scores[local, ..., block.page * PAGE : (block.page + 1) * PAGE] = _scores(page, queries[local])
+            # In bfloat16, a CPU multiplies the large matrix by the small one much faster than in the reverse order, which
+            # first copies the large matrix into another layout.
+            if page.dtype == torch.bfloat16:
+                products = (page @ queries[local].transpose(2, 3)).transpose(2, 3)
+            else:
+                products = queries[local] @ page.transpose(2, 3)
+            scores[local, ..., block.page * PAGE : (block.page + 1) * PAGE] = products
         for group, slots in self._groups:
             # All rows of the group with its shared pages, by one product per key head.
             stacked = queries[slots].transpose(0, 1).flatten(1, 2)
@@ -354,17 +350,6 @@ class TorchDecodingAttention:
             part = weights[local, ..., block.page * PAGE : (block.page + 1) * PAGE]
             out[local] += part @ values[block.page, block.first : block.stop]
         return out if self._slots is None else out[self._slots]
-
-
-def _scores(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Scores [R, H_kv, G, L] of `queries` [R, H_kv, G, D] with `keys` [R, H_kv, L, D].
-
-    In bfloat16, a CPU multiplies the large matrix by the small one much faster than in the reverse order, which first
-    copies the large matrix into another layout.
-    """
-    if keys.dtype == torch.bfloat16:
-        return (keys @ queries.transpose(2, 3)).transpose(2, 3)
-    return queries @ keys.transpose(2, 3)
 
 
 # -- the layout of a forward pass -------------------------------------------------------------------------------------
@@ -428,11 +413,9 @@ class CachedLayout:
         scaling: float,
         window: int | None,
     ) -> torch.Tensor:
-        """`attend_tokens` for heads before head norms and rotary positions, which `kernel` applies in place.
-
-        `heads` [T, H + 2 H_kv, D], contiguous: queries, keys and values, with H_kv = `kv_heads`; overwritten. `angles`,
-        `norms` and `epsilon` as in `DecodingKernel.rotate_and_store`. Returns [T, H, D].
-        """
+        """`attend_tokens` for heads before head norms and rotary positions, which `kernel` applies in place. `heads`
+        [T, H + 2 H_kv, D], contiguous: queries, keys and values, with H_kv = `kv_heads`; overwritten. `angles`, `norms`
+        and `epsilon` as in `DecodingKernel.rotate_and_store`. Returns [T, H, D]."""
         queries = heads.shape[1] - 2 * kv_heads
         key, value = heads[:, queries : queries + kv_heads], heads[:, queries + kv_heads :]
         rows = self.first_rows(kv_heads)

@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     from posttrain.engines.local.decoder import Decoder
 
 Recorder = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
-"""Records the GPU work of a function without running it. Returns a function that runs this work again, and the tensor to
-which it writes what the recorded function returned.
-"""
+"""Records the GPU work of a function without running it. Returns a function that runs this work again, and the tensor
+to which it writes what the recorded function returned."""
 
 RECORDED_AFTER = 4
 """Passes of a size that run kernel by kernel before it is recorded, so that sizes that are rarely needed are not."""
@@ -50,7 +49,7 @@ class KeyValueRows(KeyValuePages):
     @property
     def bytes(self) -> int:
         """Bytes of memory that the cache occupies."""
-        return sum(store.nbytes for store in (*self.keys.values(), *self.values.values()))
+        return sum(store.nbytes for store in self._stores)
 
     def _empty(self, heads: int, like: torch.Tensor) -> torch.Tensor:
         try:
@@ -82,13 +81,8 @@ class KeyValueRows(KeyValuePages):
 
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` tokens from slot `source` to slot `target`."""
-        for store in (self.keys, self.values):
-            for rows in store.values():
-                rows[target, :tokens] = rows[source, :tokens]
-
-    def swap(self, one: int, other: int, tokens: int) -> None:
-        """Never called: sequences need not be neighbors, so the engine does not move them."""
-        raise AssertionError("slots of a GPU's cache are not moved")
+        for store in self._stores:
+            store[target, :tokens] = store[source, :tokens]
 
 
 class FlashLayout(CachedLayout):
@@ -104,16 +98,10 @@ class FlashLayout(CachedLayout):
     def segments(self) -> list[Segment]:
         return self._ordered
 
-    @property
-    def decodes(self) -> bool:
-        """Whether every segment is one token."""
-        return len(self.singles) == len(self._ordered)
-
     def decoding(self, positions: torch.Tensor, slots: torch.Tensor) -> "FlashLayout":
         """The layout of one token of each of S sequences, at `positions` [S] of `slots` [S], both int64 on the device.
-
-        It reads nothing but these tensors, so that a recorded pass is that of the sequences which they name when it runs.
-        """
+        It reads nothing but these tensors, so that a recorded pass is that of the sequences which they name when it
+        runs."""
         room = self.cache.pages * PAGE
         begins, count = slots * room, len(slots)
         layout = copy.copy(self)
@@ -138,23 +126,19 @@ class FlashLayout(CachedLayout):
             raise ValueError("the flash kernel has no soft caps and sinks")
         keys, values = (store[layer].flatten(0, 1) for store in (self.cache.keys, self.cache.values))
         if self._spans is None:
-            self._spans = cached_spans(self._ordered, len(keys) // self.cache.slots, self.device)
+            room = len(keys) // self.cache.slots
+            counts = [segment.count for segment in self._ordered]
+            seen = [segment.start + segment.count for segment in self._ordered]
+            begins = [segment.slot * room for segment in self._ordered]
+            self._spans = Spans(
+                query_ends=upload(np.cumsum([0, *counts], dtype=np.int32), self.device),
+                key_ends=upload(np.array([*begins, begins[-1] + room], dtype=np.int32), self.device),
+                longest_query=max(counts),
+                longest_key=max(seen),
+                gathered=None,
+                keys_seen=upload(np.array(seen, dtype=np.int32), self.device),
+            )
         return flash_over_cache(self._spans, heads.query, keys, values, heads.scaling, heads.window)
-
-
-def cached_spans(segments: Sequence[Segment], tokens_per_slot: int, device: torch.device) -> Spans:
-    """The spans of segments whose keys are in the slots of a `KeyValueRows`."""
-    counts = [segment.count for segment in segments]
-    seen = [segment.start + segment.count for segment in segments]
-    begins = [segment.slot * tokens_per_slot for segment in segments]
-    return Spans(
-        query_ends=upload(np.cumsum([0, *counts], dtype=np.int32), device),
-        key_ends=upload(np.array([*begins, begins[-1] + tokens_per_slot], dtype=np.int32), device),
-        longest_query=max(counts),
-        longest_key=max(seen),
-        gathered=None,
-        keys_seen=upload(np.array(seen, dtype=np.int32), device),
-    )
 
 
 # -- recorded passes --------------------------------------------------------------------------------------------------
@@ -164,11 +148,9 @@ _RECORDING = threading.Lock()
 
 
 class CudaGraphs:
-    """The `Recorder` of a GPU. Its recordings share memory, so they run one after another.
-
-    Other threads may start kernels and wait for their own meanwhile. There is one recording at a time. `torch.cuda.graph`
-    would also wait for the entire GPU and give all free memory back to it, which takes longer than the recording.
-    """
+    """The `Recorder` of a GPU. Its recordings share memory, so they run one after another. Other threads may start
+    kernels and wait for their own meanwhile. There is one recording at a time. `torch.cuda.graph` would also wait for
+    the entire GPU and give all free memory back to it, which takes longer than the recording."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -190,12 +172,12 @@ class CudaGraphs:
 @dataclass(frozen=True)
 class _Recorded:
     replay: Callable[[], None]
+    out: torch.Tensor
+    """[S, hidden], or with `settings` [2, S]: what the last pass computed."""
     inputs: torch.Tensor
     """[3, S] int64: ids, positions and slots of the next pass."""
     settings: torch.Tensor | None
     """[3, S] float64: what `Sampler` takes for it."""
-    out: torch.Tensor
-    """[S, hidden], or with `settings` [2, S]: what the last pass computed."""
 
 
 Sampler = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -271,13 +253,15 @@ class RecordedDecoder:
     ) -> torch.Tensor | None:
         """What a recorded pass computes, with `settings` the sampled tokens; None if it is not recorded."""
         assert isinstance(layout, FlashLayout)
-        if not layout.decodes or torch.are_deterministic_algorithms_enabled():
+        if len(layout.singles) < len(layout.segments) or torch.are_deterministic_algorithms_enabled():
             return None
         if self._pages != layout.cache.pages:
             # The cache has moved, and recorded passes read its old place.
             self._pages = layout.cache.pages
             self.forget()
-        size = recorded_size(len(ids))
+        # The number of sequences for which the pass is recorded: 1, 2, 3, 4, 6, 8, 12, 16, 24, ...
+        step = 1 << max(0, (len(ids) - 1).bit_length() - 2)
+        size = -(-len(ids) // step) * step
         self._uses[size] += 1
         if self._uses[size] <= RECORDED_AFTER:
             return None
@@ -286,25 +270,19 @@ class RecordedDecoder:
         settings = None if settings is None else _padded(settings, size)
         key = size, settings is not None
         if key not in self._passes:
-            self._passes[key] = self._recorded(inputs, layout, settings)
+
+            def run() -> torch.Tensor:
+                ids, positions, slots = inputs
+                hidden = self._decoder.hidden(ids, positions, layout.decoding(positions, slots))
+                return hidden if settings is None else self._sampler(self.logits(hidden), settings)
+
+            self._passes[key] = _Recorded(*self._record(run), inputs, settings)
         recorded = self._passes[key]
         recorded.inputs.copy_(inputs)
-        if settings is None or recorded.settings is None:
-            recorded.replay()
-            return recorded.out[: len(ids)]
-        recorded.settings.copy_(settings)
+        if settings is not None and recorded.settings is not None:
+            recorded.settings.copy_(settings)
         recorded.replay()
-        return recorded.out[:, : len(ids)]
-
-    def _recorded(self, inputs: torch.Tensor, layout: FlashLayout, settings: torch.Tensor | None) -> _Recorded:
-        ids, positions, slots = inputs
-
-        def run() -> torch.Tensor:
-            hidden = self._decoder.hidden(ids, positions, layout.decoding(positions, slots))
-            return hidden if settings is None else self._sampler(self.logits(hidden), settings)
-
-        replay, out = self._record(run)
-        return _Recorded(replay, inputs, settings, out)
+        return recorded.out[: len(ids)] if settings is None else recorded.out[:, : len(ids)]
 
 
 def _padded(rows: torch.Tensor, size: int) -> torch.Tensor:
@@ -315,12 +293,6 @@ def _padded(rows: torch.Tensor, size: int) -> torch.Tensor:
 def places(decoder: "Decoder") -> list[tuple[int, torch.Size]]:
     """Where a pass of the decoder reads weights, as addresses and shapes."""
     return [(tensor.data_ptr(), tensor.shape) for tensor in decoder.reads()]
-
-
-def recorded_size(count: int) -> int:
-    """The number of sequences for which a pass of `count` is recorded: 1, 2, 3, 4, 6, 8, 12, 16, 24, ..."""
-    step = 1 << max(0, (count - 1).bit_length() - 2)
-    return -(-count // step) * step
 
 
 # -- sampling ---------------------------------------------------------------------------------------------------------

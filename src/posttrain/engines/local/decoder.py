@@ -6,6 +6,7 @@ distribution with one uniform number per token.
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -33,8 +34,6 @@ STREAMLINED = ("llama", "mistral", "qwen2", "qwen3")
 
 BLOCK = 256
 """Tokens per block: the block is found from block sums, then the token within the block."""
-CANDIDATES = 512
-"""Number of most probable tokens in which the top-p cut is searched first."""
 
 
 # -- the forward pass -------------------------------------------------------------------------------------------------
@@ -64,7 +63,9 @@ def decoder_of(model: torch.nn.Module, recorded: bool = False) -> Decoder:
     if packed or config.model_type not in STREAMLINED or config.hidden_act != "silu":
         return ModuleDecoder(model)
     decoder = StreamlinedDecoder(inner)
-    return RecordedDecoder(decoder, sample_recorded) if recorded and not decoder.waits else decoder
+    # A pass with positions that depend on the longest one waits for the GPU.
+    recorded = recorded and lengths_of(base_decoder(inner)) is None
+    return RecordedDecoder(decoder, sample_recorded) if recorded else decoder
 
 
 class ModuleDecoder:
@@ -84,11 +85,9 @@ class ModuleDecoder:
 
 
 class StreamlinedDecoder:
-    """Runs a decoder of the `STREAMLINED` types with ten operations per layer.
-
-    Projections of the same input are one product, and the operation after a product (SiLU, gate, residual) is fused
-    into it. Weights are read at construction.
-    """
+    """Runs a decoder of the `STREAMLINED` types with ten operations per layer. Projections of the same input are one
+    product, and the operation after a product (SiLU, gate, residual) is fused into it. Weights are read at
+    construction."""
 
     def __init__(self, inner: Any) -> None:
         body = self._body = base_decoder(inner)
@@ -104,12 +103,19 @@ class StreamlinedDecoder:
             self._compiled = CompiledLayers(whole, one.kernel, one.keys, one.head, one.epsilon)
         self._norm = body.norm
         self._output = inner.get_output_embeddings()
-        self._head, self._copied = _sampling_head(self._output)
-
-    @property
-    def waits(self) -> bool:
-        """Whether a pass waits for the GPU: these rotary positions read the longest one."""
-        return lengths_of(self._body) is not None
+        self._head: Callable[[torch.Tensor], torch.Tensor]
+        """The output projection as a product for sampling, in float32 for a `Float32Head`."""
+        self._copied: SamplingLinear | None = None
+        """The copy of the projection that `_head` reads."""
+        if not isinstance(self._output, Float32Head):
+            # Adapters of a float32 head are added by its modules.
+            whole_head = isinstance(getattr(self._output, "base_layer", None), Float32Head)
+            self._head = self._output if whole_head else SamplingLinear(self._output)
+        elif self._output.weight.is_cuda and self._output.bias is None:
+            self._head = partial(float32_product, weight=self._output.weight.detach())
+        else:
+            copied = self._copied = SamplingLinear(copy.deepcopy(self._output).float())
+            self._head = lambda hidden: copied(hidden.float())
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, layout: CachedLayout) -> torch.Tensor:
         x = self._embed(ids)
@@ -132,23 +138,8 @@ class StreamlinedDecoder:
             yield from linear.tensors
 
 
-def _sampling_head(head: Any) -> tuple[Callable[[torch.Tensor], torch.Tensor], SamplingLinear | None]:
-    """The output projection as a product for sampling, in float32 for a `Float32Head`, and the copy of it that this reads."""
-    if not isinstance(head, Float32Head):
-        # Adapters of a float32 head are added by its modules.
-        whole = isinstance(getattr(head, "base_layer", None), Float32Head)
-        return head if whole else SamplingLinear(head), None
-    if head.weight.is_cuda and head.bias is None:
-        weight = head.weight.detach()
-        return lambda hidden: float32_product(hidden, weight), None
-    packed = SamplingLinear(copy.deepcopy(head).float())
-    return lambda hidden: packed(hidden.float()), packed
-
-
 class _Layer:
-    """One layer: attention and gated MLP, each with a norm before it and a residual around it. `dtype`: that of its
-    input.
-    """
+    """One layer: attention and gated MLP, each with a norm before it and a residual around it. `dtype`: of its input."""
 
     def __init__(self, layer: Any, config: Any, dtype: torch.dtype) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -300,7 +291,7 @@ def truncate(probabilities: torch.Tensor, sampling: Sequence[SamplingRecipe]) ->
     top-p keeps the most probable tokens until their sum reaches p, including the token that reaches it. min-p keeps
     tokens of at least min_p times the largest probability. The most probable token is always kept. Among equally
     probable tokens, which are common in bfloat16, the first are kept. Rows need not sum to 1 and are independent of
-    each other. The whole vocabulary is sorted only if the `CANDIDATES` most probable tokens do not reach p.
+    each other. The whole vocabulary is sorted only if the 512 most probable tokens do not reach p.
     """
     vocabulary = probabilities.shape[1]
     total = probabilities.sum(-1, keepdim=True)
@@ -311,9 +302,8 @@ def truncate(probabilities: torch.Tensor, sampling: Sequence[SamplingRecipe]) ->
     ranks = column([s.top_k or vocabulary for s in sampling], torch.int64)
     nuclei = column([s.top_p for s in sampling], torch.float32).to(probabilities.dtype)
     floors = column([s.min_p for s in sampling], torch.float32).to(probabilities.dtype)
-    width = min(vocabulary, max(CANDIDATES, *(s.top_k or 0 for s in sampling)))
-    only_floor = all(not s.top_k and s.top_p == 1 for s in sampling)
-    if only_floor:
+    width = min(vocabulary, max(512, *(s.top_k or 0 for s in sampling)))
+    if all(not s.top_k and s.top_p == 1 for s in sampling):
         return torch.where(probabilities >= floors * probabilities.amax(-1, keepdim=True), probabilities, 0)
     while True:
         ordered = probabilities.topk(width, sorted=True).values

@@ -40,10 +40,6 @@ MIN_PENDING_TOKENS = 4
 """Minimum number of shared prompt tokens that another sequence is computing for a request to wait for them. It is low
 because all episodes of a group share them: where tasks differ by ten tokens only, a group of eight computes these once.
 """
-PREFIX_SLACK = 64
-"""Number of tokens by which two slots may share more than a known prefix and still count as sharing only this
-prefix.
-"""
 
 
 # -- slots of the cache -----------------------------------------------------------------------------------------------
@@ -92,19 +88,16 @@ class Slots:
         return [i for i, slot in enumerate(self.slots) if not slot.busy]
 
     def invalidate(self) -> None:
-        """Discard all cached tokens, and the order in which slots were used: it decides which row of a pass a sequence
-        gets, and the last bit of a small product can depend on its row.
-        """
+        """Discard all cached tokens, and the order in which slots were used: it decides the row of a sequence in a pass, and
+        the last bit of a small product can depend on its row."""
         for index, slot in enumerate(self.slots):
             self.clear(index, slot.length)
             slot.last_used = -1
 
     def place(self, prompt: bytes, pending: int, length: int = 0) -> Placement | None:
-        """The placement that leaves the fewest tokens of `prompt`, as in `Slot.ids`, to compute.
-
-        `pending`: first tokens of the prompt that a running sequence is about to compute. `length`: the one that decides
-        the prompt's rotary frequencies. Returns None if no slot is free, or if waiting for the pending tokens saves enough.
-        """
+        """The placement that leaves the fewest tokens of `prompt`, as in `Slot.ids`, to compute. `pending`: first
+        tokens of the prompt that a running sequence is about to compute. `length`: the one that decides the prompt's
+        rotary frequencies. Returns None if no slot is free, or if waiting for the pending tokens saves enough."""
         free = self.free
         if not free:
             return None
@@ -131,7 +124,7 @@ class Slots:
         if slot is source:
             if known is not None and known.tokens > shared:
                 slot.prefix = None
-        elif known is not None and 0 <= shared - known.tokens <= PREFIX_SLACK:
+        elif known is not None and 0 <= shared - known.tokens <= 64:  # the few more tokens are not worth another prefix
             slot.prefix = known
         elif shared < MIN_PENDING_TOKENS:
             slot.prefix = None
@@ -150,10 +143,6 @@ class Slots:
         """Free the slot. Its cached tokens `ids` remain for the episode's next turn or another prompt."""
         slot = self.slots[index]
         slot.ids, slot.busy, slot.last_used = ids, False, clock
-
-    def swap(self, one: int, other: int) -> None:
-        """Swap the contents of two slots."""
-        self.slots[one], self.slots[other] = self.slots[other], self.slots[one]
 
 
 def _head_size(config: Any) -> int:
@@ -182,11 +171,7 @@ class _Sequence:
         arrived: int,
         on_token: Callable[[int], None] | None = None,
     ) -> None:
-        self.request = request
-        self.stops = stops
-        self.future = future
-        self.arrived = arrived
-        self.on_token = on_token
+        self.request, self.stops, self.future, self.arrived, self.on_token = request, stops, future, arrived, on_token
         self.draws = random_stream("tokens", request.seed)
         self.prompt = len(request.prompt_ids)
         self.tokens = np.empty(self.prompt + request.max_tokens, dtype=np.int64)
@@ -230,9 +215,8 @@ class LocalEngine:
     ) -> None:
         """`settings`: keys of the `engine` section by name, instead of `recipe`: `slots`, the sequences held in the
         key/value cache, and `tokens_per_forward`. `max_context`: longest context in tokens, read only for
-        `cache_bytes`. By default it is the model's limit on a GPU and one page on a CPU, where a longer request that does
-        not fit fails alone. InputError if a setting is wrong or `cache_bytes` does not hold one such sequence.
-        """
+        `cache_bytes`. By default it is the model's limit on a GPU and one page on a CPU, where a longer request that
+        does not fit fails alone. InputError if a setting is wrong or `cache_bytes` does not hold one such sequence."""
         if not hasattr(policy, "device"):
             raise InputError(f"the argument `policy` has the type {type(policy).__name__}; pass a Policy")
         recipe = section(LocalEngineRecipe, recipe, **settings)
@@ -246,13 +230,12 @@ class LocalEngine:
         self.version = 0
         self.before_forward: Callable[[], None] | None = None
         """Called before each forward pass, when every open episode waits for the engine. It may load weights and cancel
-        requests. The same calls before the same passes give bit-identical results.
-        """
-        flash = policy.device.type != "cpu" and supports(
-            policy.device,
+        requests. The same calls before the same passes give bit-identical results."""
+        config, dtype = (
+            transformer(policy.model).config.get_text_config(),
             compute_dtype(next(policy.model.parameters())),
-            _head_size(transformer(policy.model).config.get_text_config()),
         )
+        flash = policy.device.type != "cpu" and supports(policy.device, dtype, _head_size(config))
         with policy.sharded.whole() if policy.sharded is not None else nullcontext():
             self._parts = choose_decoding(policy.model, flash, cache_directory() / "gate")
         if policy.recipe.router_replay and self._parts.streams:
@@ -271,7 +254,6 @@ class LocalEngine:
                 "remove it, and lower engine.slots"
             )
         if recipe.cache_bytes is not None:
-            config = transformer(policy.model).config.get_text_config()
             context = max_context or (PAGE if policy.device.type == "cpu" else config.max_position_embeddings)
             pages = -(-context // PAGE)
             if recipe.cache_bytes < pages * page_bytes(policy):
@@ -290,8 +272,7 @@ class LocalEngine:
         """Whether the decoder has the weights of `_source`."""
         self._waiting: list[_Sequence] = []
         self._running: list[_Sequence] = []
-        self._open_episodes = 0
-        self._clock = 0
+        self._open_episodes = self._clock = 0
         self._pump: asyncio.Task[None] | None = None
 
     # -- the protocol -------------------------------------------------------------------------------------------------
@@ -389,7 +370,8 @@ class LocalEngine:
             gaps = [slot for slot in self._slots.free if slot < len(by_slot)]
             for free, busy in zip(gaps, sorted(by_slot, reverse=True), strict=False):
                 self._cache.swap(free, busy, max(len(self._slots[free].ids) // ID, by_slot[busy].computed))
-                self._slots.swap(free, busy)
+                slots = self._slots.slots
+                slots[free], slots[busy] = slots[busy], slots[free]
                 by_slot[busy].slot = free
         for sequence in self._running if self._lengths is not None else ():
             # The cached keys of a sequence may have the frequencies of another length.
@@ -535,10 +517,7 @@ class LocalEngine:
 
     def _make_room(self, sequence: _Sequence, placement: Placement) -> Placement:
         """Drop cached tokens of free slots, least recently used first, until `sequence` fits; returns where to start
-        it.
-
-        If the tokens shared with a free slot do not fit twice, the sequence starts in that slot.
-        """
+        it. If the tokens shared with a free slot do not fit twice, the sequence starts in that slot."""
         assert self._page_limit is not None
         room = self._page_limit - sequence.pages - sum(s.pages for s in self._running)
         kept = [i for i in self._slots.free if i not in (placement.slot, placement.source)]

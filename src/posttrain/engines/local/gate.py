@@ -19,18 +19,8 @@ from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Segment
 from posttrain.engines.local.cuda import FlashLayout, KeyValueRows
 from posttrain.engines.local.decoder import ModuleDecoder, decoder_of
 from posttrain.engines.local.streams import StreamCaches, StreamDecoder, StreamLayout
+from posttrain.models import gate
 from posttrain.models.forward import base_decoder, logits_of, path_of, transformer
-from posttrain.models.gate import (
-    computing_in_float32,
-    distance,
-    gate_rows,
-    keep_verdict,
-    pack_rows,
-    read_verdict,
-    short_windows,
-    tolerance,
-    verdict_key,
-)
 from posttrain.models.layers import lengths_of
 
 Decoding = Literal["flash", "paged", "modules", "cached", "placed", "whole"]
@@ -64,15 +54,14 @@ class Parts:
 
 
 def choose_decoding(model: torch.nn.Module, flash: bool, cache: Path) -> Parts:
-    """The fastest exact way of decoding with `model`; `flash`: whether the flash kernel runs for its shapes. Verdicts are
-    kept in the directory `cache`.
-    """
+    """The fastest exact way of decoding with `model`; `flash`: whether the flash kernel runs for its shapes. Verdicts
+    are kept in the directory `cache`."""
     kinds: tuple[Decoding, ...] = ("cached", "placed", "whole")
     if path_of(model).packed:
         kinds = (*(("flash",) if flash else ()), "paged", "modules", *kinds)
-    key = verdict_key(model, "decoding", *kinds)
-    stored = read_verdict(cache, key, {"kind", "reason", "nats"}) or _verdict(model, kinds)
-    keep_verdict(cache, key, stored)
+    key = gate.verdict_key(model, "decoding", *kinds)
+    stored = gate.read_verdict(cache, key, {"kind", "reason", "nats"}) or _verdict(model, kinds)
+    gate.keep_verdict(cache, key, stored)
     transformer(model).decoding = stored  # for `models.gate.exactness`
     if stored["kind"] == "whole":
         warnings.warn(
@@ -87,14 +76,16 @@ def _verdict(model: torch.nn.Module, kinds: tuple[Decoding, ...]) -> dict[str, A
     inner, reason = transformer(model), ""
     # A GPU's kernels for bfloat16 do not compute in float32, and FSDP frees the weights that it has gathered.
     exchanged = next(inner.parameters()).is_cpu and not current_world().sharded
-    arithmetic = computing_in_float32(inner) if exchanged else nullcontext(next(inner.parameters()).dtype)
-    with arithmetic as dtype, short_windows(inner), torch.no_grad():
-        limit = tolerance(dtype)
-        rows = gate_rows(inner)
-        references = _learned(model, rows)
+    arithmetic = gate.computing_in_float32(inner) if exchanged else nullcontext(next(inner.parameters()).dtype)
+    with arithmetic as dtype, gate.short_windows(inner), torch.no_grad():
+        limit = gate.tolerance(dtype)
+        rows = gate.gate_rows(inner)
+        states, places = gate.pack_rows(model, rows)
+        ends = [torch.from_numpy(at[np.cumsum(_counts(row)) - 1]) for at, row in zip(places, rows, strict=True)]
+        references = [torch.log_softmax(logits_of(model, states[at.to(states.device)]), dim=-1) for at in ends]
         for kind in kinds[:-1]:
             try:
-                found = distance(_decoded(model, Parts(kind), rows), references)
+                found = gate.distance(_decoded(model, Parts(kind), rows), references)
             except Exception as error:
                 reason = f"{kind} decoding fails ({type(error).__name__})"
                 continue
@@ -106,15 +97,7 @@ def _verdict(model: torch.nn.Module, kinds: tuple[Decoding, ...]) -> dict[str, A
 
 def _counts(row: torch.Tensor) -> list[int]:
     """New tokens of a row in each pass: its prompt, `STEPS`, and the last ten one by one."""
-    prompt = len(row) - 10 - sum(STEPS)
-    return [prompt, *STEPS, *[1] * 10]
-
-
-def _learned(model: torch.nn.Module, rows: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Log-probabilities after each pass of `_counts`, by the learner."""
-    states, places = pack_rows(model, rows)
-    ends = [at[np.cumsum(_counts(row)) - 1] for at, row in zip(places, rows, strict=True)]
-    return [torch.log_softmax(logits_of(model, states[torch.from_numpy(at).to(states.device)]), dim=-1) for at in ends]
+    return [len(row) - 10 - sum(STEPS), *STEPS, *[1] * 10]
 
 
 def _decoded(model: torch.nn.Module, parts: Parts, rows: list[torch.Tensor]) -> list[torch.Tensor]:

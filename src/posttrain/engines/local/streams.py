@@ -54,11 +54,8 @@ class StreamDecoder:
 
     def __init__(self, model: torch.nn.Module, caches: bool, places: bool = False) -> None:
         """`caches`: whether it uses the model's own caches, or computes every token again. `places`: whether it names the
-        positions of tokens, which some models need with a cache and others count in their own way.
-        """
-        self._model = model
-        self._caches = caches
-        self._places = places
+        positions of tokens, which some models need with a cache and others count in their own way."""
+        self._model, self._caches, self._places = model, caches, places
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, layout: StreamLayout) -> torch.Tensor:
         """States [T, hidden] that `logits` takes; `ids` and `positions` are [T] int64."""
@@ -70,17 +67,18 @@ class StreamDecoder:
                 cache.ids[segment.slot], cache.states[segment.slot] = new, {}
             else:
                 cache.ids[segment.slot] = torch.cat([cache.ids[segment.slot], new])
-            outputs.append(self._cached(cache, segment, new) if self._caches else self._whole(cache, segment))
+            if self._caches:
+                outputs.append(self._cached(cache, segment, new))
+                continue
+            # The states of the new tokens, from a pass over the whole sequence.
+            whole = cache.ids[segment.slot]
+            row = PackedLayout([RowSegment(0, len(whole), length=segment.length)])
+            states = hidden_states(self._model, whole, row.positions().to(whole.device), row)
+            outputs.append(states[segment.start :])
         return torch.cat(outputs)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return logits_of(self._model, hidden)
-
-    def _whole(self, cache: StreamCaches, segment: Segment) -> torch.Tensor:
-        """The states of the new tokens, from a pass over the whole sequence."""
-        ids = cache.ids[segment.slot]
-        layout = PackedLayout([RowSegment(0, len(ids), length=segment.length)])
-        return hidden_states(self._model, ids, layout.positions().to(ids.device), layout)[segment.start :]
 
     def _cached(self, cache: StreamCaches, segment: Segment, ids: torch.Tensor) -> torch.Tensor:
         """The states of the new tokens, from passes that continue the slot's cache."""

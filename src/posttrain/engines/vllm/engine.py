@@ -102,10 +102,8 @@ class VllmEngine:
         self.counters = EngineCounters()
         self.capacity = recipe.slots
         self.version = -1
-        self.restarts = 0
-        """Number of restarts after a replica died."""
-        self.retried = 0
-        """Number of requests sent again because the replica that had them died."""
+        self.restarts = self.retried = 0
+        """Number of restarts after a replica died, and of requests sent again because of that."""
         self._assigned: ContextVar[list[_ReplicaState] | None] = ContextVar("assigned", default=None)
         self._replicas = [
             _ReplicaState(replica, asyncio.Lock(), HangDetector(partial(replica.call, "ping"), HANG_SECONDS))
@@ -135,10 +133,8 @@ class VllmEngine:
             raise
 
     def _start(self) -> None:
-        """Start all replicas, report the wait on standard error, and put them to sleep until they get weights.
-
-        vLLM checks that the memory it may use is free, so start it before the learner allocates the optimizer's state.
-        """
+        """Start all replicas, report the wait on standard error, and put them to sleep until they get weights. vLLM
+        checks that the memory it may use is free, so start it before the learner allocates the optimizer's state."""
         if not self._replicas:
             return
         begun = time.monotonic()
@@ -278,9 +274,7 @@ class VllmEngine:
     # -- dead replicas ------------------------------------------------------------------------------------------------
 
     async def _restart(self, state: _ReplicaState, starts: int, reason: str) -> None:
-        """Restart the replica with the current weights, unless another request has restarted it since start
-        `starts`.
-        """
+        """Restart the replica with the current weights, unless another request has restarted it since start `starts`."""
         async with state.lock:
             if state.starts != starts:
                 return
@@ -315,7 +309,7 @@ class VllmEngine:
         except EngineDied:
             state.alive = False
 
-    def _on_alive(self, name: str, **arguments: Any) -> concurrent.futures.Future[Any]:
+    def _on_alive(self, name: str, **arguments: Any) -> concurrent.futures.Future[None]:
         """Call the method `name` of all live replicas."""
         return self._on_replicas(lambda state: self._if_alive(state, state.replica.call(name, **arguments)))
 
@@ -324,26 +318,22 @@ class VllmEngine:
     def _send_weights(self, source: Policy, version: int) -> None:
         """Read the weights in this thread, bucket by bucket, and send each to every replica before reading the next."""
         self._wait(self._on_alive("begin_weights", version=version))
-        self._source = source
-        if self.recipe.weight_transfer == "nccl":
+        self._source, way = source, self.recipe.weight_transfer
+        if way == "nccl":
             self._join_group(source)
         for number, bucket in enumerate(buckets(source.weights(), BUCKET_BYTES)):
-            if self.recipe.weight_transfer == "ipc":
+            if way == "ipc":
                 self._share_bucket(bucket)
+            elif self._replicas and way == "files":
+                path = self._store.put(bucket, f"{self._sent}-{number}.safetensors")
+                self._wait(self._on_alive("receive_weights", path=path))
+                self._store.discard(path)
             elif self._replicas:
-                self._send_bucket(bucket, number)
+                buffer, entries = packed(bucket)
+                received = self._on_alive("receive_buffer", described={"size": buffer.numel(), "entries": entries})
+                self._beside(received, partial(broadcast, self._group[1], buffer))
         source.release_cached_memory()
         self._wait(self._on_replicas(lambda state: self._if_alive(state, self._finish(state))))
-
-    def _send_bucket(self, bucket: Bucket, number: int) -> None:
-        if self.recipe.weight_transfer == "files":
-            path = self._store.put(bucket, f"{self._sent}-{number}.safetensors")
-            self._wait(self._on_alive("receive_weights", path=path))
-            self._store.discard(path)
-            return
-        buffer, entries = packed(bucket)
-        received = self._on_alive("receive_buffer", described={"size": buffer.numel(), "entries": entries})
-        self._beside(received, lambda wanted: broadcast(self._group[1], buffer, wanted))
 
     def _share_bucket(self, bucket: Bucket) -> None:
         """Let each worker open the buffer of the learner process on its GPU. All ranks call it."""
@@ -366,12 +356,11 @@ class VllmEngine:
         size = 1 + each * len(self._replicas)
 
         def join(state: _ReplicaState) -> Coroutine[Any, Any, None]:
-            first = 1 + each * self._replicas.index(state)
-            named = {"address": address, "port": port, "first": first, "size": size}
+            named = {"address": address, "port": port, "first": 1 + each * self._replicas.index(state), "size": size}
             return self._if_alive(state, state.replica.call("join_transfer", **named))
 
         on_gpu = source.device.type == "cuda"
-        group = self._beside(self._on_replicas(join), lambda wanted: joined_group(address, port, 0, size, on_gpu))
+        group = self._beside(self._on_replicas(join), lambda _: joined_group(address, port, 0, size, on_gpu))
         self._group = starts, group
 
     def _beside(self, calls: concurrent.futures.Future[Any], work: Callable[[Callable[[], None]], T]) -> T:
@@ -395,11 +384,10 @@ class VllmEngine:
         return result
 
     async def _finish(self, state: _ReplicaState) -> None:
-        missing = await state.replica.call("finish_weights")
-        if missing:
+        if missing := await state.replica.call("finish_weights"):
             raise RunError(
-                f"{state.replica.name} lacks {len(missing)} weights of {self.model_path}, the first of them {missing[0]}; it "
-                "was started with a model that differs from the policy"
+                f"{state.replica.name} lacks {len(missing)} weights of {self.policy.recipe.path}, the first of them "
+                f"{missing[0]}; it was started with a model that differs from the policy"
             )
 
     async def _resend(self, state: _ReplicaState) -> None:
@@ -434,28 +422,22 @@ class VllmEngine:
 
     # -- between threads ----------------------------------------------------------------------------------------------
 
-    @property
-    def model_path(self) -> str:
-        """`model.path` of the policy, for messages."""
-        return self.policy.recipe.path
-
-    async def _gather(self, call: Callable[[_ReplicaState], Coroutine[Any, Any, T]]) -> list[T]:
-        results = await asyncio.gather(*map(call, self._replicas), return_exceptions=True)
-        for error in results:
-            if isinstance(error, BaseException):
-                raise error
-        return [result for result in results if not isinstance(result, BaseException)]
-
     def _on_replicas(
-        self, call: Callable[[_ReplicaState], Coroutine[Any, Any, T]]
-    ) -> concurrent.futures.Future[list[T]]:
-        """Call all replicas concurrently. The results, or the first error, come after all calls have ended."""
-        return asyncio.run_coroutine_threadsafe(self._gather(call), self._loop)
+        self, call: Callable[[_ReplicaState], Coroutine[Any, Any, Any]]
+    ) -> concurrent.futures.Future[None]:
+        """Call all replicas concurrently. The first error is raised after all calls have ended."""
 
-    def _wait(self, work: concurrent.futures.Future[T]) -> T:
-        """The result of `work`, which runs in the event loop of the engine's thread."""
+        async def gather() -> None:
+            results = await asyncio.gather(*map(call, self._replicas), return_exceptions=True)
+            if errors := [result for result in results if isinstance(result, BaseException)]:
+                raise errors[0]
+
+        return asyncio.run_coroutine_threadsafe(gather(), self._loop)
+
+    def _wait(self, work: concurrent.futures.Future[None]) -> None:
+        """Wait for `work`, which runs in the event loop of the engine's thread."""
         try:
-            return work.result()
+            work.result()
         except EngineRefused as error:
             raise RunError(f"vLLM refused a request: {error}") from error
 
@@ -508,12 +490,8 @@ def open_vllm(
     logs: Path | None = None,
     weights_change: bool = True,
 ) -> VllmEngine:
-    """A vLLM engine for contexts of up to `max_context` tokens, whose log-probabilities are exact for `sampling`.
-
-    `logs`: directory for the log files of servers that this process starts (default: a temporary directory).
-    `weights_change`: whether weights may change while requests are in flight. In a run of several
-    processes only rank 0 has replicas; the other ranks take part in gathering sharded weights.
-    """
+    """The vLLM engine of `engines.factory.open_engine`. In a run of several processes only rank 0 has replicas; the
+    other ranks take part in gathering sharded weights."""
     settings = replace(settings_of(policy, recipe, max_context, sampling), stream=weights_change)
     return VllmEngine(policy, recipe, _make_replicas(recipe, settings, logs) if current_world().is_rank0 else [])
 
@@ -534,10 +512,6 @@ def settings_of(
     """The settings of each replica. InputError for a policy that vLLM cannot sample for."""
     path = Path(resolve_path(policy.recipe.path))
     if (path / "adapter_config.json").is_file():
-        if recipe.adapters == "adapter_only":
-            raise InputError(
-                f"engine.adapters: adapter_only needs a whole model at model.path, and {path} is an adapter; use merged"
-            )
         raise InputError(
             f"model.path: {path} is an adapter, and vLLM needs a whole model; train with model.lora.export=merged"
         )
@@ -588,10 +562,8 @@ def _make_replicas(recipe: VllmEngineRecipe, settings: Settings, logs: Path | No
             for url in recipe.urls
         ]
     folder, size = logs or Path(tempfile.mkdtemp(prefix="posttrain-vllm-logs-")), recipe.tensor_parallel
-    devices = range(recipe.first_device, recipe.first_device + recipe.servers * size)
+    firsts = [recipe.first_device + number * size for number in range(recipe.servers)]
     return [
-        LaunchedServerReplica(
-            number, settings, recipe.python, list(devices[number * size :][:size]), START_SECONDS, folder
-        )
-        for number in range(recipe.servers)
+        LaunchedServerReplica(number, settings, recipe.python, list(range(first, first + size)), START_SECONDS, folder)
+        for number, first in enumerate(firsts)
     ]

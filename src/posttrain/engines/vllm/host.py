@@ -22,8 +22,7 @@ class Host:
         """Version of the current weights; -1 before the first update."""
         self._pending_version: Any = None
         """Version of the weights that are being received."""
-        self._asleep = False
-        self._paused = False
+        self._asleep = self._paused = False
         self._numbers = itertools.count()
         self._adapter: Any = None
         self._tokenizer: Any = None
@@ -84,12 +83,7 @@ class Host:
 
         streams = self.settings.stream or bool(job["stop_strings"])
         parameters = SamplingParams(
-            temperature=job["temperature"],
-            top_p=job["top_p"],
-            top_k=job["top_k"],
-            min_p=job["min_p"],
-            seed=job["seed"],
-            max_tokens=job["max_tokens"],
+            **{key: job[key] for key in ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")},
             stop_token_ids=job["end_tokens"],
             ignore_eos=True,
             logprobs=0,
@@ -105,11 +99,8 @@ class Host:
             )
         stops = StopStrings(self._tokenizer, job["stop_strings"])
         name, adapter, version = f"request-{next(self._numbers)}", self._adapter, self.version
-        ids: list[int] = []
-        logprobs: list[float] = []
-        versions: list[int] = []
-        reason, reused, experts = None, 0, None
-        ends = frozenset(job["end_tokens"])
+        ids, logprobs, versions = list[int](), list[float](), list[int]()
+        reason, reused, experts, ends = None, 0, None, frozenset(job["end_tokens"])
         prompt: Any = {"prompt_token_ids": job["prompt_ids"]}
         if places := job.get("images"):
             if missing := self._images.missing(places):
@@ -134,9 +125,10 @@ class Host:
                     reason = "turn_budget"
                 if reason is not None:
                     break
-            if reason is not None and not output.finished:
+            if output.finished:
+                break
+            if reason is not None:
                 await self.engine.abort(name)
-            if reason is not None or output.finished:
                 break
         if reason is None:
             raise ValueError(
@@ -154,8 +146,6 @@ class Host:
     async def begin_weights(self, version: int) -> None:
         """Prepare for whole weights of `version`. Requests in flight are paused and continue with the new weights."""
         await self._pause()
-        if self._asleep and self.has_gpu:
-            await self.engine.wake_up(["weights"])
         if self._pending_version is not None:
             # A trainer that died left an update open, or ended it with a part that could not be loaded.
             with contextlib.suppress(Exception):
@@ -165,7 +155,7 @@ class Host:
 
     async def receive_weights(self, path: str) -> None:
         """Load the tensors of a safetensors file on this machine."""
-        await self._update(path=path)
+        await self.receive_buffer({"path": path})
 
     async def join_transfer(self, address: str, port: int, first: int, size: int) -> None:
         """Let the workers join the learner's process group, from rank `first` of `size`."""
@@ -175,18 +165,14 @@ class Host:
         await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=group))
 
     async def receive_buffer(self, described: dict[str, Any]) -> None:
-        """Load the tensors of a buffer that the learner shares or broadcasts."""
-        await self._update(**described)
-
-    async def _update(self, **part: Any) -> None:
+        """Load the tensors of a buffer that the learner shares or broadcasts: the fields of `receiver.Part`."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self.engine.update_weights(WeightTransferUpdateRequest(update_info=part))
+        await self.engine.update_weights(WeightTransferUpdateRequest(update_info=described))
 
     async def finish_weights(self) -> list[str]:
-        """Sample with the new weights from now on. Returns the names of missing parameters; with any, requests
-        stay paused.
-        """
+        """Sample with the new weights from now on. Returns the names of missing parameters; with any, requests stay
+        paused."""
         missing = await self.engine.collective_rpc("missing_weights")
         names = sorted({name for worker in missing for name in worker})
         await self.engine.finish_weight_update()
@@ -200,8 +186,6 @@ class Host:
         from vllm.lora.request import LoRARequest
 
         await self._pause()
-        if self._asleep and self.has_gpu:
-            await self.engine.wake_up(["weights"])
         number = 1 + next(self._numbers)
         adapter = LoRARequest(f"policy-{version}-{number}", number, path)
         await self.engine.add_lora(adapter)
@@ -223,8 +207,10 @@ class Host:
         self._asleep = True
 
     async def _pause(self) -> None:
-        """Pause requests in flight and those that arrive."""
-        if not self._asleep or not self.has_gpu:
+        """Pause requests in flight and those that arrive; wake a sleeping GPU for weights instead."""
+        if self._asleep and self.has_gpu:
+            await self.engine.wake_up(["weights"])
+        else:
             await self.engine.pause_generation(mode="keep", clear_cache=False)
             self._paused = True
 

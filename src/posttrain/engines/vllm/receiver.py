@@ -3,11 +3,11 @@
 It needs vLLM: `worker.py` registers it under `BACKEND`, and the workers import it when they start.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -67,7 +67,8 @@ class TrainerWeights(WeightTransferEngine[GroupInfo, Part]):
     @torch.no_grad()
     def receive_weights(self, update_info: Part) -> None:
         if update_info.path is not None:
-            self.model.load_weights(_tensors(update_info.path))
+            with safe_open(update_info.path, framework="pt") as file:
+                self.model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
             return
         if update_info.shared is not None:
             # vLLM keeps tensors until those of a layer are complete, and the learner frees the buffer before that.
@@ -112,11 +113,3 @@ class TrainerWeights(WeightTransferEngine[GroupInfo, Part]):
         if not getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
             return []
         return [module for module in self.model.modules() if type(module).__name__ == "ParallelLMHead"]
-
-
-def _tensors(path: str) -> Iterator[tuple[str, Any]]:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 (a safetensors file is not a mapping)
-            yield name, file.get_tensor(name)

@@ -32,10 +32,8 @@ class EngineRefused(Exception):
 
 
 class HangDetector:
-    """Pings an engine while calls to it are in flight, and fails the calls when it stops responding.
-
-    The duration of a call does not indicate whether the engine is healthy, so calls have no time-out.
-    """
+    """Pings an engine while calls to it are in flight, and fails the calls when it stops responding. The duration of a
+    call does not indicate whether the engine is healthy, so calls have no time-out."""
 
     def __init__(self, ping: Callable[[], Awaitable[None]], timeout: float) -> None:
         """`ping` returns once the engine has responded. An engine that is silent for `timeout` seconds counts as hanging."""
@@ -77,22 +75,16 @@ class HangDetector:
                 pass  # the calls raise it as well
 
 
-_CONNECT_SECONDS = 10
-_CHUNK_BYTES = 2**20
-
-
 async def http_request(url: str, path: str, headers: dict[str, str], content: bytes | Path) -> dict[str, Any]:
-    """POST `content`, the body or a file with it, to the server at `url`, and return the JSON of its response.
-
-    Raises EngineRefused for a status other than 200 and EngineDied if the connection fails or closes early.
-    """
+    """POST `content`, the body or a file with it, to the server at `url`, and return the JSON of its response. Raises
+    EngineRefused for a status other than 200 and EngineDied if the connection fails or closes early."""
     address = urlsplit(url)
     secure = address.scheme == "https"
     port = address.port or (443 if secure else 80)
     try:
-        async with asyncio.timeout(_CONNECT_SECONDS):
+        async with asyncio.timeout(10):
             reader, writer = await asyncio.open_connection(address.hostname, port, ssl=secure)
-    except (OSError, TimeoutError) as error:
+    except OSError as error:
         raise EngineDied(str(error) or type(error).__name__) from error
     try:
         # Responses may take any time, so that the other machine is gone shows by TCP keep-alive only.
@@ -106,17 +98,16 @@ async def http_request(url: str, path: str, headers: dict[str, str], content: by
         head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         writer.write(f"POST {address.path.rstrip('/')}{path} HTTP/1.1\r\n{head}\r\n".encode())
         with content.open("rb") if isinstance(content, Path) else io.BytesIO(content) as file:
-            while chunk := file.read(_CHUNK_BYTES):
+            while chunk := file.read(2**20):
                 writer.write(chunk)
                 await writer.drain()
         answer = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         status = int(answer[0].split()[1])
         sizes = [line.partition(":")[2] for line in answer if line.lower().startswith("content-length:")]
         body = await reader.readexactly(int(sizes[0])) if sizes else await reader.read()
-    except asyncio.IncompleteReadError as error:
-        raise EngineDied("it closed the connection") from error
-    except OSError as error:
-        raise EngineDied(str(error) or type(error).__name__) from error
+    except (asyncio.IncompleteReadError, OSError) as error:
+        closed = isinstance(error, asyncio.IncompleteReadError)
+        raise EngineDied("it closed the connection" if closed else str(error) or type(error).__name__) from error
     finally:
         writer.close()
     try:
@@ -129,19 +120,14 @@ async def http_request(url: str, path: str, headers: dict[str, str], content: by
     return response
 
 
-_POLL_SECONDS = 0.1
 _SHUTDOWN_SECONDS = 10
 """Time for a server to shut down before it is killed."""
-_LOG_LINES = 6
-"""Number of log lines that an error message shows."""
 
 
 class ServerReplica:
     """A vLLM server at `url`, which is empty until the server is running, with the weights that were sent to it.
-
-    Methods run in the event loop of `VllmEngine`. `call` raises EngineDied if the engine is gone and EngineRefused if it
-    rejects the call.
-    """
+    Methods run in the event loop of `VllmEngine`. `call` raises EngineDied if the engine is gone and EngineRefused if
+    it rejects the call."""
 
     def __init__(
         self,
@@ -183,41 +169,42 @@ class ServerReplica:
 
     def _check_settings(self, info: dict[str, Any]) -> None:
         """RunError if the settings of the server are incompatible with this run."""
-        if self.required is None:
+        if (required := self.required) is None:
             return
-        for key, option in (("logprobs", "logprobs"), ("adapter_rank", "adapter-rank")):
-            actual, needed = info[key], getattr(self.required, key)
-            if actual != needed:
-                raise RunError(f"{self.name} was started with --{option} {actual}, but the recipe needs {needed}")
-        for key, cause in (
-            ("deterministic", "hardware.deterministic is true"),
-            ("router_replay", "model.router_replay is true"),
-            ("images", "the model reads images"),
-        ):
-            if getattr(self.required, key) and not info[key]:
+        for key, needed in (("logprobs", required.logprobs), ("adapter_rank", required.adapter_rank)):
+            if info[key] != needed:
+                option = key.replace("_", "-")
+                raise RunError(f"{self.name} was started with --{option} {info[key]}, but the recipe needs {needed}")
+        switches = {
+            "deterministic": "hardware.deterministic is true",
+            "router_replay": "model.router_replay is true",
+            "images": "the model reads images",
+        }
+        for key, cause in switches.items():
+            if getattr(required, key) and not info[key]:
                 option = key.replace("_", "-")
                 raise RunError(f"{self.name} was started without --{option}, but {cause}; start it again with it")
-        if 0 < info["max_model_len"] < self.required.max_model_len:
-            raise RunError(
-                f"{self.name} was started with --max-model-len {info['max_model_len']}, but the recipe needs "
-                f"{self.required.max_model_len}"
-            )
+        if 0 < (length := info["max_model_len"]) < required.max_model_len:
+            needed = required.max_model_len
+            raise RunError(f"{self.name} was started with --max-model-len {length}, but the recipe needs {needed}")
 
     async def call(self, name: str, **arguments: Any) -> Any:
         """The result of the method `name` of `Host`. Weights and adapters are sent as paths or, elsewhere, as contents, and
         images as contents."""
         headers = self._headers
+        content: bytes | Path
         if name == "receive_image":
             headers = headers | {"content-type": "application/octet-stream", "x-image": arguments["key"]}
-            return (await http_request(self.url, f"/{name}", headers, arguments["content"]))["result"]
-        content: bytes | Path = json.dumps(arguments, default=str).encode()
-        if not self.same_machine and name in ("receive_weights", "load_adapter"):
+            content = arguments["content"]
+        elif not self.same_machine and name in ("receive_weights", "load_adapter"):
             content = path = Path(arguments["path"])
             headers = headers | {"content-type": "application/octet-stream"}
             if name == "load_adapter":
                 config = " ".join((path / "adapter_config.json").read_text().split())
                 headers |= {"x-adapter": config, "x-version": str(arguments["version"])}
                 content = path / "adapter_model.safetensors"
+        else:
+            content = json.dumps(arguments, default=str).encode()
         return (await http_request(self.url, f"/{name}", headers, content))["result"]
 
     def request_stop(self) -> None:
@@ -258,8 +245,8 @@ class LaunchedServerReplica(ServerReplica):
                 options.append(f"--{'' if value else 'no-'}{name}")
             else:
                 options += [f"--{name}", str(value)]
-        internal = ["--port", "0", "--owned", "--announce", str(port_file)]
-        command = [self.python, "-m", "posttrain.engines.vllm.server", self.settings.model, *internal, *options]
+        options += ["--port", "0", "--owned", "--announce", str(port_file)]
+        command = [self.python, "-m", "posttrain.engines.vllm.server", self.settings.model, *options]
         with self.log.open("ab") as log:
             self._process = ChildProcess(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, environment=self._environment()
@@ -272,9 +259,9 @@ class LaunchedServerReplica(ServerReplica):
                 how = f"no response after {self.start_timeout:g} s" if code is None else f"it exited with status {code}"
                 lines = self.log.read_text(errors="replace").splitlines()
                 errors = [line for line in lines if "Error" in line or "error:" in line.lower()] or lines
-                shown = "".join(f"\n  {line[:300]}" for line in dict.fromkeys(errors[-_LOG_LINES:]))
+                shown = "".join(f"\n  {line[:300]}" for line in dict.fromkeys(errors[-6:]))
                 raise RunError(f"{self.name} did not start: {how}; end of its log {self.log}:{shown}")
-            await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.sleep(0.1)
         self.url = f"http://127.0.0.1:{port_file.read_text()}"
 
     def request_stop(self) -> None:
@@ -300,9 +287,7 @@ class LaunchedServerReplica(ServerReplica):
         return self._process.pid if self._process is not None else None
 
     def _environment(self) -> dict[str, str]:
-        """Environment variables of the server. It can import this posttrain, but no other package of this
-        interpreter.
-        """
+        """Environment variables of the server. It can import this posttrain, but no other package of this interpreter."""
         import posttrain
 
         package = Path(self._folder.name) / "path"
@@ -312,11 +297,8 @@ class LaunchedServerReplica(ServerReplica):
         # Neither the learner's rank nor its number of threads applies to the engine.
         learners = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         excluded = ("LD_PRELOAD", "OMP_NUM_THREADS", *learners)
-        variables = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in excluded and not name.startswith(("PYTHON", "TORCHELASTIC"))
-        }
+        kept = (name for name in os.environ if not name.startswith(("PYTHON", "TORCHELASTIC")) and name not in excluded)
+        variables = {name: os.environ[name] for name in kept}
         temporary = Path(self._folder.name) / "tmp"
         temporary.mkdir(exist_ok=True)
         # Temporary files of vLLM are removed with the folder.

@@ -32,7 +32,6 @@ CALLS = (
 )
 """Methods of `Host` that every client may call. Those that take paths need `trusts_paths`."""
 _LOCAL = ("127.0.0.1", "localhost", "::1")
-_POLL_SECONDS = 0.5
 _SHUTDOWN_SECONDS = 8
 """Time for vLLM to shut down before it is killed."""
 
@@ -48,7 +47,6 @@ class Server:
         self.folder = Path(tempfile.mkdtemp(prefix="posttrain-received-"))
         self.trainer_folders: set[Path] = set()
         """Folders of the trainer that contained weights."""
-        self._adapters = 0
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -74,23 +72,23 @@ class Server:
     async def _serve(self, name: str, headers: dict[str, str], receive: Any) -> Any:
         """The result of the method `name` of the host."""
         uploaded = headers.get("content-type") == "application/octet-stream"
-        if uploaded and name == "receive_weights":
-            file = self.folder / "bucket.safetensors"
-            await _write_body(receive, file)
+        if uploaded and name in ("receive_weights", "load_adapter"):
+            adapter = name == "load_adapter"
+            folder = Path(tempfile.mkdtemp(dir=self.folder))
+            file = folder / ("adapter_model.safetensors" if adapter else "bucket.safetensors")
+            with file.open("wb") as out:
+                async for part in _parts(receive):
+                    out.write(part)
+            if adapter:
+                (folder / "adapter_config.json").write_text(headers["x-adapter"])
+                return await self.host.load_adapter(str(folder), int(headers["x-version"]))
             await self.host.receive_weights(str(file))
-            file.unlink()
+            shutil.rmtree(folder)
             return None
-        if uploaded and name == "load_adapter":
-            self._adapters += 1
-            folder = self.folder / f"adapter-{self._adapters}"
-            folder.mkdir()
-            (folder / "adapter_config.json").write_text(headers["x-adapter"])
-            await _write_body(receive, folder / "adapter_model.safetensors")
-            await self.host.load_adapter(str(folder), int(headers["x-version"]))
-            return None
+        body = b"".join([part async for part in _parts(receive)])
         if uploaded and name == "receive_image":
-            return self.host.receive_image(headers["x-image"], b"".join([part async for part in _parts(receive)]))
-        arguments = json.loads(b"".join([part async for part in _parts(receive)]) or b"{}")
+            return self.host.receive_image(headers["x-image"], body)
+        arguments = json.loads(body or b"{}")
         if self.trusts_paths and name in ("receive_weights", "load_adapter"):
             self.trainer_folders.add(Path(arguments["path"]).parent)
         elif name not in CALLS:
@@ -112,12 +110,6 @@ async def _parts(receive: Any) -> AsyncIterator[bytes]:
         yield message.get("body", b"")
         if not message.get("more_body"):
             return
-
-
-async def _write_body(receive: Any, file: Path) -> None:
-    with file.open("wb") as out:
-        async for part in _parts(receive):
-            out.write(part)
 
 
 async def _until_disconnect(work: Any, receive: Any) -> dict[str, Any]:
@@ -170,14 +162,8 @@ async def _serve(arguments: argparse.Namespace, settings: Settings, token: str |
     listening = socket.create_server((arguments.host, arguments.port))
     port = listening.getsockname()[1]
     application = Server(host, token, arguments.owned)
-    config = uvicorn.Config(
-        application,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        timeout_keep_alive=3600,
-        timeout_graceful_shutdown=1,
-    )
+    limits: Any = {"timeout_keep_alive": 3600, "timeout_graceful_shutdown": 1}
+    config = uvicorn.Config(application, log_level="warning", access_log=False, lifespan="off", **limits)
     server = uvicorn.Server(config)
     # uvicorn's handlers would end this process before vLLM's processes are stopped.
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
@@ -190,11 +176,9 @@ async def _serve(arguments: argparse.Namespace, settings: Settings, token: str |
             shutil.rmtree(path, ignore_errors=True)
 
     def exit_with_stdin() -> None:
-        """Exit, with all processes of this group, when the trainer exits and so closes standard input. Files that a
-        killed trainer left on this machine are removed.
-        """
+        """Exit, with all processes of this group and the files of a killed trainer, when it closes standard input."""
         while os.read(0, 4096):
-            time.sleep(_POLL_SECONDS)
+            time.sleep(0.5)
         orphaned.set()
         server.should_exit = True
         time.sleep(_SHUTDOWN_SECONDS)

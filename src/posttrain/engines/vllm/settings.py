@@ -13,9 +13,6 @@ BACKEND = "posttrain"
 """Name of the trainer's way of sending weights in vLLM's registry."""
 TOKEN = "POSTTRAIN_VLLM_TOKEN"
 """Environment variable with a server's token."""
-GIB = 2**30
-STREAM_INTERVAL = 8
-"""Tokens per message of a streamed answer, if none is needed for each."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +43,7 @@ class Settings:
     trust_remote_code: bool = False
     """Run the Python code in the model's files."""
     stream: bool = True
-    """Return tokens as they are sampled, so that each gets the version of its weights. If false, only complete answers
-    are returned, which suffices if weights change only between requests.
-    """
+    """Return tokens as they are sampled, so that each gets the version of its weights, or complete answers only."""
     deterministic: bool = False
     """Sample each request independently of those in the same pass; on GPUs from the H100 on."""
     router_replay: bool = False
@@ -79,7 +74,7 @@ def engine_arguments(settings: Settings, has_gpu: bool) -> dict[str, Any]:
         "disable_log_stats": True,
         # Of answers with stop strings, which are streamed: vLLM's front end cannot keep up with every token. Tokens after
         # the string are left out.
-        "stream_interval": 1 if settings.stream else STREAM_INTERVAL,
+        "stream_interval": 1 if settings.stream else 8,
     }
     if settings.max_model_len:
         arguments["max_model_len"] = settings.max_model_len
@@ -100,7 +95,7 @@ def engine_arguments(settings: Settings, has_gpu: bool) -> dict[str, Any]:
         else:
             del arguments["max_num_batched_tokens"]
     if settings.cache_gigabytes or not has_gpu:
-        arguments["kv_cache_memory_bytes"] = int((settings.cache_gigabytes or 2.0) * GIB)
+        arguments["kv_cache_memory_bytes"] = int((settings.cache_gigabytes or 2.0) * 2**30)
     if settings.images:
         # Images arrive normalized, and a cache of processed ones would be a second one. vLLM's processor needs a tokenizer.
         arguments |= {"mm_device_do_normalize": False, "mm_processor_cache_gb": 0, "skip_tokenizer_init": False}
@@ -112,8 +107,7 @@ def engine_arguments(settings: Settings, has_gpu: bool) -> dict[str, Any]:
             "enable_lora": True,
             "max_lora_rank": next(rank for rank in _RANKS if rank >= settings.adapter_rank),
             "max_loras": 2,
-            # A request in flight keeps its adapters until it ends, so adapters whose files are removed must stay in
-            # memory.
+            # A request in flight keeps its adapters until it ends, so adapters whose files are removed stay in memory.
             "max_cpu_loras": 16,
         }
     else:

@@ -9,16 +9,15 @@ import math
 import socket
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
+import torch.distributed as dist
 
 ALIGNMENT = 16
 """Each tensor in a buffer begins at a multiple of this number of bytes."""
-_JOIN_SECONDS = 300.0
-"""Maximum wait in seconds until every worker has joined the process group."""
-
 Entry = list[Any]
 """Name, dtype, shape, and byte offset of a tensor in a buffer."""
 
@@ -46,8 +45,6 @@ def unpacked(buffer: torch.Tensor, entries: list[Entry]) -> Iterator[tuple[str, 
         yield name, buffer[start : start + count].view(dtype).reshape(shape)
 
 
-# -- memory of one GPU -------------------------------------------------------------------------------------------------
-
 _FIELDS = (
     *("handle", "storage_size_bytes", "storage_offset_bytes", "requires_grad"),
     *("ref_counter_handle", "ref_counter_offset", "event_handle", "event_sync_required"),
@@ -72,12 +69,8 @@ def opened_memory(shared: dict[str, Any], device: int) -> torch.Tensor:
 
     values = [base64.b64decode(shared[key]) if key.endswith("handle") else shared[key] for key in _FIELDS]
     storage: Any = torch.UntypedStorage
-    return rebuild_cuda_tensor(
-        torch.Tensor, torch.Size([shared["size"]]), (1,), 0, storage, torch.uint8, device, *values
-    )
-
-
-# -- a process group ---------------------------------------------------------------------------------------------------
+    size = torch.Size([shared["size"]])
+    return rebuild_cuda_tensor(torch.Tensor, size, (1,), 0, storage, torch.uint8, device, *values)
 
 
 def address_for(url: str | None) -> tuple[str, int]:
@@ -94,11 +87,7 @@ def address_for(url: str | None) -> tuple[str, int]:
 
 def joined_group(address: str, port: int, rank: int, size: int, on_gpu: bool) -> Any:
     """The process group of the learner, which is rank 0, and all workers. Returns once every rank has called it."""
-    from datetime import timedelta
-
-    import torch.distributed as dist
-
-    limit = timedelta(seconds=_JOIN_SECONDS)
+    limit = timedelta(seconds=300)
     store = dist.TCPStore(address, port, size, is_master=rank == 0, timeout=limit, wait_for_workers=False)
     shared = dist.PrefixStore("weights", store)
     if on_gpu:
@@ -109,8 +98,6 @@ def joined_group(address: str, port: int, rank: int, size: int, on_gpu: bool) ->
 def broadcast(group: Any, buffer: torch.Tensor, still_wanted: Callable[[], None] = lambda: None) -> None:
     """Send the learner's `buffer` to every worker, or receive it into `buffer`. `still_wanted` is called while it waits, and
     raises to stop waiting."""
-    import torch.distributed as dist
-
     options = dist.BroadcastOptions()
     options.rootRank = 0
     work = group.broadcast([buffer], options)

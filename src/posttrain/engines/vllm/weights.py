@@ -14,7 +14,6 @@ from posttrain.models.cuda.copies import copied_to_cpu
 
 Bucket = dict[str, torch.Tensor]
 _PREFIX = "posttrain-weights-"
-_LOCK = "lock"
 
 
 def buckets(weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[Bucket]:
@@ -37,23 +36,21 @@ class WeightStore:
     otherwise each is removed after it has been read."""
 
     def __init__(self, keep: bool, expected_bytes: int) -> None:
-        """Create the folder: in shared memory if twice `expected_bytes` are free there, else in the temporary
-        directory.
-        """
+        """Create the folder: in shared memory if twice `expected_bytes` are free there, else in the temporary directory."""
         self.keep = keep
         memory = Path("/dev/shm")
         roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2 * expected_bytes
         parent = memory if roomy else Path(tempfile.gettempdir())
         # Folders of processes that were killed: their locks are free.
         for folder in parent.glob(f"{_PREFIX}*"):
-            with contextlib.suppress(OSError), (folder / _LOCK).open("rb") as file:
+            with contextlib.suppress(OSError), (folder / "lock").open("rb") as file:
                 lock(file.fileno())
                 shutil.rmtree(folder, ignore_errors=True)
         self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         part = self.folder / "lock.part"
         self._lock = part.open("wb")
         lock(self._lock.fileno())  # held until this process exits
-        part.rename(self.folder / _LOCK)
+        part.rename(self.folder / "lock")
         self.files: list[Path] = []
 
     def put(self, bucket: Bucket, name: str) -> Path:

@@ -14,9 +14,6 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from posttrain.engines.vllm.settings import BACKEND
 
-_POLL_SECONDS = 1.0
-"""Seconds between two checks of whether the parent process is alive."""
-
 
 def _parent_of(process: int) -> int | None:
     """Id of the parent of `process`; None if the system does not provide it."""
@@ -35,17 +32,14 @@ class WorkerExtension:
     weight_transfer_engine: Any
 
     def end_with_parent(self, first: int) -> None:
-        """Exit when the parent process is gone, even if it was killed.
-
-        `first`: id of the process that started vLLM. If the parent is the scheduler between `first` and this process, it is
-        killed as well when `first` is gone.
-        """
+        """Exit when the parent process is gone, even if it was killed. `first`: id of the process that started vLLM. If
+        the parent is the scheduler between `first` and this process, it is killed as well when `first` is gone."""
         parent = os.getppid()
         between = parent != first and _parent_of(parent) == first
 
         def watch() -> None:
             while os.getppid() == parent and not (between and _parent_of(parent) != first):
-                time.sleep(_POLL_SECONDS)
+                time.sleep(1.0)
             if os.getppid() == parent:
                 os.kill(parent, signal.SIGKILL)
             os._exit(1)

@@ -69,23 +69,10 @@ class MaskCache:
         return self._kept[key]
 
 
-def attend_segments(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    segments: Sequence[RowSegment],
-    scaling: float,
-    window: int | None,
-    masks: MaskCache,
-) -> torch.Tensor:
-    """Attention outputs [H, T, D] of `query` [H, T, D] over `key` and `value` [H_kv, T, D].
-
-    `segments` cover every token once. Scores have the dtype of `query`; softmax and sums are in float32 or wider.
-    """
-    return _SegmentAttention.apply(query, key, value, segments, scaling, window, masks)
-
-
 class _SegmentAttention(torch.autograd.Function):
+    """Attention outputs [H, T, D] of `query` [H, T, D] over `key` and `value` [H_kv, T, D]. `segments` cover every
+    token once. Scores have the dtype of `query`; softmax and sums are in float32 or wider."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -101,7 +88,7 @@ class _SegmentAttention(torch.autograd.Function):
         ctx.how = (segments, scaling, window, masks)
         heads, tokens, width = query.shape
         if (kernel := _kernel(query, key, value, masks.segments(segments))) is not None:
-            return kernel.forward(query, key, value, masks.segments(segments), scaling, window)
+            return kernel.forward((query, key, value), masks.segments(segments), scaling, window)
         # Token-major memory layout, as the output projection reads it.
         out = query.new_empty(tokens, heads, width).transpose(0, 1)
         for segment in segments:
@@ -118,7 +105,7 @@ class _SegmentAttention(torch.autograd.Function):
         query, key, value = ctx.saved_tensors
         segments, scaling, window, masks = ctx.how
         if (kernel := _kernel(query, key, value, masks.segments(segments))) is not None:
-            gradients = kernel.backward(query, key, value, gradient, masks.segments(segments), scaling, window)
+            gradients = kernel.backward((query, key, value), gradient, masks.segments(segments), scaling, window)
             return *gradients, None, None, None, None
         heads, tokens, width = query.shape
         shared = len(key)
@@ -138,12 +125,15 @@ class _SegmentAttention(torch.autograd.Function):
                 _add_columns(value_gradient, segment, block, torch.bmm(probabilities.transpose(1, 2), above))
                 grad_probabilities = torch.bmm(above, values[:, seen].transpose(1, 2))
                 grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, query.dtype)
-                _put_rows(
-                    query_gradient, block, torch.baddbmm(unused, grad_scores, keys[:, seen], beta=0, alpha=scaling)
-                )
+                grad_rows = torch.baddbmm(unused, grad_scores, keys[:, seen], beta=0, alpha=scaling)
+                _put_rows(query_gradient, block, grad_rows)
                 grad_keys = torch.baddbmm(unused, grad_scores.transpose(1, 2), rows, beta=0, alpha=scaling)
                 _add_columns(key_gradient, segment, block, grad_keys)
         return query_gradient, key_gradient.to(key.dtype), value_gradient.to(value.dtype), None, None, None, None
+
+
+attend_segments = _SegmentAttention.apply
+"""Query, key, value, segments, scaling, window, `MaskCache` -> outputs, as `_SegmentAttention` computes them."""
 
 
 def _blocks(
@@ -168,8 +158,7 @@ def _padded(count: int) -> int:
 
 
 def _keys_of(heads: torch.Tensor, segment: RowSegment) -> torch.Tensor:
-    """Keys or values that the segment sees, in the stream's order, zero-padded: [H_kv, K, D] from `heads` [H_kv, T,
-    D]."""
+    """Keys or values that the segment sees, in the stream's order, zero-padded: [H_kv, K, D] from `heads` [H_kv, T, D]."""
     out = heads.new_empty(len(heads), _padded(segment.seen + segment.stop - segment.start), heads.shape[2])
     column = 0
     for start, stop in segment.keys:
@@ -190,8 +179,7 @@ def _put_rows(heads: torch.Tensor, block: _Block, rows: torch.Tensor) -> None:
 
 
 def _add_columns(heads: torch.Tensor, segment: RowSegment, block: _Block, columns: torch.Tensor) -> None:
-    """Add gradients [H_kv, last - first, D] of the block's columns to the gradients `heads` [H_kv, T, D] of the
-    tokens."""
+    """Add gradients [H_kv, last - first, D] of the block's columns to those of the tokens, `heads` [H_kv, T, D]."""
     column = -block.first
     for start, stop in (*segment.before, (segment.start, block.stop)):
         first = max(0, -column)
@@ -207,10 +195,6 @@ _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 
 class _Heads(ctypes.Structure):
     _fields_ = [("base", _POINTER), ("head", _SIZE), ("token", _SIZE)]
-
-    @classmethod
-    def of(cls, heads: torch.Tensor) -> "_Heads":
-        return cls(heads.data_ptr(), *heads.stride()[:2])
 
 
 class _Shape(ctypes.Structure):
@@ -244,37 +228,31 @@ class _Kernel:
         self._forward.restype = self._backward.restype = None
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        segments: _Segments,
-        scaling: float,
-        window: int | None,
+        self, inputs: Sequence[torch.Tensor], segments: _Segments, scaling: float, window: int | None
     ) -> torch.Tensor:
-        heads, tokens, width = query.shape
-        out = query.new_empty(tokens, heads, width).transpose(0, 1)
-        shape = _Shape(heads, len(key), width, window or 0, scaling)
-        every = [ctypes.byref(_Heads.of(part)) for part in (query, key, value, out)]
+        """Outputs for query, key and value."""
+        heads, tokens, width = inputs[0].shape
+        out = inputs[0].new_empty(tokens, heads, width).transpose(0, 1)
+        shape = _Shape(heads, len(inputs[1]), width, window or 0, scaling)
+        every = [ctypes.byref(_Heads(part.data_ptr(), *part.stride()[:2])) for part in (*inputs, out)]
         self._forward(ctypes.byref(shape), *segments.arguments, *every, torch.get_num_threads())
         return out
 
     def backward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
         above: torch.Tensor,
         segments: _Segments,
         scaling: float,
         window: int | None,
     ) -> tuple[torch.Tensor, ...]:
-        heads, tokens, width = query.shape
+        """Gradients of query, key and value, from those of the outputs."""
+        (heads, tokens, width), key = inputs[0].shape, inputs[1]
         above = above if above.stride(-1) == 1 else above.contiguous()
-        gradient = query.new_empty(tokens, heads, width).transpose(0, 1)
+        gradient = inputs[0].new_empty(tokens, heads, width).transpose(0, 1)
         sums = [torch.zeros(tokens, len(key), width) for _ in range(2)]
         shape = _Shape(heads, len(key), width, window or 0, scaling)
-        every = [ctypes.byref(_Heads.of(part)) for part in (query, key, value, above, gradient)]
+        every = [ctypes.byref(_Heads(part.data_ptr(), *part.stride()[:2])) for part in (*inputs, above, gradient)]
         pointers = [part.data_ptr() for part in sums]
         self._backward(
             ctypes.byref(shape), *segments.arguments, *every, *pointers, segments.apart, torch.get_num_threads()

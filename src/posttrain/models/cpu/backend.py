@@ -29,10 +29,6 @@ KERNELS_KEPT = 128
 """Capacity of oneDNN's cache of compiled products, one per shape. A step of equal shapes needs about thirty."""
 ELEMENTS_IN_CACHE = 1 << 17
 """Float32 numbers that a norm processes at a time."""
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-"""Parameters of `mallopt` in the GNU C library."""
-LARGEST_FROM_HEAP = 32 << 20
-"""Bytes: the library's maximum. Larger blocks are always mapped and returned to the system."""
 
 # -- matrix products ---------------------------------------------------------------------------------------------------
 
@@ -52,11 +48,9 @@ def prefers_onednn() -> bool:
 
 @cache
 def onednn_multiplies(dtype: torch.dtype) -> bool:
-    """Whether oneDNN computes matrix products in `dtype` on this processor.
-
-    In bfloat16 it needs AVX-512 or AVX-NE-CONVERT; on other processors PyTorch uses its own kernels. The function tries
-    a small product, because ONEDNN_MAX_CPU_ISA can hide instructions that the processor has.
-    """
+    """Whether oneDNN computes matrix products in `dtype` on this processor. In bfloat16 it needs AVX-512 or
+    AVX-NE-CONVERT; on other processors PyTorch uses its own kernels. The function tries a small product, because
+    ONEDNN_MAX_CPU_ISA can hide instructions that the processor has."""
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return False
     x = torch.ones(16, 16, dtype=dtype)
@@ -69,11 +63,9 @@ def onednn_multiplies(dtype: torch.dtype) -> bool:
 
 
 def prepare_bfloat16() -> None:
-    """Make sure that this processor can multiply in bfloat16, natively or by PyTorch's own slow kernels.
-
-    PyTorch selects oneDNN by the processor's name, although ONEDNN_MAX_CPU_ISA may hide the instructions that oneDNN
-    needs; every product then fails. Raises `InputError` if products fail without oneDNN as well.
-    """
+    """Make sure that this processor can multiply in bfloat16, natively or by PyTorch's own slow kernels. PyTorch
+    selects oneDNN by the processor's name, although ONEDNN_MAX_CPU_ISA may hide the instructions that oneDNN needs;
+    every product then fails. Raises `InputError` if products fail without oneDNN as well."""
     if multiplies_bfloat16():
         return
     torch.backends.mkldnn.set_flags(False)
@@ -85,12 +77,7 @@ def multiplies_bfloat16() -> bool:
     """Whether PyTorch can multiply bfloat16 matrices on this processor with its present settings."""
     a = torch.ones(64, 64, dtype=torch.bfloat16)
     try:
-        for product in (
-            lambda: a @ a,
-            lambda: torch.bmm(a[None], a[None]),
-            lambda: torch.nn.functional.linear(a, a, a[0]),
-        ):
-            product()
+        _ = a @ a, torch.bmm(a[None], a[None]), torch.nn.functional.linear(a, a, a[0])
     except RuntimeError:
         return False
     return True
@@ -203,10 +190,8 @@ class Rotary(torch.autograd.Function):
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: float = 1.0) -> torch.Tensor:
-    """Rotate each pair (i, i + D / 2) of `heads` [..., T, H, D] by its angle, backwards with `direction` -1.
-
-    `cos` and `sin` [T, 1, D] have two equal halves.
-    """
+    """Rotate each pair (i, i + D / 2) of `heads` [..., T, H, D] by its angle, backwards with `direction` -1. `cos` and
+    `sin` [T, 1, D] have two equal halves."""
     half = heads.shape[-1] // 2
     rotated = heads * cos
     rotated[..., :half].addcmul_(heads[..., half:], sin[..., :half], value=-direction)
@@ -229,21 +214,14 @@ def bound_kept_kernels() -> None:
 
 
 def prepare_process() -> None:
-    """Set what speeds up all passes of this process on a CPU: the heap, and how threads wait."""
-    _keep_freed_memory()
-    wait_by_load()
+    """Set what speeds up all passes of this process on a CPU: the heap, and how threads wait.
 
-
-def _keep_freed_memory() -> None:
-    """Keep freed blocks of up to 32 MiB in the heap of this process instead of returning them to the system.
-
-    Otherwise the activations of a training step are returned at its end and mapped again, page by page and zeroed, in
-    the next one, which takes a tenth of the step on a CPU. Peak memory does not change. No effect without the GNU C
-    library.
+    With the GNU C library, freed blocks of up to 32 MiB, its maximum, stay in the heap. Otherwise the activations of a
+    training step are returned to the system at its end and mapped again, page by page and zeroed, in the next one, which
+    takes a tenth of the step on a CPU. Peak memory does not change.
     """
-    if sys.platform != "linux":
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(MMAP_THRESHOLD, LARGEST_FROM_HEAP)
-        mallopt(TRIM_THRESHOLD, -1)
+    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        trim_threshold, mmap_threshold = -1, -3
+        mallopt(mmap_threshold, 32 << 20)
+        mallopt(trim_threshold, -1)
+    wait_by_load()

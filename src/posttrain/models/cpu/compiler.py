@@ -47,20 +47,14 @@ def named(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def compiled(name: str, source: Path, macros: Sequence[str]) -> Path | None:
-    """The library of `source` for this processor.
-
-    Returns None if there is no compiler, and warns if CXX names none or compilation fails. `POSTTRAIN_KERNEL=0` disables
-    compiled kernels.
-    """
+    """The library of `source` for this processor. Returns None if there is no compiler, and warns if CXX names none or
+    compilation fails. `POSTTRAIN_KERNEL=0` disables compiled kernels."""
     if os.environ.get("POSTTRAIN_KERNEL") == "0":
         return None
-    command = compiler()
-    if command is None:
+    if (command := compiler()) is None:
         if chosen := os.environ.get("CXX"):
-            warnings.warn(
-                f"CXX={chosen} is not a command, so no kernels are compiled and sampling is slower; unset CXX, or install it",
-                stacklevel=3,
-            )
+            lost = "so no kernels are compiled and sampling is slower"
+            warnings.warn(f"CXX={chosen} is not a command, {lost}; unset CXX, or install it", stacklevel=3)
         return None
     flags = [f"-I{HEADER.parent}", *FLAGS, *OPENMP, *(X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else [])]
     try:
@@ -83,10 +77,8 @@ def compiler() -> str | None:
 
 
 def build(name: str, source: Path, command: list[str], depends_on: str) -> Path:
-    """The library `name` that `command` compiles from `source`, from the cache if possible.
-
-    `depends_on`: anything else that the library depends on, such as the kind of processor.
-    """
+    """The library `name` that `command` compiles from `source`, from the cache if possible. `depends_on`: anything else
+    that the library depends on, such as the kind of processor."""
     what = "\n".join([source.read_text(), *(part for part in command if not part.startswith("-I")), depends_on])
     digest = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
     library = cache_directory() / "kernels" / f"{name}-{digest}.so"
@@ -94,9 +86,8 @@ def build(name: str, source: Path, command: list[str], depends_on: str) -> Path:
         library.parent.mkdir(parents=True, exist_ok=True)
         # Compile to a temporary name and rename: another process may compile it at the same time.
         temporary = library.with_suffix(f".{os.getpid()}")
-        subprocess.run(
-            [*command, "-o", str(temporary), str(source)], check=True, capture_output=True, text=True, timeout=120
-        )
+        command = [*command, "-o", str(temporary), str(source)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
         temporary.rename(library)
     return library
 

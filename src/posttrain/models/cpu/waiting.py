@@ -32,8 +32,7 @@ _started = threading.Event()
 
 
 def wait_by_load() -> None:
-    """Start the watching thread of this process, once. No effect on other systems than Linux, with one thread, or if the
-    user has chosen how threads wait."""
+    """Start the watching thread of this process, once; only on Linux, with several threads, and if the user has not chosen."""
     chosen = torch.get_num_threads() == 1 or any(name in os.environ for name in CHOSEN)
     if TASKS.is_dir() and not chosen and not _started.is_set():
         _started.set()
@@ -89,8 +88,7 @@ def _watch() -> None:
 
 
 def waiting() -> float:
-    """Seconds for which the threads of this process have been ready and waited for a processor. 0 if the system does not
-    count them."""
+    """Seconds for which ready threads of this process have waited for a processor; 0 if the system does not count them."""
     total = 0
     for task in TASKS.iterdir():
         try:

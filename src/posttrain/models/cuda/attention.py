@@ -24,10 +24,8 @@ Kernel = Callable[["Spans", torch.Tensor, torch.Tensor, torch.Tensor, float, int
 
 @dataclass(frozen=True)
 class Spans:
-    """S spans of queries side by side in a row of T tokens, each with its span of the K keys, on one device.
-
-    The i-th last query of a span sees the keys of the span up to the i-th last.
-    """
+    """S spans of queries side by side in a row of T tokens, each with its span of the K keys, on one device. The i-th
+    last query of a span sees the keys of the span up to the i-th last."""
 
     query_ends: torch.Tensor
     """[S + 1] int32: 0, then the end of each span of queries."""
@@ -40,6 +38,10 @@ class Spans:
     keys_seen: torch.Tensor | None = None
     """[S] int32: number of keys that the last query of each span attends to, if spans have unused room at their ends;
     None: all."""
+
+    @property
+    def lengths(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        return self.query_ends, self.key_ends, self.longest_query, self.longest_key
 
 
 def spans_of(segments: Sequence[RowSegment], device: torch.device) -> Spans:
@@ -75,20 +77,16 @@ def use_flash_attention(name: Literal["fa2", "fa3", "fa4"], device: torch.device
     Raises:
         InputError: its package is missing, or does not fit the GPU.
     """
-    from torch.nn.attention import (
-        activate_flash_attention_impl,
-        current_flash_attention_impl,
-        restore_flash_attention_impl,
-    )
+    from torch.nn import attention
 
     wanted = None if name == "fa2" else name.upper()
-    if device.type != "cuda" or current_flash_attention_impl() == wanted:
+    if device.type != "cuda" or attention.current_flash_attention_impl() == wanted:
         return
     if wanted is None:
-        restore_flash_attention_impl()
+        attention.restore_flash_attention_impl()
         return
     try:
-        activate_flash_attention_impl(wanted)
+        attention.activate_flash_attention_impl(wanted)
     except (ImportError, RuntimeError, ValueError) as error:
         package = {"FA3": "flash_attn_interface", "FA4": "flash-attn-4"}[wanted]
         raise InputError(
@@ -105,19 +103,9 @@ def flash(
     assert spans.keys_seen is None, "spans with unused room need flash_over_cache"
     # The kernel always accepted fewer key heads than query heads; newer versions of the function need a flag for it.
     options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-    out = varlen_attn(
-        query,
-        key,
-        value,
-        spans.query_ends,
-        spans.key_ends,
-        spans.longest_query,
-        spans.longest_key,
-        scale=scaling,
-        # `window_size` does not count the token itself; `window` does.
-        window_size=(-1 if window is None else window - 1, 0),
-        **options,
-    )
+    # `window_size` does not count the token itself; `window` does.
+    left = -1 if window is None else window - 1
+    out = varlen_attn(query, key, value, *spans.lengths, scale=scaling, window_size=(left, 0), **options)
     assert isinstance(out, torch.Tensor)
     return out
 
@@ -132,22 +120,11 @@ def flash_over_cache(
     the query heads of a group, and split long spans (`seqlenq_ngroups_swapped` in flash_api.cpp).
     """
     masked = spans.longest_query > 1 or window is not None
-    return torch.ops.aten._flash_attention_forward(
-        query,
-        key,
-        value,
-        spans.query_ends,
-        spans.key_ends,
-        spans.longest_query,
-        spans.longest_key,
-        0.0,
-        masked and window is None,
-        False,
-        scale=scaling,
-        window_size_left=-1 if window is None else window - 1,
-        window_size_right=0 if masked else -1,
-        seqused_k=spans.keys_seen,
-    )[0]
+    dropout, causal, debug = 0.0, masked and window is None, False
+    sides = {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0 if masked else -1}
+    settings = {"scale": scaling, "seqused_k": spans.keys_seen, **sides}
+    inputs = (query, key, value, *spans.lengths)
+    return torch.ops.aten._flash_attention_forward(*inputs, dropout, causal, debug, **settings)[0]
 
 
 def attend_spans(

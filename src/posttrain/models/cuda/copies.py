@@ -8,11 +8,8 @@ import torch
 
 
 def copied_to_cpu(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Contiguous copies in CPU memory; tensors there already are returned as they are.
-
-    GPU tensors are copied to pinned memory, which is several times faster than other memory, with one wait for all of
-    them.
-    """
+    """Contiguous copies in CPU memory; tensors there already are returned as they are. GPU tensors are copied to pinned
+    memory, which is several times faster than other memory, with one wait for all of them."""
     if not any(tensor.is_cuda for tensor in tensors):
         return [tensor.detach().cpu().contiguous() for tensor in tensors]
     copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]

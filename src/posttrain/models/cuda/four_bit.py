@@ -18,27 +18,17 @@ def require_gpu(device: torch.device) -> None:
 
 
 def quantize(model: torch.nn.Module, device: torch.device) -> None:
-    """Replace the linear layers of `model` except its heads by 4-bit ones with the same weights, in place.
-
-    The weights are in CPU memory, and quantized when they are moved to the GPU `device`.
-    """
+    """Replace the linear layers of `model` except its heads by 4-bit ones with the same weights, in place. The weights
+    are in CPU memory, and quantized when they are moved to the GPU `device`."""
     require_gpu(device)
-    replace_linear_layers(model)
-
-
-def replace_linear_layers(model: torch.nn.Module) -> None:
-    """As `quantize`, for any device."""
     bnb: Any = require_module("bitsandbytes", "model.load_in_4bit")
-    heads = ("lm_head", "score")
     owner: Any
     for owner in list(model.modules()):
         for name, layer in list(owner.named_children()):
-            if not isinstance(layer, torch.nn.Linear) or name in heads:
+            if not isinstance(layer, torch.nn.Linear) or name in ("lm_head", "score"):
                 continue
-            dtype = layer.weight.dtype
-            four = bnb.nn.Linear4bit(
-                layer.in_features, layer.out_features, layer.bias is not None, dtype, quant_type="nf4", device="meta"
-            )
+            shape = (layer.in_features, layer.out_features, layer.bias is not None, layer.weight.dtype)
+            four = bnb.nn.Linear4bit(*shape, quant_type="nf4", device="meta")
             four.weight = bnb.nn.Params4bit(
                 layer.weight.data, requires_grad=False, quant_type="nf4", module=four, compress_statistics=True
             )

@@ -53,10 +53,8 @@ def _differentiate(  # type: ignore[no-untyped-def]
 def read_rows(
     logits: torch.Tensor, targets: torch.Tensor, divisor: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log of the sum of exponentials, log-probability of the target and entropy of each row of logits / divisor, [n] float32.
-
-    `logits` [n, vocabulary] with adjacent columns; `targets` [n] int64.
-    """
+    """Log of the sum of exponentials, log-probability of the target and entropy of each row of logits / divisor, [n]
+    float32. `logits` [n, vocabulary] with adjacent columns; `targets` [n] int64."""
     found = [torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(3)]
     _read_rows[len(logits),](logits, targets, divisor, *found, logits.shape[1], logits.stride(0), COLUMNS, num_warps=8)
     return found[0], found[1], found[2]
@@ -72,10 +70,9 @@ def differentiate(
     at_target: torch.Tensor,
     first: int,
 ) -> None:
-    """Replace logits, the columns of a vocabulary from `first` on, by p (slope log p + factor), and by `at_target` at the target.
-
-    p = exp(logits / divisor - normalizer). `logits` [n, columns] with adjacent columns; the others [n], float32.
-    """
+    """Replace logits, the columns of a vocabulary from `first` on, by p (slope log p + factor), and by `at_target` at
+    the target. p = exp(logits / divisor - normalizer). `logits` [n, columns] with adjacent columns; the others [n],
+    float32."""
     grid = len(logits), triton.cdiv(logits.shape[1], COLUMNS)
     numbers = (divisor, normalizers, factor, slope, at_target, first, logits.shape[1], logits.stride(0))
     _differentiate[grid](logits, targets, *numbers, COLUMNS, num_warps=8)

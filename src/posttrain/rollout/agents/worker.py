@@ -32,21 +32,6 @@ _READ = 1 << 20
 _REPORT_KEYS = {"answer", "reward", "success", "scores"}
 
 
-# -- the process of an agent ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class AgentExit:
-    """How an agent's process ended."""
-
-    code: int | None
-    """Exit code; None if the agent was stopped at its time-out."""
-    output: str
-    """The end of its standard output."""
-    errors: str
-    """The end of its standard error."""
-
-
 @dataclass(frozen=True)
 class AgentReport:
     """The answer, reward and scores that an agent reported."""
@@ -58,30 +43,35 @@ class AgentReport:
 
 
 async def run_agent(
-    command: str,
-    task: str,
-    seed: int,
-    variables: Mapping[str, str],
-    folder: Path,
-    timeout: float,
-    stop: asyncio.Event,
-) -> AgentExit:
-    """Run an agent until it exits, `timeout` seconds pass, or `stop` is set. OSError if it cannot be started.
+    agent: AgentRecipe, task: str, seed: int, variables: Mapping[str, str], folder: Path, session: AgentSession
+) -> str:
+    """Run an agent until it exits, `agent.timeout` seconds pass, or the engine of `session` fails.
 
-    Its children end with it. `folder` is an empty directory for its input and output.
+    Returns the end of its standard output. Its children end with it. `folder` is an empty directory for its input and
+    output. OSError or ValueError if it cannot be started, _AgentFailure if it does not finish or makes no call.
     """
-    words = [word.replace("{task}", task).replace("{seed}", str(seed)) for word in shlex.split(command)]
+    words = [word.replace("{task}", task).replace("{seed}", str(seed)) for word in shlex.split(agent.command)]
     (folder / "input").write_text(task, encoding="utf-8")
     with open(folder / "input", "rb") as stdin, open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:
         process = ChildProcess(words, stdin=stdin, stdout=out, stderr=err, environment={**os.environ, **variables})
     with process:
-        exited, stopped = asyncio.create_task(process.wait()), asyncio.create_task(stop.wait())
+        exited, stopped = asyncio.create_task(process.wait()), asyncio.create_task(session.failed.wait())
         try:
-            done, _ = await asyncio.wait({exited, stopped}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({exited, stopped}, timeout=agent.timeout, return_when=asyncio.FIRST_COMPLETED)
         finally:
             exited.cancel()
             stopped.cancel()
-    return AgentExit(exited.result() if exited in done else None, _tail(folder / "out"), _tail(folder / "err"))
+    if session.error is not None:
+        raise _AgentFailure(AgentEnding.CRASHED, "was ended because the engine failed")
+    if exited not in done:
+        raise _AgentFailure(AgentEnding.TIMED_OUT, f"ran longer than agent.timeout = {agent.timeout:g} s")
+    if code := exited.result():
+        lines = _tail(folder / "err").strip().splitlines()
+        how = f"exited with code {code}" if code > 0 else f"was ended by signal {-code}"
+        raise _AgentFailure(AgentEnding.CRASHED, how + (f": {lines[-1][:300]}" if lines else ""))
+    if not session.turns:
+        raise _AgentFailure(AgentEnding.NEVER_CALLED, "exited without a call; it must use OPENAI_BASE_URL")
+    return _tail(folder / "out")
 
 
 def _tail(file: Path) -> str:
@@ -99,8 +89,7 @@ def read_report(text: str) -> AgentReport:
         except (ValueError, RecursionError):
             continue
         if isinstance(value, dict) and value.keys() & _REPORT_KEYS:
-            success = value.get("success")
-            scores = value.get("scores")
+            success, scores = value.get("success"), value.get("scores")
             return AgentReport(
                 answer=str(value.get("answer", "")),
                 reward=value.get("reward"),
@@ -108,9 +97,6 @@ def read_report(text: str) -> AgentReport:
                 scores=scores if isinstance(scores, dict) else {},
             )
     return AgentReport(text)
-
-
-# -- episodes ---------------------------------------------------------------------------------------------------------
 
 
 class AgentEnding(StrEnum):
@@ -152,9 +138,8 @@ class AgentWorker(RolloutWorker):
         return min(self.engine.capacity, self.agent.max_concurrent)
 
     async def run_episode(self, request: EpisodeRequest) -> Episode:
-        if self.agent.lockstep:
-            return await super().run_episode(request)
-        return await EpisodeWorker.run_episode(self, request)
+        kind: type[EpisodeWorker] = RolloutWorker if self.agent.lockstep else EpisodeWorker
+        return await kind.run_episode(self, request)
 
     async def _run_attempt(self, request: EpisodeRequest, attempt: int) -> Episode:
         session = AgentSession(
@@ -218,11 +203,7 @@ class AgentWorker(RolloutWorker):
                     AgentEnding.NOT_STARTED,
                     f"cannot get the images of its task, which are longer than {_MAX_VARIABLE:,} characters; make them smaller",
                 )
-            exit = await run_agent(
-                self.agent.command, task, request.seed, variables, folder, self.agent.timeout, session.failed
-            )
-            _check_exit(exit, session, self.agent.timeout)
-            text = exit.output
+            text = await run_agent(self.agent, task, request.seed, variables, folder, session)
             if self.agent.report == "file":
                 try:
                     text = (folder / "report").read_text(encoding="utf-8")
@@ -268,17 +249,3 @@ class AgentWorker(RolloutWorker):
         elif self.agent.success_reward is not None and reward is not None:
             info["success"] = reward >= self.agent.success_reward
         return Step([], reward or 0.0, True, False, info, scored=reward is not None)
-
-
-def _check_exit(exit: AgentExit, session: AgentSession, timeout: float) -> None:
-    """Raise _AgentFailure unless the agent finished and called the policy."""
-    if session.error is not None:
-        raise _AgentFailure(AgentEnding.CRASHED, "was ended because the engine failed")
-    if exit.code is None:
-        raise _AgentFailure(AgentEnding.TIMED_OUT, f"ran longer than agent.timeout = {timeout:g} s")
-    if exit.code:
-        lines = exit.errors.strip().splitlines()
-        how = f"exited with code {exit.code}" if exit.code > 0 else f"was ended by signal {-exit.code}"
-        raise _AgentFailure(AgentEnding.CRASHED, how + (f": {lines[-1][:300]}" if lines else ""))
-    if not session.turns:
-        raise _AgentFailure(AgentEnding.NEVER_CALLED, "exited without a call; it must use OPENAI_BASE_URL")

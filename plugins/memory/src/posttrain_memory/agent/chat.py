@@ -1,9 +1,7 @@
-"""A chat with the memory agent: in a terminal with panels, or line by line for scripts. Terminal control characters
-are removed from all output.
-"""
+"""A chat with the memory agent, in a terminal or one question per line. All output is without control characters."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 
 from rich.console import Console, Group, RenderableType
@@ -14,80 +12,15 @@ from rich.text import Text
 
 from posttrain.errors import InputError, PosttrainError, RunError
 from posttrain.terminal import printable
-from posttrain_memory.agent.session import Answered, Code, Event, GaveUp, MemoryAgent, Refused, Result, Thought
+from posttrain_memory.agent.session import Event, MemoryAgent
 from posttrain_memory.vault.limits import VaultError
 
 _LINES = 40
-"""Maximum number of lines shown of a result, a diff or a rejected message."""
+"""Maximum number of lines shown of a result or a diff."""
+_COLORS = {
+    "thought": "dim", "code": "cyan", "result": "blue", "not understood": "yellow", "reply": "green", "no reply": "red",
+}  # fmt: skip
 _WITHHELD = "the privacy rules hide something"
-
-
-def panel(event: Event) -> RenderableType:
-    """The panel for an event."""
-    match event:
-        case Thought(text):
-            return _framed(Text(printable(text), style="dim italic"), "thought", "dim")
-        case Code(text):
-            return _framed(_highlighted(printable(text), "python"), "code", "cyan")
-        case Result(text):
-            return _framed(Text(_first_lines(printable(_without_tags(text)))), "result", "blue")
-        case Refused(reason, message):
-            excerpt = Text(f"\n{_first_lines(printable(message.strip()), 8)}", style="dim")
-            return _framed(Group(Text(printable(reason)), excerpt), "not understood", "yellow")
-        case Answered(text, withheld):
-            return _framed(Text(printable(text)), "reply", "green", _WITHHELD if withheld else None)
-        case GaveUp(reason):
-            return _framed(Text(printable(reason)), "no reply", "red")
-
-
-def changed(diff: str) -> RenderableType:
-    """A panel with the changes made by a question."""
-    inside = _highlighted(_first_lines(printable(diff)), "diff")
-    return _framed(inside, "changed notes", "magenta", "/undo takes it back")
-
-
-def lines(event: Event) -> str:
-    """An event as plain lines, prefixed by its name; a reply has no prefix."""
-    match event:
-        case Thought(text):
-            return _prefixed("thought", text)
-        case Code(text):
-            return _prefixed("code", text)
-        case Result(text):
-            return _prefixed("result", _without_tags(text))
-        case Refused(reason, message):
-            return f"{_prefixed('refused', reason)}\n{_prefixed('message', message.strip())}"
-        case Answered(text, withheld):
-            return printable(text) + (f"\n({_WITHHELD})" if withheld else "")
-        case GaveUp(reason):
-            return _prefixed("no reply", reason)
-
-
-def _framed(inside: RenderableType, title: str, color: str, subtitle: str | None = None) -> Panel:
-    panel = Panel(inside, title=title, title_align="left", border_style=color, padding=(0, 1))
-    panel.subtitle, panel.subtitle_align = subtitle, "right"
-    return panel
-
-
-def _highlighted(text: str, language: str) -> Syntax:
-    return Syntax(text, language, theme="ansi_dark", background_color="default", word_wrap=True)
-
-
-def _without_tags(result: str) -> str:
-    """A result without its tags."""
-    return result.removeprefix("<result>\n").removesuffix("\n</result>")
-
-
-def _first_lines(text: str, most: int = _LINES) -> str:
-    rows = text.rstrip("\n").split("\n")
-    more = [f"… {len(rows) - most} more lines"] if len(rows) > most else []
-    return "\n".join([*rows[:most], *more])
-
-
-def _prefixed(name: str, text: str) -> str:
-    return "\n".join(f"{name} | {row}".rstrip() for row in printable(text).split("\n"))
-
-
 _HELP = """\
 /undo       undo the changes of the last question
 /diff       show the changes of the last question
@@ -104,120 +37,138 @@ class LeaveChat(Exception):
     """The user leaves the chat."""
 
 
-def command(agent: MemoryAgent, line: str) -> str:
-    """Execute a line that begins with `/` and return its output. Raises InputError if it fails, and Leave to end the
-    chat.
-    """
+def panel(event: Event) -> RenderableType:
+    """The panel for an event."""
+    text = printable(event.text)
+    inside: RenderableType = Text(text, style="dim italic" if event.kind == "thought" else "")
+    if event.kind == "code":
+        inside = _highlighted(text, "python")
+    elif event.kind == "result":
+        inside = Text(_first_lines(text.removeprefix("<result>\n").removesuffix("\n</result>")))
+    elif event.message:
+        inside = Group(Text(text), Text(f"\n{_first_lines(printable(event.message.strip()), 8)}", style="dim"))
+    return _framed(inside, event.kind, _COLORS[event.kind], _WITHHELD if event.withheld else None)
+
+
+def _framed(inside: RenderableType, title: str, color: str, subtitle: str | None = None) -> Panel:
+    panel = Panel(inside, title=title, title_align="left", border_style=color, padding=(0, 1))
+    panel.subtitle, panel.subtitle_align = subtitle, "right"
+    return panel
+
+
+def _highlighted(text: str, language: str) -> Syntax:
+    return Syntax(text, language, theme="ansi_dark", background_color="default", word_wrap=True)
+
+
+def _first_lines(text: str, most: int = _LINES) -> str:
+    rows = text.rstrip("\n").split("\n")
+    more = [f"… {len(rows) - most} more lines"] if len(rows) > most else []
+    return "\n".join([*rows[:most], *more])
+
+
+def _command(agent: MemoryAgent, line: str) -> str:
+    """Execute a line that begins with `/` and return its output. Raises InputError if it fails, and LeaveChat."""
     name, _, rest = line.partition(" ")
-    does: dict[str, Callable[[], str]] = {
-        "/undo": lambda: f"undone: {', '.join(agent.undo())}; the next question starts a new conversation",
-        "/diff": lambda: agent.changes() or "the last question changed nothing",
-        "/notes": lambda: agent.visible_vault().tree() or "there are no notes",
-        "/read": lambda: agent.visible_vault().read(rest.strip()),
-        "/filters": lambda: (
-            "\n".join(["for every question:", *(f"- {rule}" for rule in agent.rules)])
-            if agent.rules
-            else "no privacy rule in force; start with --filter, or write <filter>…</filter> in a question"
-        ),
-        "/help": lambda: _HELP,
-    }
     if name == "/quit":
         raise LeaveChat
-    if name == "/new":
-        agent.new()
-        return "the next question starts a new conversation"
-    if name not in does:
-        raise InputError(f"unknown command {name}; /help lists the commands")
-    if name == "/read" and not rest.strip():
-        raise InputError("/read needs the path of a note, for example /read user.md")
     try:
-        return printable(does[name]().rstrip("\n"))
+        match name:
+            case "/new":
+                agent.new()
+                text = "the next question starts a new conversation"
+            case "/undo":
+                text = f"undone: {', '.join(agent.undo())}; the next question starts a new conversation"
+            case "/diff":
+                text = agent.changes() or "the last question changed nothing"
+            case "/notes":
+                text = agent.visible_vault().tree() or "there are no notes"
+            case "/read" if rest.strip():
+                text = agent.visible_vault().read(rest.strip())
+            case "/read":
+                raise InputError("/read needs the path of a note, for example /read user.md")
+            case "/filters" if agent.rules:
+                text = "\n".join(["for every question:", *(f"- {rule}" for rule in agent.rules)])
+            case "/filters":
+                text = "no privacy rule in force; start with --filter, or write <filter>…</filter> in a question"
+            case "/help":
+                text = _HELP
+            case _:
+                raise InputError(f"unknown command {name}; /help lists the commands")
     except VaultError as error:
         raise InputError(str(error)) from None
     except OSError as error:
         raise RunError(f"the vault cannot be read: {error.strerror or type(error).__name__}") from None
+    return printable(text.rstrip("\n"))
 
 
-class TerminalChat:
-    """Questions typed in a terminal, answers in panels."""
-
-    def __init__(self, agent: MemoryAgent, console: Console) -> None:
-        self._agent, self._console = agent, console
-
-    def run(self, about: str) -> None:
-        """Answer questions until the user leaves. `about` is shown first."""
-        with suppress(ImportError):
-            import readline  # noqa: F401 - with it, `input` edits lines and remembers them
-        self._console.print(Text(printable(about), style="dim"))
-        while True:
-            try:
-                self._console.print()
-                line = input("> ").strip()
-            except (EOFError, KeyboardInterrupt):
-                self._console.print()
-                return
-            try:
-                if line.startswith("/"):
-                    self._console.print(Text(command(self._agent, line)))
-                elif line:
-                    self._answer(line)
-            except LeaveChat:
-                return
-            except KeyboardInterrupt:
-                self._console.print(Text("interrupted; the next question starts a new conversation", style="yellow"))
-            except PosttrainError as error:
-                self._console.print(Text(printable(str(error)), style="red"))
-
-    def _answer(self, question: str) -> None:
-        """Show the events of a question as they occur, with the elapsed time below."""
-        columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+def chat(agent: MemoryAgent, console: Console, about: str) -> None:
+    """Answer questions that are typed in a terminal, until the user leaves. `about` is shown first."""
+    with suppress(ImportError):
+        import readline  # noqa: F401 - with it, `input` edits lines and remembers them
+    console.print(Text(printable(about), style="dim"))
+    while True:
         try:
-            with Progress(*columns, console=self._console, transient=True, refresh_per_second=8) as waiting:
-                task = waiting.add_task("thinking", total=None)
-                for event in self._agent.ask(question):
-                    waiting.console.print(panel(event))
-                    waiting.update(task, description="running code" if isinstance(event, Code) else "thinking")
-        finally:
-            if diff := self._agent.changes():
-                self._console.print(changed(diff))
+            console.print()
+            line = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return
+        try:
+            if line.startswith("/"):
+                console.print(Text(_command(agent, line)))
+            elif line:
+                _answer(agent, console, line)
+        except LeaveChat:
+            return
+        except KeyboardInterrupt:
+            console.print(Text("interrupted; the next question starts a new conversation", style="yellow"))
+        except PosttrainError as error:
+            console.print(Text(printable(str(error)), style="red"))
 
 
-class LineChat:
-    """One question or command per line, for scripts: replies go to standard output, everything else to standard
-    error.
+def _answer(agent: MemoryAgent, console: Console, question: str) -> None:
+    """Show the events of a question as they occur, with the elapsed time below."""
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    try:
+        with Progress(*columns, console=console, transient=True, refresh_per_second=8) as waiting:
+            task = waiting.add_task("thinking", total=None)
+            for event in agent.ask(question):
+                waiting.console.print(panel(event))
+                waiting.update(task, description="running code" if event.kind == "code" else "thinking")
+    finally:
+        if diff := agent.changes():
+            inside = _highlighted(_first_lines(printable(diff)), "diff")
+            console.print(_framed(inside, "changed notes", "magenta", "/undo takes it back"))
+
+
+def answer_lines(agent: MemoryAgent, lines: Iterable[str]) -> None:
+    """Answer one question or command per line, for scripts. All but replies goes to standard error.
+
+    Raises RunError at the end if some had no answer.
     """
-
-    def __init__(self, agent: MemoryAgent) -> None:
-        self._agent = agent
-
-    def run(self, asked: Iterable[str]) -> None:
-        """Answer every line. Raises RunError at the end if some had no answer."""
-        count = without = 0
-        for line in asked:
-            if not line.strip():
-                continue
-            count += 1
+    console = Console(stderr=True)
+    answered: list[bool] = []
+    with suppress(LeaveChat):
+        for line in filter(None, map(str.strip, lines)):
             try:
-                answered = self._handle(line.strip())
-            except LeaveChat:
-                break
+                answered.append(_answer_line(agent, console, line))
             except InputError as error:
-                _note(str(error))
-                answered = False
-            without += not answered
-        if without:
-            raise RunError(f"{without} of {count} lines had no answer; the messages above say why")
-
-    def _handle(self, line: str) -> bool:
-        if line.startswith("/"):
-            print(command(self._agent, line), flush=True)
-            return True
-        for event in self._agent.ask(line):
-            print(lines(event), file=sys.stdout if isinstance(event, Answered) else sys.stderr, flush=True)
-        if self._agent.changes():
-            _note("notes were changed; /diff shows how, and /undo takes it back")
-        return not isinstance(event, GaveUp)
+                print(printable(str(error)), file=sys.stderr, flush=True)
+                answered.append(False)
+    if without := answered.count(False):
+        raise RunError(f"{without} of {len(answered)} lines had no answer; the messages above say why")
 
 
-def _note(text: str) -> None:
-    print(printable(text), file=sys.stderr, flush=True)
+def _answer_line(agent: MemoryAgent, console: Console, line: str) -> bool:
+    """Whether there is a reply. Raises InputError, and LeaveChat."""
+    if line.startswith("/"):
+        print(_command(agent, line), flush=True)
+        return True
+    for event in agent.ask(line):
+        if event.kind == "reply":
+            print(printable(event.text), flush=True)
+        if event.kind != "reply" or event.withheld:
+            console.print(panel(event))
+    if agent.changes():
+        print("notes were changed; /diff shows how, and /undo takes it back", file=sys.stderr, flush=True)
+    return event.kind == "reply"

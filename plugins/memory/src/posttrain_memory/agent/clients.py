@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from posttrain.engines.openai import ChatRequestError, chat_client, complete
 from posttrain.environments.protocol import Message
@@ -20,26 +20,6 @@ class ContextFull(RunError):
     """The conversation has no room for another answer; start a new one."""
 
 
-class ChatClient(Protocol):
-    """One conversation at a time with a language model."""
-
-    def begin(self, messages: Sequence[Message], primer: str) -> None:
-        """Start a new conversation with `messages`. Every answer begins with `primer`."""
-        ...
-
-    def answer(self) -> str:
-        """The model's next message, including the primer. Raises RunError if there is none."""
-        ...
-
-    def observe(self, messages: Sequence[Message]) -> None:
-        """Add the messages that follow the model's last answer."""
-        ...
-
-    def close(self) -> None:
-        """Release the model and its resources."""
-        ...
-
-
 class LocalChatClient:
     """A model in this process. Tokens are sampled and appended as in a rollout, and never re-encoded."""
 
@@ -49,14 +29,12 @@ class LocalChatClient:
         sampling: SamplingRecipe,
         tokens_per_turn: int = 1_024,
         tokens_per_episode: int = 8_192,
-        stop_strings: Sequence[str] = STOPS,
         seed: int = 0,
     ) -> None:
         """Load `model`; raises InputError if that fails.
 
-        `tokens_per_turn` is the maximum number of tokens of an answer, and `tokens_per_episode` that of a
-        conversation, lowered to the model's context length. `seed` fixes the random numbers if `sampling` is not
-        greedy, so the same questions get the same answers.
+        `tokens_per_turn`: maximum number of tokens of an answer. `tokens_per_episode`: of a conversation, at most the
+        model's context length. `seed`: of random answers.
         """
         from posttrain.data.rendering import Renderer
         from posttrain.engines.local.engine import LocalEngine
@@ -71,11 +49,11 @@ class LocalChatClient:
         readable = getattr(policy.model.config, "max_position_embeddings", None) or tokens_per_episode
         self.tokens_per_episode = min(tokens_per_episode, readable)
         self.conversation: TokenTranscript | None = None
-        self._stops = tuple(stop_strings)
         self._seed = seed
         self._begun = 0
 
     def begin(self, messages: Sequence[Message], primer: str) -> None:
+        """Start a new conversation with `messages`. Every answer begins with `primer`."""
         from posttrain.rollout.transcript import TokenTranscript
 
         self.conversation = TokenTranscript(self.renderer, messages, primer)
@@ -102,17 +80,15 @@ class LocalChatClient:
             sampling=self.sampling,
             seed=derive_seed("memory agent", self._seed, self._begun, len(conversation.turns)),
             max_tokens=min(self.tokens_per_turn, room),
-            stop_strings=self._stops,
+            stop_strings=STOPS,
         )
         completion = asyncio.run(self.engine.generate(request))
         return conversation.answer(completion.ids, completion.logprobs, completion.stop_reason, completion.versions)
 
     def observe(self, messages: Sequence[Message]) -> None:
+        """Add the messages that follow the model's last answer."""
         assert self.conversation is not None, "begin comes first"
         self.conversation.observe(messages)
-
-    def close(self) -> None:
-        self.conversation = None
 
 
 class RemoteChatClient:
@@ -130,14 +106,11 @@ class RemoteChatClient:
         temperature: float | None = None,
         tokens_per_turn: int = 4_096,
         thinking: bool = True,
-        seconds: float = 300.0,
         retries: int = 2,
     ) -> None:
-        """`key_variable` is the environment variable with the API key. With `temperature` None, the server's default
-        applies. `seconds` limits each call; transient failures are retried `retries` times.
-        """
+        """`key_variable`: environment variable with the API key. `temperature` None: the server's default."""
         self.model = model
-        self._client = chat_client("the memory agent", url, seconds, retries, key_variable)
+        self._client = chat_client("the memory agent", url, 300.0, retries, key_variable)
         self._temperature, self._most, self._thinking = temperature, tokens_per_turn, thinking
         self._messages: list[Message] = []
 
@@ -164,5 +137,6 @@ class RemoteChatClient:
     def observe(self, messages: Sequence[Message]) -> None:
         self._messages.extend(messages)
 
-    def close(self) -> None:
-        self._messages = []
+
+ChatClient = LocalChatClient | RemoteChatClient
+"""One conversation at a time with a language model."""

@@ -16,9 +16,7 @@ from posttrain_memory.vault.vault import Vault
 
 
 def last_operations(folder: Path, count: int) -> list[str]:
-    """The last `count` operations of the vault in `folder`, newest first, one line each. Raises InputError if it is
-    not a vault.
-    """
+    """The last `count` operations of a vault, newest first, one line each. Raises InputError if it is not a vault."""
     with _open_vault(folder, read_only=True) as vault:
         return [describe(entry) for entry in vault.journal.entries()[: -count - 1 : -1]]
 

@@ -52,16 +52,11 @@ def open_vault(folder: Path, new: bool = False, read_only: bool = False) -> Vaul
 
 
 def open_chat_client(
-    model: str | None,
-    url: str | None = None,
-    key_variable: str | None = None,
-    temperature: float | None = None,
-    thinking: bool = True,
+    model: str | None, url: str | None, key_variable: str | None, temperature: float | None, thinking: bool
 ) -> ChatClient:
     """A client for the model at the path or hub id `model`, or for the model of that name at the server `url`.
 
-    With `temperature` None, a local model decodes greedily and a server uses its default. Raises InputError if the
-    model cannot be loaded or the arguments do not fit together.
+    `temperature` None: a local model is greedy, a server uses its default. InputError if arguments do not fit together.
     """
     from posttrain.recipe.model import ModelRecipe
     from posttrain.recipe.rollout import SamplingRecipe
@@ -80,10 +75,10 @@ def open_chat_client(
 
 
 def live_settings(
-    max_turns: int | None = None,
-    thinking: bool = True,
-    prompt: Literal["full", "brief"] = "full",
-    opened_by: Literal["policy", "environment", "template"] = "policy",
+    max_turns: int | None,
+    thinking: bool,
+    prompt: Literal["full", "brief"],
+    opened_by: Literal["policy", "environment", "template"],
 ) -> AgentRecipe:
     """The agent's settings for use: as in training, except that the code's clock shows the current time."""
     if not thinking and opened_by != "policy":

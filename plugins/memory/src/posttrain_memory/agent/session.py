@@ -1,9 +1,8 @@
-"""The memory agent in use: answers questions with a model that reads and changes a vault, under the same limits and
-privacy rules as in training.
-"""
+"""The memory agent in use: a model that reads and changes a vault, under the limits and privacy rules of training."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from posttrain.environments.game import Rejected
 from posttrain.errors import InputError, RunError
@@ -12,7 +11,8 @@ from posttrain_memory.interpreter.pool import Interpreter
 from posttrain_memory.interpreter.session import ToolSession
 from posttrain_memory.parser import Reply, parse
 from posttrain_memory.privacy.filter import PrivacyFilter
-from posttrain_memory.prompts import first_messages, refusal, system_prompt, with_last_turn_notice
+from posttrain_memory.privacy.rules import NotUnderstood
+from posttrain_memory.prompts import first_messages, refusal, system_prompt
 from posttrain_memory.recipe import AgentRecipe
 from posttrain_memory.vault.limits import VaultError
 from posttrain_memory.vault.storage import MemoryStorage
@@ -21,56 +21,23 @@ from posttrain_memory.vault.vault import Vault
 
 
 @dataclass(frozen=True)
-class Thought:
-    """The model's thought before its code or reply."""
+class Event:
+    """What happens while a question is answered.
 
+    `kind`: a `thought` before code or a reply; `code` that is about to run, and its `result` as returned to the model;
+    why a message was `not understood`; and last the `reply`, or why there is `no reply`.
+    """
+
+    kind: Literal["thought", "code", "result", "not understood", "reply", "no reply"]
     text: str
-
-
-@dataclass(frozen=True)
-class Code:
-    """A block of code that is about to run."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Result:
-    """The result of the code as returned to the model."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A message that could not be parsed. Nothing was run, and the model received the reason."""
-
-    reason: str
-    message: str
-
-
-@dataclass(frozen=True)
-class Answered:
-    """The reply to the user. `withheld`: privacy rules removed part of it."""
-
-    text: str
-    withheld: bool
-
-
-@dataclass(frozen=True)
-class GaveUp:
-    """There is no reply. `reason` is a sentence that says why."""
-
-    reason: str
-
-
-Event = Thought | Code | Result | Refused | Answered | GaveUp
+    message: str = ""
+    """The message that was not understood."""
+    withheld: bool = False
+    """Whether privacy rules removed part of the reply."""
 
 
 class MemoryAgent:
-    """A vault, a chat client, and privacy rules that apply to every question. Not thread-safe; one question at a
-    time.
-    """
+    """A vault, a chat client, and privacy rules for every question. Not thread-safe; one question at a time."""
 
     def __init__(
         self,
@@ -92,10 +59,10 @@ class MemoryAgent:
         self._diff = ""
         problem = self._filter(self.rules).problem
         if problem is not None:
-            raise InputError(_not_understood(problem.sentence, problem.reason))
+            raise InputError(_not_understood(problem))
 
     def ask(self, question: str) -> Iterator[Event]:
-        """Yield the events of a question as they occur; the last is Answered or GaveUp.
+        """Yield the events of a question as they occur; the last is a `reply` or `no reply`.
 
         A question with its own privacy rules (`<filter>…</filter>`) is a separate conversation. Any other question
         continues the conversation, unless the last one ended without a reply. With rules, all events show what the
@@ -111,13 +78,14 @@ class MemoryAgent:
         rules = [*self.rules, *question_rules]
         before, self._diff = self.vault.journal.mark(), ""
         try:
-            calls, chars = self.settings.tool_calls, self.settings.result_chars
-            session = ToolSession(self.vault, self._interpreter, rules, tool_calls=calls, result_chars=chars)
+            settings = self.settings
+            session = ToolSession(
+                self.vault, self._interpreter, rules, None, settings.tool_calls, settings.result_chars
+            )
             problem = session.filter.problem
             if problem is not None:
-                yield GaveUp(_not_understood(problem.sentence, problem.reason))
+                yield Event("no reply", _not_understood(problem))
                 return
-            settings = self.settings
             system = system_prompt(settings.max_turns, settings.thinking, settings.prompt)
             messages = first_messages(system, words, rules)
             if continues:
@@ -126,7 +94,7 @@ class MemoryAgent:
                 self._chat_client.begin(messages, "<think>" if settings.opened_by == "environment" else "")
             for event in self._turns(session):
                 # A question after one with its own rules must not know what that one revealed.
-                self._continuable = isinstance(event, Answered) and not question_rules
+                self._continuable = event.kind == "reply" and not question_rules
                 yield event
         except VaultError as error:
             raise RunError(f"the vault cannot be used: {error}") from None
@@ -164,16 +132,13 @@ class MemoryAgent:
         return [change.path for change in changes]
 
     def visible_vault(self) -> Vault:
-        """The vault as seen under the agent's rules: the vault itself without rules, otherwise a copy without the
-        hidden parts.
-        """
+        """The vault as seen under the agent's rules: with rules, a copy without the hidden parts."""
         if not self.rules:
             return self.vault
         return Vault(MemoryStorage(self._filter(self.rules).view), self.vault.limits)
 
     def close(self) -> None:
-        """Close the vault and the client. The interpreter belongs to the caller."""
-        self._chat_client.close()
+        """Close the vault. The interpreter and the client belong to the caller."""
         self.vault.close()
 
     def _turns(self, session: ToolSession) -> Iterator[Event]:
@@ -182,27 +147,28 @@ class MemoryAgent:
             try:
                 answer = self._chat_client.answer()
             except ContextFull as full:
-                yield GaveUp(f"{full}; the next question starts a new conversation")
+                yield Event("no reply", f"{full}; the next question starts a new conversation")
                 return
             parsed = parse(answer, self.settings.thinking)
             if isinstance(parsed, Rejected):
-                yield Refused(session.redact(parsed.reason), session.redact(answer))
+                yield Event("not understood", session.filter.clean(parsed.reason), session.filter.clean(answer))
                 message = refusal(parsed.reason, left)
             else:
-                if parsed.thought.strip():
-                    yield Thought(session.redact(parsed.thought.strip()))
+                if parsed.thought:
+                    yield Event("thought", session.filter.clean(parsed.thought))
                 if isinstance(parsed, Reply):
-                    reply = session.redact(parsed.text.strip())
-                    yield Answered(reply, reply != parsed.text.strip())
+                    reply = session.filter.clean(parsed.text)
+                    yield Event("reply", reply, withheld=reply != parsed.text)
                     return
-                yield Code(session.redact(parsed.code.strip("\n")))
+                yield Event("code", session.filter.clean(parsed.code))
                 if left:
-                    message = session.run(parsed.code)
-                    message = with_last_turn_notice(message) if left == 1 else message
-                    yield Result(session.redact(message["content"]))
+                    message = session.run(parsed.code, left)
+                    yield Event("result", session.filter.clean(message["content"]))
             if left:
                 self._chat_client.observe([message])
-        yield GaveUp(f"no reply within {self.settings.max_turns} messages; ask again, or ask for less at once")
+        yield Event(
+            "no reply", f"no reply within {self.settings.max_turns} messages; ask again, or ask for less at once"
+        )
 
     def _filter(self, rules: Sequence[str]) -> PrivacyFilter:
         try:
@@ -222,5 +188,7 @@ class MemoryAgent:
             self._diff = journal.diff(before)
 
 
-def _not_understood(sentence: str, reason: str) -> str:
-    return f"the privacy rule “{sentence}” is not understood ({reason}), so nothing was read; rephrase it"
+def _not_understood(problem: NotUnderstood) -> str:
+    return (
+        f"the privacy rule “{problem.sentence}” is not understood ({problem.reason}), so nothing was read; rephrase it"
+    )

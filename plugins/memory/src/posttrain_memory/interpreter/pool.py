@@ -9,7 +9,6 @@ worker that crashes, hangs or sends anything else is killed and replaced on the 
 import importlib.util
 import os
 import queue
-import re
 import socket
 import sys
 import time
@@ -29,16 +28,17 @@ from posttrain_memory.interpreter.worker import Channel
 from posttrain_memory.vault.limits import VaultError
 from posttrain_memory.vault.tools import call
 
-_KINDS = frozenset(
-    re.findall(
-        r"\w+",
-        "FileExistsError FileNotFoundError NameError OSError PermissionError RuntimeError TypeError ValueError",
-    )
-)
+_RAISED = FileExistsError, FileNotFoundError, NameError, OSError, PermissionError, RuntimeError, TypeError, ValueError
+_KINDS = frozenset(kind.__name__ for kind in _RAISED)
 """Types of exception that a `VaultError` may become in the model's code."""
 _PROCESS_BYTES = 1 << 30
 """Address space of a worker beyond its values, in bytes. Most of it is reserved and never used."""
 _STOPPED = "the code was stopped: it took too much time or memory"
+_LIMIT_REACHED = {
+    "Crash": _STOPPED,
+    "TimeoutError": "TimeoutError: the code took too much time",
+    "MemoryError": "MemoryError: the code took too much memory",
+}
 _SLOW = "TimeoutError: the code was stopped: its calls of tools took too much time; make fewer of them in one block"
 
 
@@ -58,9 +58,7 @@ class InterpreterLimits(BaseConfig):
     calls: int = Field(50, ge=1)
     """Maximum number of tool calls."""
     output_chars: int = Field(20_000, ge=100)
-    """Maximum number of returned characters, for the values and for the printed text each. The rest is cut, with a
-    notice.
-    """
+    """Maximum number of returned characters, of the values and of the printed text each. The rest is cut."""
     now: Text = "2026-01-01T09:00:00"
     """The fixed time that the code's clock shows, so that runs are reproducible."""
     seed: int = 0
@@ -281,12 +279,8 @@ def _describe_error(error: dict[str, Any]) -> str:
     kind, message, line = str(error.get("type")), str(error.get("message")), error.get("line")
     message = _plain(" ".join(message.split())[:300])
     where = f"line {line}: " if isinstance(line, int) else ""
-    if kind == "Crash":
-        return _STOPPED
-    if kind == "TimeoutError":
-        return "TimeoutError: the code took too much time"
-    if kind == "MemoryError":
-        return "MemoryError: the code took too much memory"
+    if kind in _LIMIT_REACHED:
+        return _LIMIT_REACHED[kind]
     if kind == "RuntimeError" and message.startswith("suspension limit"):
         return "RuntimeError: too many calls of tools in one block"
     if kind == "NotImplementedError" and message.startswith("external function"):

@@ -35,9 +35,9 @@ class ToolSession:
         tool_calls: int = 60,
         result_chars: int = 4_000,
     ) -> None:
-        """With privacy rules (`rules`), the code sees a copy of the vault without the hidden parts, and cannot change
-        notes. `theme` is the theme of a generated world, if known. `tool_calls` is the maximum number of calls in
-        total.
+        """With privacy rules (`rules`), the code sees a copy of the vault without hidden parts and cannot change notes.
+
+        `theme`: of a generated world, if known. `tool_calls`: maximum number of calls in total.
         """
         self.vault = vault
         self.filter = PrivacyFilter(rules, vault.files() if rules else {}, theme)
@@ -50,17 +50,13 @@ class ToolSession:
         self._seen = Vault(MemoryStorage(self.filter.view), vault.limits) if self.filter.active else vault
         self._functions = {name: self._guarded(name, function) for name, function in tools(self._seen).items()}
 
-    def run(self, code: str) -> Message:
-        """Run a block of code and return its result as the next message to the model.
+    def run(self, code: str, turns_left: int | None = None) -> Message:
+        """Run a block of code and return its result as the next message to the model, which has `turns_left` messages.
 
         Raises InterpreterFault if the interpreter fails, and any exception of a tool that is not a VaultError.
         """
         ran = self._interpreter.run(code, self._functions)
-        return result(ran.values, ran.printed, ran.error, self._chars)
-
-    def redact(self, reply: str) -> str:
-        """The reply as the user may see it."""
-        return self.filter.clean(reply) if self.filter.active else reply
+        return result(ran.values, ran.printed, ran.error, self._chars, turns_left)
 
     def _guarded(self, name: str, function: Callable[..., object]) -> Callable[..., object]:
         @wraps(function)

@@ -35,9 +35,7 @@ class Channel:
         self._encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
     def receive(self) -> Any:
-        """The next message. Raises EOFError at the end of the stream, and ValueError if the message is too large or
-        not JSON.
-        """
+        """The next message. EOFError at the end of the stream, ValueError if it is too large or not JSON."""
         size = int.from_bytes(self._exactly(4))
         if size > LARGEST:
             raise ValueError(f"a message of {size} bytes")

@@ -10,7 +10,7 @@ from datetime import datetime
 from posttrain.environments.untrusted import sanitize
 from posttrain.errors import InputError
 from posttrain_memory.agent.clients import ChatClient
-from posttrain_memory.agent.session import Answered, GaveUp, MemoryAgent, Refused, Result
+from posttrain_memory.agent.session import MemoryAgent
 from posttrain_memory.interpreter.pool import Interpreter
 from posttrain_memory.mcp.notes import SharedNotes
 from posttrain_memory.recipe import AgentRecipe
@@ -72,13 +72,13 @@ class Answers:
             # Closed before the vault, so that the question's changes are recorded.
             with closing(events):
                 for event in events:
-                    if isinstance(event, Answered):
+                    if event.kind == "reply":
                         return self._notes.safe(event.text)
-                    if isinstance(event, GaveUp):
-                        raise Refusal(sanitize(event.reason))
+                    if event.kind == "no reply":
+                        raise Refusal(sanitize(event.text))
                     if work.cancelled.is_set():
                         break
-                    turn += isinstance(event, Result | Refused)
+                    turn += event.kind in ("result", "not understood")
                     work.status = f"turn {turn} of at most {self._settings.max_turns}"
         finally:
             agent.close()

@@ -26,8 +26,7 @@ _NOT_SO = (
 
 
 class SharedNotes:
-    """The notes in the folder `root`, opened read-only for each call, so that no lock is held in between.
-    Thread-safe.
+    """The notes in the folder `root`, opened read-only for each call, without a lock in between. Thread-safe.
 
     All returned text is neutralized (`sanitize`). Methods raise VaultError with one sentence that names neither
     paths of the host nor hidden facts, or InputError if the folder itself is at fault.
@@ -46,9 +45,7 @@ class SharedNotes:
             return self._redacted(vault.tree(), rules) or "there are no notes"
 
     def search(self, text: str) -> str:
-        """The lines that contain `text` (case-insensitive), as `path:line: text`, at most `VaultLimits.search_hits`
-        of them.
-        """
+        """At most `VaultLimits.search_hits` lines that contain `text` (case-insensitive), as `path:line: text`."""
         with self._open() as (vault, rules):
             hits = tools(vault)["search_files"](text)
             assert isinstance(hits, list)
@@ -69,9 +66,7 @@ class SharedNotes:
         return text[start : start + PIECE] + more or "the note is empty"
 
     def check(self, writable: bool) -> None:
-        """Raise InputError if the folder is not a vault, a rule is not understood, or `writable` and it cannot be
-        written.
-        """
+        """InputError if the folder is not a vault, a rule is not understood, or `writable` and it is not."""
         try:
             with self._open(strict=False) as (_, rules):
                 problem = rules.problem if rules is not None else None
@@ -97,9 +92,7 @@ class SharedNotes:
 
     @contextmanager
     def _open(self, strict: bool = True) -> Iterator[tuple[Vault, PrivacyFilter | None]]:
-        """The vault as seen under the rules, and the rules. With `strict`, raises VaultError if they are not
-        understood.
-        """
+        """The vault as seen under the rules, and the rules. `strict`: VaultError if they are not understood."""
         vault = Vault(DiskStorage(self.root, read_only=True), self._limits)
         try:
             if not self.rules:

@@ -135,16 +135,14 @@ def serve_stdio(server: "Server[Any]", wire: tuple[BinaryIO, BinaryIO]) -> None:
 
 @contextmanager
 def private_wire() -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Reserve stdin and stdout for the protocol. For everything else, output to stdout goes to stderr, and stdin is
-    empty.
-    """
+    """Reserve stdin and stdout for the protocol. Other output to stdout goes to stderr, and stdin is empty."""
     import os
 
     sys.stdout.flush()
     try:
         incoming, outgoing = os.dup(0), os.dup(1)
     except OSError:
-        raise InputError("stdin or stdout is closed; start the command from an MCP client, or use --http") from None
+        raise InputError("stdin or stdout is closed; start the command from an MCP client") from None
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
@@ -181,7 +179,12 @@ def _tools(ask: bool, read_only: bool) -> "list[types.Tool]":
             name=name,
             title=title,
             description=description,
-            input_schema=_schema(**properties),
+            input_schema={
+                "type": "object",
+                "properties": properties,
+                "required": [key for key, schema in properties.items() if "default" not in schema],
+                "additionalProperties": False,
+            },
             annotations=ToolAnnotations(title=title, **(changing if name == "ask" else looking)),
         )
         for name, title, description, properties in (
@@ -192,11 +195,6 @@ def _tools(ask: bool, read_only: bool) -> "list[types.Tool]":
         )
     ]
     return offered if ask else offered[1:]
-
-
-def _schema(**properties: Mapping[str, Any]) -> dict[str, Any]:
-    required = [name for name, schema in properties.items() if "default" not in schema]
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
 def _validated(schema: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,4 @@
-"""The facts that the notes of a vault state, with their character positions, read with or without a theme. Privacy
-rules hide facts at these positions.
-"""
+"""The facts that the notes of a vault state, with their character positions, where privacy rules hide them."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -40,9 +38,7 @@ class Fact:
 
 
 def facts_of(files: Mapping[str, str], theme: str | None = None) -> list[Fact]:
-    """The facts of a vault (path -> text): all labeled lines and, with a known theme, also the sentences of that
-    theme.
-    """
+    """The facts of a vault (path -> text): labeled lines and, with a known theme, the sentences of that theme."""
     known = list(_themed(files, themes()[theme])) if theme in themes() else []
     taken = {(fact.note, place) for fact in known for place in range(fact.value_start, fact.value_end)}
     others = [fact for fact in _labeled(files) if (fact.note, fact.value_start) not in taken]
@@ -61,12 +57,6 @@ def names_of(files: Mapping[str, str]) -> dict[str, str]:
     return {name: path for name, path in paths.items() if name}
 
 
-def link_resolver(files: Mapping[str, str]) -> Callable[[str], str | None]:
-    """A function from a link target to the note it resolves to, or None if it resolves to none or to several."""
-    notes = Notes(files)
-    return lambda target: target if target in files else notes.resolve_or_none(target)
-
-
 def _themed(files: Mapping[str, str], theme: Theme) -> Iterable[Fact]:
     for place in parse(files, theme.name).places:
         note, about, key, value = place.statement
@@ -83,7 +73,7 @@ def _themed(files: Mapping[str, str], theme: Theme) -> Iterable[Fact]:
 
 
 def _labeled(files: Mapping[str, str]) -> Iterable[Fact]:
-    resolve_or_none = link_resolver(files)
+    resolve_or_none = Notes(files).resolve_or_none
     for path, text in files.items():
         start = 0
         for line in text.split("\n"):

@@ -13,10 +13,11 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 
-from posttrain_memory.privacy.facts import Fact, facts_of, link_resolver, names_of
+from posttrain_memory.privacy.facts import Fact, facts_of, names_of
 from posttrain_memory.privacy.outline import parts_under
 from posttrain_memory.privacy.redaction import HIDDEN, Index, Span, category_spans, normalized, redacted, squeeze
 from posttrain_memory.privacy.rules import NotUnderstood, Selected, parse_rules, select
+from posttrain_memory.vault.links import Notes
 from posttrain_memory.vault.paths import USER
 from posttrain_memory.worlds.theme import plain_label, themes
 from posttrain_memory.worlds.values import links
@@ -39,12 +40,11 @@ class PrivacyFilter:
     """The effect of a conversation's privacy rules on one vault."""
 
     def __init__(self, rules: Sequence[str], files: Mapping[str, str], theme: str | None = None) -> None:
-        """`rules` are sets of rules (`rules.RuleSet`), all in force at once. `files` is the vault (path -> text),
-        `theme` the theme of a generated world, if known.
-        """
+        """`rules`: sets of rules (`RuleSet`), all in force. `files`: path -> text. `theme`: of a generated world."""
         self.problem: NotUnderstood | None = None
         """The first set of rules that is not understood. If there is one, nothing is shown."""
-        self._active = bool(rules)
+        self.active = bool(rules)
+        """Whether there are rules. If so, notes cannot be changed, because the view is a copy."""
         self._theme = theme if theme in themes() else None
         self._files = {path: normalized(text) for path, text in files.items()} if rules else {}
         self._names = names_of(self._files)
@@ -53,20 +53,13 @@ class PrivacyFilter:
         """The exclusive permissions of each set. Those of one set add up; those of different sets intersect."""
         self._all = self._secrets = Index([])
         self._read(rules)
-        self.view: dict[str, str] = {} if self._active else dict(files)
+        self.view: dict[str, str] = {} if self.active else dict(files)
         """Path -> text of the notes as the model sees them. A note whose name reveals something hidden is renamed."""
-        if self._active and self.problem is None:
+        if self.active and self.problem is None:
             self._view()
 
-    @property
-    def active(self) -> bool:
-        """Whether there are rules. If so, notes cannot be changed, because the view is a copy."""
-        return self._active
-
     def clean(self, text: str) -> str:
-        """`text` with everything that must not be said replaced; withheld if a set of rules is not understood or
-        hides all notes.
-        """
+        """`text` with hidden values replaced; withheld if rules are not understood or hide all notes."""
         if self.problem is not None or (self._files and not self.view):
             return HIDDEN
         plain = normalized(text)
@@ -113,7 +106,7 @@ class PrivacyFilter:
             spans[path] += self._rest(path, text, shown[path]) if self._only else ()
         index, exact = self._indexes(gone, spans, facts, hidden)
         renamed = self._renamed(gone, [index, exact])
-        resolve = link_resolver(self._files)
+        resolve = Notes(self._files).resolve_or_none
         for path, text in self._files.items():
             if path in gone:
                 continue
@@ -208,9 +201,7 @@ class PrivacyFilter:
         return [span for name in wanted for span in category_spans(name, text, wide=self._theme is None)]
 
     def _unfound(self, path: str, text: str, facts: Sequence[Fact]) -> Iterator[Span]:
-        """All of a note, but its title, if a rule names a label of this note that it does not have: the fact may be
-        told in other words.
-        """
+        """All of a note but its title, if it lacks the label that a rule names: other words may tell the fact."""
         for one in self._hide:
             if one.rule.label is None or one.notes != {path} or any(self._labeled(path, one)):
                 continue

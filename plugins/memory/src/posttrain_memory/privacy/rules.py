@@ -115,10 +115,7 @@ def parse_rules(text: str) -> RuleSet | NotUnderstood:
 
 
 def select(rule: Rule, names: Mapping[str, str], paths: Mapping[str, object]) -> Selected | None:
-    """`rule` with the notes of a vault that it names; None if no note has that name.
-
-    `names` maps lower-case names of notes to their paths; `paths` has all paths.
-    """
+    """`rule` with the notes that it names; None if there are none. `names`: lower-case name of a note -> path."""
     if rule.note is None:
         return Selected(rule, None)
     if "*" in rule.note:

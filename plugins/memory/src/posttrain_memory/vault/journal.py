@@ -5,7 +5,6 @@ if this module could have written it. Anything else makes the whole journal dama
 not used.
 """
 
-import difflib
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from pathlib import Path
 from posttrain.runs.directory import LineLog
 from posttrain_memory.vault.limits import VaultError, quoted
 from posttrain_memory.vault.storage import RESERVED, DiskStorage, Storage, is_note
+from posttrain_memory.vault.text import diff
 
 _FILE = "journal.jsonl"
 _BYTES = 8 * 1024 * 1024
@@ -46,9 +46,11 @@ class Entry:
 
 
 class MemoryLog:
-    """Entries in memory, oldest first; lost when the process ends."""
+    """At most `most` entries in memory, oldest first; lost when the process ends."""
 
     def __init__(self, most: int) -> None:
+        self.warning: str | None = None
+        """A warning for the user if the journal was damaged; otherwise None."""
         self._entries: list[Entry] = []
         self._most = most
 
@@ -63,16 +65,16 @@ class MemoryLog:
         """Drop all entries except the first `count`."""
         del self._entries[count:]
 
+    def close(self) -> None:
+        """Close the file, if there is one."""
 
-class DiskLog:
+
+class DiskLog(MemoryLog):
     """Entries in a file of the vault's reserved folder, one JSON line each."""
 
     def __init__(self, storage: DiskStorage, most: int) -> None:
-        self.warning: str | None = None
-        """A warning for the user if the journal was damaged; otherwise None."""
-        self._most = most
+        super().__init__(most)
         self._storage = storage
-        self._entries: list[Entry] = []
         self._ends: list[int] = []
         """End of each entry's line, as a byte offset."""
         self._log: LineLog | None = None
@@ -88,9 +90,6 @@ class DiskLog:
 
     def _open(self) -> LineLog:
         return LineLog(Path(RESERVED, _FILE), self._storage.reserved(_FILE), 0 if self._storage.sync else None)
-
-    def entries(self) -> list[Entry]:
-        return self._entries
 
     def append(self, entry: Entry) -> None:
         assert self._log is not None
@@ -166,9 +165,7 @@ def _line(entry: Entry) -> bytes:
 
 
 def _entry(line: bytes) -> Entry | None:
-    """Parse a line. Returns None unless `_line` could have written it (with or without the time, which older versions
-    lack).
-    """
+    """Parse a line. None unless `_line` could have written it; older versions wrote no time."""
     try:
         match json.loads(line):
             case [int(number), str(operation), [_, *_] as changes, *rest] if len(rest) < 2:
@@ -203,7 +200,7 @@ class Journal:
 
     def __init__(self, storage: Storage, most: int) -> None:
         self._storage = storage
-        self._log: MemoryLog | DiskLog = DiskLog(storage, most) if isinstance(storage, DiskStorage) else MemoryLog(most)
+        self._log = DiskLog(storage, most) if isinstance(storage, DiskStorage) else MemoryLog(most)
         if isinstance(self._log, DiskLog) and not storage.read_only:
             self._recover(self._log)
         entries = self._log.entries()
@@ -274,22 +271,19 @@ class Journal:
 
     def diff(self, since: int = 0) -> str:
         """The changes since a mark as a unified diff; "" if there are none."""
-        lines: list[str] = []
-        for change in self.changes(since):
-            before, after = ((text or "").splitlines() for text in (change.before, change.after))
-            old, new = ("(no note)" if text is None else change.path for text in (change.before, change.after))
-            lines += difflib.unified_diff(before, after, old, new, lineterm="")
-        return "".join(f"{line}\n" for line in lines)
+        changes = self.changes(since)
+        before = {change.path: change.before for change in changes if change.before is not None}
+        after = {change.path: change.after for change in changes if change.after is not None}
+        return f"{diff(before, after)}\n" if changes else ""
 
     @property
     def warning(self) -> str | None:
         """A warning for the user if the journal was damaged and is not used; otherwise None."""
-        return self._log.warning if isinstance(self._log, DiskLog) else None
+        return self._log.warning
 
     def close(self) -> None:
         """Close the journal file, if any."""
-        if isinstance(self._log, DiskLog):
-            self._log.close()
+        self._log.close()
 
     def _check_writable(self) -> None:
         if self._storage.read_only:

@@ -29,7 +29,7 @@ class VaultLimits(BaseConfig):
 
 
 class VaultError(Exception):
-    """A vault refused an operation. The message is one short, stable sentence without paths of the host.
+    """An operation that a vault refused: a short, stable sentence without paths of the host.
 
     `kind` is the name of the built-in exception that the model's code receives.
     """
@@ -40,8 +40,6 @@ class VaultError(Exception):
 
 
 def quoted(text: object, length: int = 60) -> str:
-    """`text` quoted for an error message: one printable line of at most `length` characters, plus an ellipsis if it
-    was cut.
-    """
+    """`text` quoted for an error message: one printable line of at most `length` characters and an ellipsis."""
     plain = "".join(c if c.isprintable() else "?" for c in str(text)[: length + 1])
     return f"'{plain[:length]}…'" if len(plain) > length else f"'{plain}'"

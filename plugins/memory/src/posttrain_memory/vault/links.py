@@ -68,7 +68,7 @@ class Notes:
         return matches[0]
 
     def resolve_or_none(self, target: str) -> str | None:
-        """Like `resolve`, but returns None instead of raising."""
+        """Like `resolve`, but None for no note or several."""
         matches = self._candidates(target) if target else []
         return matches[0] if len(matches) == 1 else None
 
@@ -111,15 +111,8 @@ class Backlinks:
         ]
 
 
-def resolve(target: str, paths: Iterable[str]) -> str:
-    """`Notes.resolve` for a single link."""
-    return Notes(paths).resolve(target)
-
-
 def section(text: str, heading: str) -> str | None:
-    """The section of a note under a heading, including the heading, up to the next one of the same or a higher level.
-    None if there is no such heading.
-    """
+    """The section under a heading, up to the next heading of the same or a higher level. None if there is none."""
     wanted = case_key(heading.rpartition("#")[2].strip())
     lines = text.splitlines(keepends=True)
     begin, level, fence = None, 0, ""
@@ -138,8 +131,7 @@ def section(text: str, heading: str) -> str | None:
 
 
 def rewrite_links(text: str, old: str, new: str, before: Notes, after: Notes) -> str:
-    """`text` with links rewritten so that they still resolve to the same notes after the note `old` has moved to
-    `new`.
+    """`text` with links rewritten so that they keep their notes after the note `old` has moved to `new`.
 
     A link to the moved note keeps its heading and alias, and keeps or omits the suffix and the folder as before,
     unless that would be ambiguous. A link to another note is expanded to its full path if the new name makes it

@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from typing import Protocol
 
 from posttrain.errors import InputError
 from posttrain.locks import lock
@@ -26,34 +25,8 @@ _ANY = VaultLimits(depth=16, path_bytes=1_000)
 """Which files in a folder count as notes. A vault may accept fewer."""
 
 
-class Storage(Protocol):
-    """Notes by their normalized paths (`paths.note_path`).
-
-    The vault validates paths. A storage additionally refuses any path that leads out of its folder.
-    """
-
-    read_only: bool
-
-    def sizes(self) -> dict[str, int]:
-        """Path -> size in bytes of UTF-8, for every note."""
-
-    def read(self, path: str, limit: int) -> str | None:
-        """The text of a note, or None if none has exactly this path. Raises VaultError if it is larger than `limit` bytes or
-        is not UTF-8.
-        """
-
-    def write(self, path: str, text: str) -> None:
-        """Create or replace a note atomically: another process reads either the old or the new text."""
-
-    def remove(self, path: str) -> None:
-        """Delete a note and folders that become empty."""
-
-    def close(self) -> None:
-        """Release files and locks."""
-
-
 class MemoryStorage:
-    """Notes in memory, initialized with a copy of `files` (path -> text)."""
+    """Notes in memory, initialized with a copy of `files`: normalized path (`paths.note_path`) -> text."""
 
     read_only = False
 
@@ -62,25 +35,29 @@ class MemoryStorage:
         self._sizes = {path: len(text.encode()) for path, text in self._files.items()}
 
     def sizes(self) -> dict[str, int]:
+        """Path -> size in bytes of UTF-8, for every note."""
         return self._sizes
 
     def read(self, path: str, limit: int) -> str | None:
+        """The text, or None if no note has exactly this path. VaultError if larger than `limit` bytes or not UTF-8."""
         if self._sizes.get(path, 0) > limit:
             raise VaultError(f"{quoted(path)} is larger than {limit} bytes")
         return self._files.get(path)
 
     def write(self, path: str, text: str) -> None:
+        """Create or replace a note; on disk, another process reads either the old or the new text."""
         self._files[path], self._sizes[path] = text, len(text.encode())
 
     def remove(self, path: str) -> None:
+        """Delete a note and folders that become empty."""
         del self._files[path], self._sizes[path]
 
     def close(self) -> None:
-        pass
+        """Release files and locks."""
 
 
 class DiskStorage:
-    """Notes in the existing folder `root`.
+    """Notes in the existing folder `root`, with the methods of `MemoryStorage`.
 
     Paths are opened component by component from the folder's file descriptor without following links, so neither a
     symbolic link nor a folder replaced meanwhile leads outside. Only regular files with one hard link count. A note
@@ -297,6 +274,10 @@ class DiskStorage:
                     facts = entry.stat(follow_symlinks=False)
                     if facts.st_nlink == 1:
                         sizes[path] = facts.st_size
+
+
+Storage = MemoryStorage | DiskStorage
+"""The vault validates paths. A storage on disk additionally refuses any path that leads out of its folder."""
 
 
 def _make_folder(name: str, parent: int) -> None:

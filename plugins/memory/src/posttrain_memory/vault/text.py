@@ -1,7 +1,6 @@
-"""Text operations over notes: the tree of a vault, search, and line breaks. Models see one kind of line break; each
-note keeps its own.
-"""
+"""The tree of a vault, search, and line breaks: models see one kind, and each note keeps its own."""
 
+import difflib
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
@@ -17,9 +16,7 @@ class Hit(NamedTuple):
 
 
 def tree(paths: Iterable[str], most: int) -> str:
-    """Notes and folders, one per line, indented by two spaces per level; folders end with a slash. At most `most`
-    lines.
-    """
+    """At most `most` lines of notes and folders, indented by two spaces per level; folders end with a slash."""
     lines: list[str] = []
     open_folders: list[str] = []
     for path in sorted(paths, key=lambda path: [(n < path.count("/"), part) for n, part in enumerate(path.split("/"))]):
@@ -36,9 +33,7 @@ def tree(paths: Iterable[str], most: int) -> str:
 
 
 def search(files: Mapping[str, str], text: str, most: int, length: int) -> tuple[list[Hit], int]:
-    """The first `most` lines that contain `text` (case-insensitive), ordered by path and line, and the number of all
-    such lines.
-    """
+    """The first `most` lines that contain `text` (case-insensitive), by path and line, and the number of all."""
     wanted = text.casefold()
     hits: list[Hit] = []
     count = 0
@@ -91,6 +86,17 @@ def replace_span(note: str, start: int, end: int, new: str) -> str:
     wanted = with_line_feeds(head) + with_line_feeds(plain) + with_line_feeds(tail)
     # A lone carriage return must not merge with a line feed that now follows it.
     return result if with_line_feeds(result) == wanted else wanted
+
+
+def diff(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    """A unified diff of two vaults (path -> text), sorted by path; empty if they are equal."""
+    lines: list[str] = []
+    for path in sorted({*before, *after}):
+        old, new = before.get(path), after.get(path)
+        names = (path if old is not None else "(new)", path if new is not None else "(deleted)")
+        one, other = ([] if text is None else text.split("\n") for text in (old, new))
+        lines += difflib.unified_diff(one, other, *names, n=2, lineterm="") if old != new else ()
+    return "\n".join(lines)
 
 
 _BLOCK = re.compile(r"<\s*filter\s*>(.*?)(?:<\s*/\s*filter\s*>|\Z)", re.DOTALL | re.IGNORECASE)

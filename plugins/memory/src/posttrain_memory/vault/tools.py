@@ -2,56 +2,35 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import wraps
 
 from posttrain_memory.vault.limits import VaultError, quoted
 from posttrain_memory.vault.paths import USER, case_key
 from posttrain_memory.vault.text import with_line_feeds
 from posttrain_memory.vault.vault import Vault
 
-NAMES = (
-    "create_file", "read_file", "update_file", "append_file", "delete_file", "move_file",
-    "list_files", "search_files", "file_exists", "get_size", "follow_link", "backlinks",
-)  # fmt: skip
-"""The names of all tools, in the order of the system prompt."""
-
 
 def tools(vault: Vault) -> dict[str, Callable[..., object]]:
-    """Name -> function. Each returns text, a list of texts, a number or a Boolean, or raises VaultError."""
+    """Name -> function, with the arguments of a method of the vault.
 
-    def create_file(path: str, content: str = "") -> bool:
-        """Create a note; it must not exist."""
-        vault.create(path, content)
-        return True
+    Each returns text, a list of texts, a number or a Boolean, or raises VaultError.
+    """
 
-    def read_file(path: str) -> str:
-        """The text of a note."""
-        return with_line_feeds(vault.read(path))
+    def done(method: Callable[..., object], keeps_start: bool = False) -> Callable[..., object]:
+        """Return True. With `keeps_start`, the note that every question begins with is refused."""
 
-    def update_file(path: str, old: str, new: str) -> bool:
-        """Replace a text that occurs in the note exactly once."""
-        vault.update(path, old, new)
-        return True
+        @wraps(method)
+        def change(path: str, *args: str, **kwargs: str) -> bool:
+            if keeps_start:
+                _check_not_start(path)
+            method(path, *args, **kwargs)
+            return True
 
-    def append_file(path: str, text: str) -> bool:
-        """Append text to a note, on a new line."""
-        vault.append(path, text)
-        return True
+        return change
 
-    def delete_file(path: str) -> bool:
-        """Delete a note."""
-        _check_not_start(path)
-        vault.delete(path)
-        return True
-
-    def move_file(path: str, to: str) -> bool:
-        """Move or rename a note; links to it are rewritten."""
-        _check_not_start(path)
-        vault.move(path, to)
-        return True
-
-    def list_files() -> str:
-        """The tree of all notes."""
-        return vault.tree()
+    def shown(method: Callable[..., str]) -> Callable[..., object]:
+        """Return text with one kind of line breaks."""
+        return wraps(method)(lambda *args, **kwargs: with_line_feeds(method(*args, **kwargs)))
 
     def search_files(text: str) -> list[str]:
         """The lines that contain a text, as `path:line: text`."""
@@ -59,27 +38,20 @@ def tools(vault: Vault) -> dict[str, Callable[..., object]]:
         lines = [f"{hit.path}:{hit.line}: {hit.text}" for hit in hits]
         return [*lines, f"… {count - len(hits)} more"] if count > len(hits) else lines
 
-    def file_exists(path: str) -> bool:
-        """Whether a note or folder exists."""
-        return vault.exists(path)
-
-    def get_size(path: str = "") -> int:
-        """Size in bytes of a note, a folder, or all notes."""
-        return vault.size(path)
-
-    def follow_link(link: str) -> str:
-        """The text that a link refers to."""
-        return with_line_feeds(vault.follow(link))
-
-    def backlinks(path: str) -> list[str]:
-        """The notes that link to a note."""
-        return vault.backlinks(path)
-
-    functions: list[Callable[..., object]] = [
-        create_file, read_file, update_file, append_file, delete_file, move_file,
-        list_files, search_files, file_exists, get_size, follow_link, backlinks,
-    ]  # fmt: skip
-    return {function.__name__: function for function in functions}
+    return {
+        "create_file": done(vault.create),
+        "read_file": shown(vault.read),
+        "update_file": done(vault.update),
+        "append_file": done(vault.append),
+        "delete_file": done(vault.delete, keeps_start=True),
+        "move_file": done(vault.move, keeps_start=True),
+        "list_files": vault.tree,
+        "search_files": search_files,
+        "file_exists": vault.exists,
+        "get_size": vault.size,
+        "follow_link": shown(vault.follow),
+        "backlinks": vault.backlinks,
+    }
 
 
 def _check_not_start(path: object) -> None:

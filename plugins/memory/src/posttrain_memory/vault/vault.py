@@ -84,9 +84,7 @@ class Vault:
             self._commit("delete", Change(note_path(path, self.limits), self.read(path), None))
 
     def move(self, path: str, to: str) -> int:
-        """Move a note and rewrite the links in all notes so that they keep their targets. Returns the number of other
-        notes that were rewritten.
-        """
+        """Move a note; links in all notes keep their targets. Returns the number of other notes that were rewritten."""
         with self._lock:
             text, old, new = self.read(path), note_path(path, self.limits), note_path(to, self.limits)
             self._free(new, without=old)
@@ -129,9 +127,7 @@ class Vault:
         return search(self._readable(), text, self.limits.search_hits, self.limits.snippet_chars)
 
     def follow(self, link: str) -> str:
-        """The text that a link refers to: `[[note]]`, `[[note|alias]]` or `[[note#heading]]`; the brackets are
-        optional.
-        """
+        """The text of `[[note]]`, `[[note|alias]]` or `[[note#heading]]`; the brackets are optional."""
         if not isinstance(link, str):
             raise VaultError("a link is a text", "TypeError")
         parts = parse_link(link)
@@ -171,9 +167,7 @@ class Vault:
         self._storage.close()
 
     def _readable(self) -> dict[str, str]:
-        """Path -> text of every note, without those that are too large or not UTF-8: a search must not fail because
-        of them.
-        """
+        """Path -> text of every note that can be read: a search must not fail because of others."""
         texts = {}
         for path in self._storage.sizes():
             try:
@@ -226,10 +220,9 @@ def _text(content: object) -> str:
 
 
 def _count(text: str, piece: str) -> int:
-    """The number of occurrences of `piece` in `text`, including overlapping ones, because each would be a possible
-    place to replace.
+    """The number of occurrences of `piece` in `text`, overlapping ones included, at most `_MANY` + 1.
 
-    Counts at most `_MANY` + 1: half of a long text of one repeated letter occurs at thousands of places.
+    Half of a long text of one repeated letter occurs at thousands of places.
     """
     count, at = 0, text.find(piece)
     while at >= 0 and count <= _MANY:

@@ -1,15 +1,15 @@
-"""Shared parts of the task makers: what can be asked about a world, how questions are worded, and how its notes are
-reached.
-"""
+"""Shared parts of the task makers: what can be asked, how questions are worded, how notes are reached."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import yaml
 
 from posttrain_memory.vault.paths import USER
 from posttrain_memory.worlds.graph import Entity, Graph, value_of
@@ -20,19 +20,8 @@ from posttrain_memory.worlds.theme import Attribute, Theme
 from posttrain_memory.worlds.truth import Parsed, parse
 from posttrain_memory.worlds.values import pick, plain, shuffled
 
-_ASK = (
-    "What is {x}?",
-    "Tell me {x}.",
-    "I need {x}.",
-    "Could you look up {x}?",
-    "Please give me {x}.",
-    "Remind me of {x}.",
-    "Do you know {x}?",
-    "Can you find {x} for me?",
-)
-_ASK_MANY = ("Tell me {x}.", "I need {x}.", "Could you look up {x}?", "Please give me {x}.", "Do you know {x}?")
-_ANCHOR = ("In {title}: {q}", "This is about {title}. {q}", "For {title}: {q}", "{q} It should be in {title}.")
-
+PHRASES: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("phrases.yaml").read_text(encoding="utf-8"))
+"""How tasks are worded."""
 Item = TypeVar("Item")
 
 
@@ -68,9 +57,7 @@ class TaskContext:
         return pick(self.random, items)
 
     def entities(self, *distances: int) -> list[Entity]:
-        """The notes at these distances from `user.md`, in random order; without distances, all notes except
-        `user.md`.
-        """
+        """The notes at these distances from `user.md` (default: all but `user.md`), in random order."""
         matching = [
             e for p, e in self.graph.entities.items() if (self.distance[p] in distances if distances else p != USER)
         ]
@@ -85,13 +72,17 @@ class TaskContext:
         """The facts that notes of its kind may have but this one lacks, in random order."""
         return shuffled(self.random, [a for a in self.theme.of(entity.kind) if a.key not in entity.facts])
 
+    def phrase(self, form: str, **values: str) -> str:
+        """One of the phrases of a form, filled in."""
+        return self.pick(PHRASES[form]).format(**values)
+
     def anchored(self, question: str) -> str:
         """The question with the title of the world, which makes it unique to this world."""
-        return self.pick(_ANCHOR).format(title=self.graph.title, q=question)
+        return self.phrase("anchor", title=self.graph.title, q=question)
 
     def ask(self, what: str, many: bool = False) -> str:
         """A request for `what`, a noun phrase."""
-        return self.pick(_ASK_MANY if many else _ASK).format(x=what)
+        return self.phrase("ask_many" if many else "ask", x=what)
 
     def ask_for(self, attribute: Attribute, whom: str) -> str:
         """A request for a fact of `whom`, see `of`."""

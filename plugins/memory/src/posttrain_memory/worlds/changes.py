@@ -151,9 +151,7 @@ def _damage(
 
 
 def _rewritten(theme_name: str, path: str, want: Expected, was: Parsed, now: Parsed, old: str, new: str) -> list[str]:
-    """Damage inside a touched note: lost sentences and headings that are unrelated to the update, a changed order,
-    and added text.
-    """
+    """Damage inside a touched note: lost unrelated sentences and headings, a changed order, and added text."""
     keys = {statement.key for statement in want.add | want.drop | want.may_add}
     gone = {place.statement.key for place in was.places if place.statement.value in want.gone}
     kept = _sentences(path, old, was, keys | gone) - _sentences(path, new, now, set())

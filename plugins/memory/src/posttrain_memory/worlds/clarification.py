@@ -1,6 +1,4 @@
-"""Clarification tasks: questions that can only be answered by asking back, and similar questions that can be
-answered.
-"""
+"""Clarification tasks: questions that need asking back, and similar ones that can be answered."""
 
 from posttrain_memory.worlds.asking import TaskContext, code_literal, display
 from posttrain_memory.worlds.graph import ValueSampler
@@ -63,9 +61,7 @@ def contradiction(context: TaskContext) -> MemoryTask | None:
 
 
 def control(context: TaskContext) -> MemoryTask | None:
-    """A fact that is present: stated twice with the same value, or of a note with a similarly named one, or any
-    other.
-    """
+    """A fact that is present: stated twice alike, or of a note with a similarly named one, or any other."""
     graph = context.graph
     if context.random.random() < 0.5:
         for claim in shuffled(context.random, graph.claims):

@@ -23,9 +23,6 @@ def worlds(
     dev: Annotated[int, typer.Option(help="Number of worlds for selecting a checkpoint.", min=0)] = 40,
     test: Annotated[int, typer.Option(help="Number of test worlds.", min=0)] = 40,
     jsonl: Annotated[bool, typer.Option("--jsonl", help="Write JSON lines instead of Parquet.")] = False,
-    model: Annotated[
-        str, typer.Option(help="Model whose tokenizer counts the tokens of the vaults.")
-    ] = "packaged:smollm2-135m",
 ) -> None:
     """Write generated worlds of notes and tasks about them: facts to find, to change, to ask about, and to keep
     private.
@@ -52,9 +49,7 @@ def worlds(
             path = out / f"worlds_{split}.{'jsonl' if jsonl else 'parquet'}"
             write_rows(path, rows)
             typer.echo(f"{path}: {len(rows)} tasks in {len({row['world'] for row in rows})} worlds")
-    console = new_console()
-    console.print(_tasks_table(generated))
-    console.print(_vaults_table(generated, model))
+    new_console().print(_tasks_table(generated))
 
 
 def _tasks_table(samples: "list[Sample]") -> "Table":
@@ -70,32 +65,4 @@ def _tasks_table(samples: "list[Sample]") -> "Table":
                 splits = [str(sum(sample.split == split for sample in matching)) for split in ("train", "dev", "test")]
                 hops = [str(sum(sample.task.hops == count for sample in matching)) for count in (0, 1, 2)]
                 table.add_row(kind, variant, *splits, *hops)
-    return table
-
-
-def _vaults_table(samples: "list[Sample]", model: str) -> "Table":
-    """Notes, links and tokens of the vaults of each split. Tokens are counted for at most 200 vaults."""
-    from rich.table import Table
-
-    from posttrain.models.load import load_tokenizer
-    from posttrain.recipe.model import ModelRecipe
-
-    tokenizer = load_tokenizer(ModelRecipe(path=model))
-    table = Table("vaults", "n", "themes", "notes", "links", "tokens: mean", "least", "most")
-    for split in ("train", "dev", "test"):
-        known = list({sample.world.seed: sample.world for sample in samples if sample.split == split}.values())
-        if not known:
-            continue
-        texts = ["\n".join(world.files.values()) for world in known[:200]]
-        tokens = [len(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
-        table.add_row(
-            split,
-            str(len(known)),
-            str(len({world.graph.theme_name for world in known})),
-            f"{sum(len(world.files) for world in known) / len(known):.1f}",
-            f"{sum(text.count('[[') for text in texts) / len(texts):.1f}",
-            f"{sum(tokens) / len(tokens):.0f}",
-            str(min(tokens)),
-            str(max(tokens)),
-        )
     return table

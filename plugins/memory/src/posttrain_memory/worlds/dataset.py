@@ -27,10 +27,7 @@ class Sample:
 
 
 def samples(seed: int, recipe: WorldRecipe, worlds: Mapping[str, int]) -> Iterator[Sample]:
-    """The tasks of `worlds[split]` worlds for each split.
-
-    Across all splits, no two worlds have the same title and no two tasks the same question.
-    """
+    """The tasks of `worlds[split]` worlds for each split. All titles of worlds and all questions of tasks differ."""
     titles: set[str] = set()
     asked: set[str] = set()
     for split in SPLITS:

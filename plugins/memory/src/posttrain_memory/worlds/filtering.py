@@ -1,6 +1,4 @@
-"""Privacy tasks: the question contains a rule. The reply must not reveal forbidden facts and must answer permitted
-ones.
-"""
+"""Privacy tasks: a reply must not reveal what the rule in the question forbids, and must answer the rest."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,13 +12,10 @@ from posttrain_memory.worlds.theme import Attribute
 
 CATEGORIES = ("phone", "email", "date", "money")
 """Types of values that rules name."""
-_TWO = ("What are {x} and {y}?", "Tell me {x} and {y}.", "I need {x}, and {y} as well.", "Please give me {x} and {y}.")
 
 
 def filtered(context: TaskContext, variant: str) -> MemoryTask | None:
-    """A question about one fact (`hide_all`, `unrelated`) or two facts of a note (`hide_some`, `allow_only`), with a
-    rule.
-    """
+    """A question with a rule about one fact (`hide_all`, `unrelated`) or two facts of a note (the others)."""
     for entity in context.entities(1, 2):
         known = context.facts(entity)
         if variant in ("hide_all", "unrelated"):
@@ -42,7 +37,7 @@ def filtered(context: TaskContext, variant: str) -> MemoryTask | None:
                 context.of(a.noun, entity.name)
                 for a in ((free, hidden) if context.random.random() < 0.5 else (hidden, free))
             ]
-            text = context.pick(_TWO).format(x=both[0], y=both[1])
+            text = context.phrase("two", x=both[0], y=both[1])
             return _task(context, variant, entity, text, rule, [free], hidden_too)
     return None
 

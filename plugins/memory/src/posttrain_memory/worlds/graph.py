@@ -1,6 +1,4 @@
-"""The typed graph of a world: notes with facts, relations between them, and statements about other notes. `build`
-generates it from a seed.
-"""
+"""The typed graph of a world: notes with facts, relations, and statements about other notes."""
 
 from dataclasses import dataclass, field
 from datetime import date, timedelta

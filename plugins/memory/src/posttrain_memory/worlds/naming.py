@@ -1,37 +1,17 @@
 """Names that are unique within a world and do not contain each other, and values from patterns."""
 
 import re
+from pathlib import Path
 
 import numpy as np
+import yaml
 
 from posttrain_memory.worlds.values import mentions, pick, plain
 
-_FIRST = re.findall(
-    r"\w+",
-    "Ada Aino Akira Alba Aldo Amara Anouk Anselm Arjun Astrid Aziz Beatriz Bela Bram Carmen Cato Chidi Clara "
-    "Cosmo Dalia Daan Dimitri Dora Edda Eero Elif Emil Enzo Esther Farah Felix Fenna Finn Flora Gaia Gideon Greta "
-    "Hana Hamid Hedda Hugo Ida Ilse Imani Ines Ivo Jamal Joost Jun Kaito Kalle Kamala Keiko Kofi Lale Lars Leila "
-    "Lena Levi Linus Lorenzo Luz Maeve Malik Mara Marek Mei Milo Mira Nadia Naomi Nils Noor Nuno Oona Orla Oscar "
-    "Otto Paloma Pavel Petra Piet Priya Quentin Rafael Rania Rhea Rolf Rosa Ruben Sana Selma Sigrid Silas Soren "
-    "Tala Tamar Teo Thea Tomas Uma Vera Viggo Wanda Xenia Yara Yusuf Zadie Zoran",
-)
-_FRONT = re.findall(
-    r"\w+",
-    "Ald Ash Bel Bram Brin Car Cald Cor Dan Dor Eld Ell Fair Fen Gar Glen Hal Hart Hol Kel Kest Lang Lor Mar Mer "
-    "Mor Nor Oak Or Pell Pen Quill Rav Ren Ros Sel Stan Tar Thorn Tul Ul Val Var Wen Whit Wil Yar Zel",
-)
-_MIDDLE = ("", "", "", "a", "e", "i", "o", "en", "er", "in", "ing", "al")
-_SURNAME_END = re.findall(
-    r"\w+",
-    "berg bert by cott croft dale den ditt dorf er feld field gard ham hurst ini kamp ley lin lund man mark mond "
-    "mont nagy nova off oni ova quist rell ridge sby sen ski son stad ster strom thal ton vale vik well wick wood "
-    "worth",
-)
-_PLACE_END = re.findall(
-    r"\w+",
-    "borough bourne bridge burn bury by cliff combe cove dale fold ford gate ham haven hill holm hurst mere "
-    "minster moor ness port ridge shore stead stow thorpe ton vale wick worth",
-)
+_WORDS: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text(encoding="utf-8"))
+_FIRST = _WORDS["first"]
+_PARTS = {"surname": ("front", "middle", "surname_end"), "place": ("front", "middle", "place_end")}
+"""Slot of a pattern -> the parts of an invented word; other slots are words as they are."""
 _SLOT = re.compile(r"\{(\w+)\}|\[([^\[\]]*)\]|(#)|(@)")
 
 
@@ -54,21 +34,9 @@ def fill(pattern: str, random: np.random.Generator) -> str:
 
 
 def _invented(slot: str, random: np.random.Generator) -> str:
-    if slot == "first":
-        return pick(random, _FIRST)
-    if slot == "surname":
-        return pick(random, _FRONT) + pick(random, _MIDDLE) + pick(random, _SURNAME_END)
-    if slot == "place":
-        return pick(random, _FRONT) + pick(random, _MIDDLE) + pick(random, _PLACE_END)
     if slot == "person":
         return f"{_invented('first', random)} {_invented('surname', random)}"
-    if slot == "weekday":
-        return pick(random, ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"))
-    if slot == "month":
-        return pick(random, ("January", "March", "April", "June", "September", "October", "November"))
-    if slot == "few":
-        return pick(random, ("two", "three", "four", "five", "six"))
-    raise KeyError(slot)
+    return "".join(pick(random, _WORDS[part]) for part in _PARTS.get(slot, (slot,)))
 
 
 def slug(name: str) -> str:
@@ -77,22 +45,14 @@ def slug(name: str) -> str:
 
 
 def matcher(pattern: str) -> re.Pattern[str] | None:
-    """A regular expression that finds texts of a pattern in a reply. None if the pattern contains names, which may be
-    any words.
-    """
+    """A regular expression for texts of a pattern. None if it contains names, which may be any words."""
     if re.search(r"\{\w+\}", pattern):
         return None
     text, last = "", 0
     for match in _SLOT.finditer(pattern):
         text += re.escape(pattern[last : match.start()])
-        choices = match.group(2)
-        text += (
-            r"\d"
-            if match.group(3)
-            else "[a-z]"
-            if match.group(4)
-            else f"(?:{'|'.join(map(re.escape, choices.split('/')))})"
-        )
+        choices = "|".join(map(re.escape, (match[2] or "").split("/")))
+        text += r"\d" if match[3] else "[a-z]" if match[4] else f"(?:{choices})"
         last = match.end()
     return re.compile(rf"(?<!\w){text + re.escape(pattern[last:])}(?!\w)", re.IGNORECASE)
 
@@ -116,10 +76,7 @@ class Namer:
         raise AssertionError(f"no free name for {patterns}")
 
     def near(self, name: str, patterns: tuple[str, ...]) -> str | None:
-        """A name similar to `name`, or None if none was found.
-
-        Literal words of the patterns, such as `Clinic`, are kept.
-        """
+        """A name similar to `name` with the literal words of the patterns, such as `Clinic`; None if there is none."""
         words = name.split()
         fixed = set(re.findall(r"[A-Za-z]+", _SLOT.sub(lambda match: match.group(2) or "", " ".join(patterns))))
         for _ in range(40):

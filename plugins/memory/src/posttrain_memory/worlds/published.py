@@ -8,10 +8,11 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
+from posttrain_memory.vault.links import Notes
 from posttrain_memory.vault.paths import USER
 from posttrain_memory.worlds.changes import SPARE_CHARACTERS, Outcome, broken_links
 from posttrain_memory.worlds.theme import FOREIGN
-from posttrain_memory.worlds.truth import Parsed, parse, resolve
+from posttrain_memory.worlds.truth import Parsed, parse
 from posttrain_memory.worlds.values import links, mentions, plain
 
 _MOST_ADDED = 10 * SPARE_CHARACTERS
@@ -24,8 +25,7 @@ _OF_ANOTHER = re.compile(r"\b(?:of|for)\s+\[\[[^\[\]\n]+\]\][*_]*\s*:")
 
 
 def published_outcome(message: str, before: Mapping[str, str], after: Mapping[str, str]) -> Outcome:
-    """Compare two vaults (path -> text) before and after an update that `message` asks for. `done` is 1 if anything
-    changed.
+    """Compare two vaults (path -> text) around an update that `message` asks for. `done` is 1 if anything changed.
 
     Damage is: a changed note that the message does not name (see `named_notes`), except for links to new notes and
     lines about deleted ones; a new or deleted note that it does not name; and, in named notes, lost lines about other
@@ -56,12 +56,12 @@ def named_notes(message: str, files: Mapping[str, str]) -> set[str]:
     that no other note has. A first-person message names `user.md`.
     """
     words = plain(message)
-    names = {path: _own_names(path, text) for path, text in files.items()}
+    names, notes = {path: _own_names(path, text) for path, text in files.items()}, Notes(files)
     for text in files.values():
         for line in text.split("\n"):
             label = _RELATION.match(line)
             for start, _, target, shown in links(line):
-                path = resolve(target, files)
+                path = notes.resolve_or_none(target)
                 if path is not None:
                     names[path].add(plain(shown))
                     if label and label.end() <= start:
@@ -120,7 +120,7 @@ def _lost_of_others(path: str, lost: list[str], named: set[str], before: Mapping
 
 
 def _linked(line: str, paths: Mapping[str, object]) -> set[str]:
-    return {path for _, _, target, _ in links(line) if (path := resolve(target, paths)) is not None}
+    return {path for _, _, target, _ in links(line) if (path := Notes(paths).resolve_or_none(target)) is not None}
 
 
 def _mentioned(line: str, files: Mapping[str, str]) -> set[str]:

@@ -77,9 +77,7 @@ def is_evaluation(folder: Path) -> bool:
 
 
 def read_evaluation(folder: Path) -> Iterator[tuple[str, dict[str, Any], str, Path]]:
-    """Each evaluation item below `folder`: its origin, values, kind, and the folder of its vault. Raises InputError at a line
-    that is not a JSON object.
-    """
+    """Origin, values, kind and vault folder of each evaluation item below `folder`. InputError at other lines."""
     for file in sorted(folder.rglob(f"*{_ITEMS}")):
         kinds = [part for part in file.parts if part in KINDS]
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):

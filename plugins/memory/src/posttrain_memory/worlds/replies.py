@@ -180,9 +180,7 @@ def states_truth(reply: str, question: str) -> str | None:
 
 
 def states_value(reply: str, wanted: Answer, question: str = "") -> bool:
-    """Whether the reply states the value, in any spelling, without denying it (`affirmed`). For the type `truth`, it answers
-    `question` so (`states_truth`).
-    """
+    """Whether the reply states the value in any spelling and does not deny it, or answers `question` so (`truth`)."""
     if wanted.type == "truth":
         return states_truth(reply, question) == wanted.value
     stated = affirmed(reply)

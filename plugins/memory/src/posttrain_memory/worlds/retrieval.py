@@ -130,9 +130,7 @@ def _shared(context: TaskContext, targets: Sequence[Entity], types: Sequence[str
 
 
 def _two_dates(context: TaskContext) -> MemoryTask | None:
-    """Which of two notes of a kind has the earlier date, or the days between the dates, if no relation leads to several
-    dates.
-    """
+    """Which of two notes has the earlier date, or the days between, if no relation leads to several dates."""
     near = context.entities(1, 2)
     for one in near:
         for attribute in context.facts(one):

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
-from pydantic import BeforeValidator, Field, ValidationError, field_validator
+from pydantic import Field
 
-from posttrain.errors import InputError
 from posttrain.recipe.base import BaseConfig
 
 Style = Literal["bullets", "bold", "plain", "table", "front", "prose"]
@@ -22,15 +21,9 @@ _NEEDS_ALIAS = re.compile(r"\b(?:\w+ed|sown|dug|born|since|until|ends|opens|star
 """Labels that are verb phrases and cannot stand after "the"."""
 
 
-def _require_placeholder(sentence: object) -> object:
-    if isinstance(sentence, str) and ("{value}" not in sentence or not sentence.endswith(".")):
-        raise ValueError("the sentence needs the placeholder {value} and ends with a full stop")
-    return sentence
-
-
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], Field(min_length=1)]
-Sentence = Annotated[str, BeforeValidator(_require_placeholder)]
+Sentence = Annotated[str, Field(pattern=r"\{value\}.*\.$")]
 
 
 class Attribute(BaseConfig):
@@ -103,10 +96,6 @@ class Relation(BaseConfig):
         """The identifier of the relation in truths and rewards."""
         return f"{self.source}>{self.label.replace(' ', '_')}"
 
-    @property
-    def inverse_key(self) -> str:
-        return f"{self.key}~"
-
 
 class Kind(BaseConfig):
     """A kind of notes."""
@@ -154,16 +143,10 @@ class Theme(BaseConfig):
     filler: Texts
     """Patterns of sentences that state no fact."""
 
-    @field_validator("kinds")
-    @classmethod
-    def _unique_kinds(cls, kinds: tuple[Kind, ...]) -> tuple[Kind, ...]:
-        keys = [kind.key for kind in kinds]
-        if "user" in keys or len(set(keys)) < len(keys):
-            raise ValueError("each kind needs its own `key`, other than user")
-        return kinds
-
     def _check(self) -> None:
         kinds = {kind.key for kind in self.kinds}
+        if "user" in kinds or len(kinds) < len(self.kinds):
+            raise ValueError("kinds: each needs its own `key`, other than user")
         for number, tie in enumerate(self.relations):
             if tie.source not in {*kinds, "user"} or tie.target not in kinds:
                 raise ValueError(f"relations.{number}: `source` and `target` are keys of `kinds` ({tie.key})")
@@ -177,7 +160,7 @@ class Theme(BaseConfig):
                     raise ValueError(f"the label {text!r} names both {owners[plain_label(text)]} and {item.key}")
         for tie in self.relations:
             forward, inverse = (tie.label, tie.plural), (tie.inverse, tie.inverse_plural)
-            for text, key in (*((text, tie.key) for text in forward), *((text, tie.inverse_key) for text in inverse)):
+            for text, key in (*((text, tie.key) for text in forward), *((text, f"{tie.key}~") for text in inverse)):
                 if owners.setdefault(plain_label(text), key) != key:
                     raise ValueError(f"the label {text!r} names both {owners[plain_label(text)]} and {key}")
 
@@ -199,7 +182,7 @@ class Theme(BaseConfig):
             keys |= {plain_label(text): item.key for text in (item.label, *item.aliases)}
         for tie in self.relations:
             keys |= {plain_label(text): tie.key for text in (tie.label, tie.plural)}
-            keys |= {plain_label(text): tie.inverse_key for text in (tie.inverse, tie.inverse_plural)}
+            keys |= {plain_label(text): f"{tie.key}~" for text in (tie.inverse, tie.inverse_plural)}
         return keys
 
     def declared(self, key: str) -> list[Attribute]:
@@ -224,32 +207,19 @@ def plain_label(text: str) -> str:
     return " ".join(text.casefold().replace("_", " ").split())
 
 
-def read_theme(file: Path) -> Theme:
-    """The theme in a YAML file.
-
-    Raises:
-        InputError: the file is not valid YAML, or a key is missing, unknown or wrong. Names the file and the key.
-    """
-    try:
-        # The C loader is ten times as fast, but not part of every build of PyYAML.
-        values = yaml.load(file.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise InputError(f"theme {file} cannot be read: {' '.join(str(error).split())}") from None
-    try:
-        return Theme.model_validate_json(json.dumps(values), strict=True)
-    except (TypeError, ValidationError) as error:
-        if not isinstance(error, ValidationError):
-            raise InputError(f"theme {file}: {error}; quote the value so that YAML reads it as text") from None
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        reason = first["msg"].removeprefix("Value error, ")
-        raise InputError(f"theme {file}: {f'{key}: ' if key else ''}{reason}") from None
+def read_theme(text: str) -> Theme:
+    """The theme of a YAML document. Raises ValidationError for a key that is missing, unknown or wrong."""
+    # The C loader is ten times as fast, but not part of every build of PyYAML.
+    return Theme.model_validate_json(
+        json.dumps(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))), strict=True
+    )
 
 
 @cache
 def themes() -> dict[str, Theme]:
     """Name -> theme, of all files in `themes/`."""
-    return {theme.name: theme for theme in map(read_theme, sorted(FOLDER.glob("*.yaml")))}
+    read = (read_theme(file.read_text(encoding="utf-8")) for file in sorted(FOLDER.glob("*.yaml")))
+    return {theme.name: theme for theme in read}
 
 
 FOREIGN = Theme.model_construct(

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 
-from posttrain_memory.vault.limits import VaultError
-from posttrain_memory.vault.links import resolve as vault_resolve
+from posttrain_memory.vault.links import Notes
 from posttrain_memory.vault.paths import USER
 from posttrain_memory.worlds.graph import Statement, distances, value_of
 from posttrain_memory.worlds.theme import Attribute, Relation, Theme, plain_label, theme_named
@@ -34,9 +33,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Parsed:
-    """The content of a vault. `titles`: path -> first heading; `out`: path -> linked notes; `broken`: links to
-    nothing, as (path, target).
-    """
+    """`titles`: path -> first heading; `out`: path -> linked notes; `broken`: links to nothing, as (path, target)."""
 
     titles: dict[str, str]
     places: tuple[Place, ...]
@@ -76,19 +73,9 @@ def parse(files: Mapping[str, str], theme: str) -> Parsed:
     return _parse(tuple(sorted(files.items())), theme)
 
 
-def resolve(target: str, paths: Mapping[str, object]) -> str | None:
-    """The note that a link target resolves to; None for none or several."""
-    if target in paths:
-        return target
-    try:
-        return vault_resolve(target, paths) if target else None
-    except VaultError:
-        return None
-
-
 @lru_cache(maxsize=64)
 def _parse(notes: tuple[tuple[str, str], ...], theme_name: str) -> Parsed:
-    theme, files = theme_named(theme_name), dict(notes)
+    theme, index = theme_named(theme_name), Notes(path for path, _ in notes)
     titles = {path: title(text) for path, text in notes}
     named = {plain(name): path for path, name in titles.items()}
     places: list[Place] = []
@@ -97,14 +84,14 @@ def _parse(notes: tuple[tuple[str, str], ...], theme_name: str) -> Parsed:
     for path, text in notes:
         out[path] = set()
         for _, _, target, _ in links(text):
-            meant = resolve(target, files)
+            meant = index.resolve_or_none(target)
             if meant is None:
                 broken.append((path, target))
             else:
                 out[path].add(meant)
         start = 0
         for line in text.split("\n"):
-            places += _line(theme, path, line, start, files, named)
+            places += _line(theme, path, line, start, index, named)
             start += len(line) + 1
     return Parsed(titles, tuple(places), out, tuple(broken))
 
@@ -115,23 +102,21 @@ def title(text: str) -> str:
     return match.group(1) if match else ""
 
 
-def _line(
-    theme: Theme, path: str, line: str, start: int, files: Mapping[str, str], named: Mapping[str, str]
-) -> list[Place]:
+def _line(theme: Theme, path: str, line: str, start: int, index: Notes, named: Mapping[str, str]) -> list[Place]:
     if not line.strip() or line.startswith("#"):
         return []
     other = _ABOUT.match(line)
     for match, about in (
-        (other, resolve(links(other["link"])[0][2], files) if other else None),
+        (other, index.resolve_or_none(links(other["link"])[0][2]) if other else None),
         (_ROW.match(line) or _LABEL.match(line), path),
     ):
         if match and about is not None and plain_label(match["label"]) in theme.labels:
-            return _stated(theme, path, about, match, theme.labels[plain_label(match["label"])], line, start, files)
-    return _prose(theme, path, line, start, files, named)
+            return _stated(theme, path, about, match, theme.labels[plain_label(match["label"])], line, start, index)
+    return _prose(theme, path, line, start, index, named)
 
 
 def _stated(
-    theme: Theme, path: str, about: str, match: re.Match[str], key: str, line: str, start: int, files: Mapping[str, str]
+    theme: Theme, path: str, about: str, match: re.Match[str], key: str, line: str, start: int, index: Notes
 ) -> list[Place]:
     """The statements of a line: one for a fact, one per link for a relation."""
     first, last = match.span("value")
@@ -140,7 +125,7 @@ def _stated(
         return [Place(statement, start, start + len(line), start + first, start + last)]
     places = []
     for begin, end, target, _ in links(match["value"]):
-        meant = resolve(target, files)
+        meant = index.resolve_or_none(target)
         statement = Statement(path, about, key, meant or f"?{target}")
         places.append(Place(statement, start, start + len(line), start + first + begin, start + first + end))
     if not places:
@@ -149,9 +134,7 @@ def _stated(
     return places
 
 
-def _prose(
-    theme: Theme, path: str, line: str, start: int, files: Mapping[str, str], named: Mapping[str, str]
-) -> list[Place]:
+def _prose(theme: Theme, path: str, line: str, start: int, index: Notes, named: Mapping[str, str]) -> list[Place]:
     places = []
     begins = [match.end() for match in re.finditer(r"^\s*(?:[-*+] )?|[.!?] +", line)]
     for key, of_user, literal, pattern in _sentences(theme.name):
@@ -161,7 +144,7 @@ def _prose(
             about = path if of_user else named.get(plain(match["name"]))
             if about is None or (key not in theme.attributes and not links(match["value"])):
                 continue
-            for place in _stated(theme, path, about, match, key, line, start, files):
+            for place in _stated(theme, path, about, match, key, line, start, index):
                 first, last = match.span()
                 places.append(Place(place.statement, start + first, start + last, place.value_start, place.value_end))
     return places

@@ -17,45 +17,6 @@ from posttrain_memory.worlds.theme import Attribute
 from posttrain_memory.worlds.truth import Place, parse
 from posttrain_memory.worlds.values import links, plain, shuffled
 
-_TELL = (
-    "Please note: {x} {be} {v}.",
-    "For the record, {x} {be} {v}.",
-    "Write down that {x} {be} {v}.",
-    "Add this to my notes: {x} {be} {v}.",
-)
-_CHANGE = (
-    "A correction: {x} {be} {v}.",
-    "Please change {x} to {v}.",
-    "What you have is out of date: {x} {be} {v} now.",
-    "Set {x} to {v}.",
-)
-_FORGET = (
-    "Please forget {x}.",
-    "Delete {x} from my notes.",
-    "Please take out {x}; that is out of date and there is nothing new.",
-    "I do not want {x} in the notes any more.",
-)
-_MENTION = (
-    "What a day: rain from the left, a queue at the baker, and then I hear that {x} {be} now {v}. Well, time for tea.",
-    "I slept badly, but the walk was lovely. Oh, and {x} {be} {v} these days, I was told. Talk to you tomorrow!",
-    "Funny how things go: first the bus breaks down, then it turns out that {x} {be} {v} now, and it is only noon.",
-    "You should have seen the sky this morning. Somebody said in passing that {x} {be} {v} now. Anyway, thanks for listening.",
-)
-_NEW = (
-    "Please make a note on {name}, {rel}. {facts}",
-    "There is somebody or something new: {name}, {rel}. {facts} Please keep that.",
-    "I want {name} in my notes: {rel}. {facts}",
-)
-_GONE = (
-    "{name} is history. Delete the note and every mention of it.",
-    "Please remove {name} from my notes altogether, links and all.",
-    "I no longer need the note on {name}; take it away, and whatever points to it.",
-)
-_MOVE = (
-    "The {rel} of {whom} is no longer {old} but {new}.",
-    "{whom} has another {rel} now: {new} instead of {old}. Please correct it.",
-)
-
 
 def fact_set(context: TaskContext, variant: str) -> MemoryTask | None:
     """A fact that is new to a note (`add`), gets another value (`change`), or is mentioned in passing (`mention`)."""
@@ -75,10 +36,10 @@ def fact_set(context: TaskContext, variant: str) -> MemoryTask | None:
                 edit = _replaced(context, places[0], shown) if len(places) == 1 else None
             if edit is None:
                 continue
-            forms = _MENTION if variant == "mention" else _TELL if new else _CHANGE
+            form = "mention" if variant == "mention" else "tell" if new else "change"
             whom = "" if entity.path == USER else entity.name
             what = context.of(attribute.noun, whom)
-            question = _capitalised(context.pick(forms).format(x=what, v=shown, be=attribute.be))
+            question = _capitalised(context.phrase(form, x=what, v=shown, be=attribute.be))
             change = {"op": "set", "about": entity.path, "key": attribute.key, "value": canonical}
             reply = f"I noted that {what.replace('my ', 'your ', 1)} {attribute.be} {shown}."
             return _task(context, variant, question, entity.path, change, [edit], reply)
@@ -95,7 +56,7 @@ def fact_deleted(context: TaskContext) -> MemoryTask | None:
                 continue
             whom = "" if entity.path == USER else entity.name
             what = context.of(attribute.noun, whom)
-            question = _capitalised(context.pick(_FORGET).format(x=what))
+            question = _capitalised(context.phrase("forget", x=what))
             change = {"op": "delete", "about": entity.path, "key": attribute.key}
             reply = f"I deleted {what.replace('my ', 'your ', 1)}."
             return _task(context, "delete", question, entity.path, change, [edit], reply)
@@ -124,7 +85,7 @@ def note_made(context: TaskContext) -> MemoryTask | None:
                 role = (
                     f"{f'one of the {relation.plural}' if relation.many else f'the {relation.label}'} of {owner.name}"
                 )
-            question = context.pick(_NEW).format(name=name, rel=role, facts=facts_text)
+            question = context.phrase("new", name=name, rel=role, facts=facts_text)
             lines = "".join(f"- {a.label}: {display(a, facts[a.key])}\n" for a in attributes)
             creation = f"create_file({code_literal(path)}, {code_literal(f'# {name}' + chr(10) * 2 + lines)})"
             line = f"- {relation.label}: {link(Entity(path, kind.key, name))}\n"
@@ -156,7 +117,7 @@ def note_removed(context: TaskContext) -> MemoryTask | None:
         if len(known) > 4 or mentions != len(known) or any(edit is None for edit in known):
             continue
         code = "\n".join([f"delete_file({code_literal(entity.path)})", *(edit for edit in known if edit)])
-        question = context.pick(_GONE).format(name=entity.name)
+        question = context.phrase("gone", name=entity.name)
         change = {"op": "remove", "about": entity.path}
         return _task(context, "remove", question, entity.path, change, [code], f"I removed {entity.name}.")
     return None
@@ -191,7 +152,7 @@ def relation_moved(context: TaskContext) -> MemoryTask | None:
         if edge.source == USER:
             question = f"My {relation.label} is no longer {names['old']} but {names['new']}."
         else:
-            question = context.pick(_MOVE).format(rel=relation.label, whom=source.name, **names)
+            question = context.phrase("move", rel=relation.label, whom=source.name, **names)
         change = {"op": "relink", "about": edge.source, "relation": edge.relation, "was": edge.target, "value": new}
         code = "\n".join(edit for edit in edits if edit)
         reply = f"I noted {names['new']} as {relation.label}."
@@ -255,9 +216,7 @@ def _edit(context: TaskContext, place: Place, old: str, new: str) -> str | None:
 
 
 def follow_up(update: MemoryTask, context: TaskContext) -> MemoryTask:
-    """The question whose correct answer shows that the notes reflect `update`: about the new value, name or relation.
-    For a deletion, asking back is correct.
-    """
+    """The question whose correct answer shows that the notes reflect `update`; after a deletion, asking back."""
     change, graph, theme = update.truth["change"], context.graph, context.theme
     attribute: Attribute | None
     if change["op"] == "new":

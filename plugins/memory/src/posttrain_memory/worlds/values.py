@@ -136,9 +136,7 @@ def spell(kind: str, value: str, random: np.random.Generator, unit: str = "") ->
 
 
 def plain(text: str) -> str:
-    """A text in the form used for comparing names and words: lower case, links as their displayed text, no
-    punctuation, no leading article.
-    """
+    """A text as compared: lower case, links as displayed, without punctuation and leading article."""
     text = (
         _LINK.sub(lambda m: m[2] or m[1].rsplit("/", 1)[-1].removesuffix(".md").replace("_", " "), text)
         .casefold()

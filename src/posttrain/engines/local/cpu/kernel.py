@@ -16,8 +16,7 @@ from posttrain.models.cpu.compiler import TYPES, compiled, named
 
 PAGE = 128
 """Tokens per page of the key/value cache. Every product reads complete pages, so on average half of a sequence's last
-page is read unnecessarily.
-"""
+page is read unnecessarily."""
 SOURCE = Path(__file__).with_name("kernel.cpp")
 
 
@@ -39,11 +38,8 @@ class DecodingKernel:
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         """Attention [B, H_kv, G, D] of `queries` [B, H_kv, G, D] over `keys` and `values` [pages, slots, H_kv, PAGE,
-        D].
-
-        Each row of `queries` is contiguous. `rows` [B, 5] int64: slot, slot whose first pages are read instead, number
-        of those pages, first visible position, one past the last.
-        """
+        D]. Each row of `queries` is contiguous. `rows` [B, 5] int64: slot, slot whose first pages are read instead,
+        number of those pages, first visible position, one past the last."""
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         pointers = (part.data_ptr() for part in (keys, values, out, rows))
         sizes = (len(queries), queries.shape[1], keys.shape[1])
@@ -93,10 +89,8 @@ class DecodingKernel:
 
 @functools.lru_cache
 def decoding_kernel(dtype: torch.dtype, head: int, groups: int) -> DecodingKernel | None:
-    """The kernel for heads of size `head` with `groups` query heads per key head.
-
-    Returns None if `head` is not a multiple of 32, the dtype is neither float32 nor bfloat16, or it cannot be compiled.
-    """
+    """The kernel for heads of size `head` with `groups` query heads per key head. Returns None if `head` is not a
+    multiple of 32, the dtype is neither float32 nor bfloat16, or it cannot be compiled."""
     if dtype not in TYPES or head % 32:
         return None
     macros = [f"-DTYPE_BF16={TYPES[dtype]}", f"-DHEAD={head}", f"-DGROUPS={groups}", f"-DPAGE={PAGE}"]

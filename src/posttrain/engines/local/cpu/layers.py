@@ -24,20 +24,16 @@ ROWS = 32
 """Number of rows that oneDNN's layout is optimized for. Results are the same for any number, nearly as fast."""
 
 Product = Callable[[torch.Tensor, str, torch.Tensor | None], torch.Tensor]
-"""`product(x, then, other)`: the product [T, out] for `x` [T, in], then `none`, `silu`, or `times` or `plus` `other` [T,
-out].
-"""
+"""`product(x, then, other)`: the product [T, out] for `x` [T, in], then `none`, `silu`, or `times` or `plus` `other`
+[T, out]."""
 
 
 # -- products with packed weights -------------------------------------------------------------------------------------
 
 
 class OneDnnProduct:
-    """The product with `weight` [out, in] and `bias` [out] by oneDNN.
-
-    Weights are copied into its layout. Otherwise every call would repeat that copy, which makes products of decoding
-    size about twice as slow.
-    """
+    """The product with `weight` [out, in] and `bias` [out] by oneDNN. Weights are copied into its layout. Otherwise
+    every call would repeat that copy, which makes products of decoding size about twice as slow."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._packed, self._bias = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS), bias
@@ -141,11 +137,9 @@ class _Adapter:
 
 
 class SamplingLinear:
-    """The given linear modules (of torch, or with peft's adapters) side by side as one product, without gradients.
-
-    On a CPU, weights are packed if `packed_product` supports their dtype; elsewhere the modules' own weights are used.
-    Adapters stay separate, because merging a small one into bfloat16 weights would round it away.
-    """
+    """The given linear modules (of torch, or with peft's adapters) side by side as one product, without gradients. On a
+    CPU, weights are packed if `packed_product` supports their dtype; elsewhere the modules' own weights are used.
+    Adapters stay separate, because merging a small one into bfloat16 weights would round it away."""
 
     def __init__(self, *modules: Any) -> None:
         bases = [getattr(module, "base_layer", module) for module in modules]
@@ -225,11 +219,9 @@ class CompiledLayer:
 
 
 class CompiledLayers:
-    """Runs `layers`, which have H_kv = `kv_heads` key heads of size `head`, in one call of the compiled kernel.
-
-    A product of a few tokens takes a tenth of a millisecond. Python needs half as long between two products, and in the
-    meantime the threads that wait for the next one fall asleep.
-    """
+    """Runs `layers`, which have H_kv = `kv_heads` key heads of size `head`, in one call of the compiled kernel. A
+    product of a few tokens takes a tenth of a millisecond. Python needs half as long between two products, and in the
+    meantime the threads that wait for the next one fall asleep."""
 
     def __init__(
         self, layers: Sequence[CompiledLayer], kernel: DecodingKernel, kv_heads: int, head: int, epsilon: float

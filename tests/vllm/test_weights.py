@@ -1,4 +1,4 @@
-"""Models with experts on a real vLLM server: their weights, merged adapters of experts included, arrive under its names."""
+"""Weights of real vLLM servers: those of experts, merged adapters included, and weights that arrive by a broadcast."""
 
 import pytest
 
@@ -7,17 +7,13 @@ from posttrain.models.policy import Policy
 from posttrain.recipe.engines import VllmEngineRecipe
 from posttrain.recipe.model import ModelRecipe
 from tests.models.families import save_family
-from tests.vllm.asking import SMALL, answers, distance, local_answers, move, request
+from tests.vllm.asking import SMALL, agreed, distance, move, request
 from tests.vllm.interpreter import needs_vllm, vllm_python
+from tests.vllm.models import save_model
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(900)]
-SIZES = {
-    "hidden_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 64,
-    "max_position_embeddings": 512,
-}
+SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
+SIZES |= {"max_position_embeddings": 512}
 
 
 @pytest.mark.parametrize(
@@ -35,10 +31,27 @@ def test_the_server_samples_with_the_experts_of_the_policy(family, sizes, lora, 
             if seed:
                 move(policy, seed)
             engine.load_weights(policy.version)
-            found = answers(engine, asked)
-            assert [one.ids for one in found] == [one.ids for one in local_answers(policy, asked)]
+            found = agreed(engine, policy, asked)
             assert max(distance(policy, *pair) for pair in zip(asked, found, strict=True)) < 1e-3
             seen.append([one.ids for one in found])
     finally:
         engine.close()
     assert seen[0] != seen[1]
+
+
+def test_broadcast_weights_take_effect_and_a_killed_server_gets_files(tmp_path):
+    policy = Policy(ModelRecipe(path=str(save_model(tmp_path / "tiny"))))
+    keys = {"python": vllm_python(), "weight_transfer": "nccl"}
+    engine = open_vllm(policy, VllmEngineRecipe.model_validate(SMALL | keys), max_context=256, logs=tmp_path / "logs")
+    asked = [request(number) for number in range(3)]
+    try:
+        for step in ("broadcast", "broadcast", "killed", "broadcast"):
+            if step == "killed":
+                engine._replicas[0].replica._kill()
+            else:
+                move(policy, seed=policy.version + 1)
+                engine.load_weights(policy.version)
+            agreed(engine, policy, asked)
+        assert engine.restarts == 1
+    finally:
+        engine.close()
