@@ -1,6 +1,5 @@
 """LoRA adapters: which matrices they adapt, and that exports, engines and the policy are one model."""
 
-import asyncio
 import re
 
 import numpy as np
@@ -15,8 +14,8 @@ from posttrain.errors import InputError
 from posttrain.models.adapters import adapted_beside_layers, check_targets
 from posttrain.models.policy import Policy
 from posttrain.recipe.model import LoraRecipe, ModelRecipe
-from posttrain.recipe.rollout import SamplingRecipe
 from tests.models.families import EXPERTS, files, logprobs, moved, save_family, transformers_logprobs
+from tests.vllm.asking import WARM, answers, distance
 
 WHOLE = re.compile(r"embed_tokens|lm_head|norm|bias|conv")
 ROUTERS = re.compile(r"mlp\.gate\.weight|router")
@@ -42,60 +41,37 @@ IDS = [np.random.default_rng(length).integers(3, 250, length) for length in (11,
 STREAMS = IDS, [np.arange(len(ids)) > 2 for ids in IDS]
 
 
-@pytest.mark.parametrize("family", EXPERTS)
-def test_all_linear_adapts_experts_and_engines_get_them(family, saved, tmp_path):
-    policy = trained(saved(family))
-    policy.export(tmp_path / "exported")
-    initial, written, sent = files(saved(family)), files(tmp_path / "exported"), dict(policy.weights())
-    assert sorted(sent) == sorted(written)
-    assert [name for name in sent if not torch.equal(sent[name], written[name])] == []
-    same = [name for name in written if torch.equal(written[name], initial[name])]
-    assert [name for name in same if not WHOLE.search(name) and not ROUTERS.search(name)] == []
+CASES = [(family, "all-linear", "merged") for family in EXPERTS]
+CASES += [(family, "all-linear", "adapter") for family in ("qwen3_moe", "mixtral", "phimoe")]
+for case in (
+    *(("llama", ["lm_head"]), ("qwen2", ["embed_tokens", "lm_head", "q_proj"]), ("llama", ["embed_tokens"])),
+    *(("gpt2", ["wte", "c_attn"]), ("gpt2", "all-linear")),
+):
+    CASES += [(*case, "merged"), (*case, "adapter")]
+
+
+@pytest.mark.parametrize(("family", "targets", "export"), CASES)
+def test_policy_engine_and_export_are_one_model(family, targets, export, saved, tmp_path):
+    policy = trained(saved(family), targets=targets, export=export)
     ours = logprobs(policy, *STREAMS)
     with policy.as_reference():
         assert (logprobs(policy, *STREAMS) - ours).abs().max() > 0.1
-    theirs = transformers_logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "exported"), *STREAMS)
-    torch.testing.assert_close(theirs, ours, atol=2e-5, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("family", "targets"),
-    [
-        ("qwen3_moe", "all-linear"),
-        ("llama", ["lm_head"]),
-        ("qwen2", ["embed_tokens", "lm_head", "q_proj"]),
-        ("llama", ["embed_tokens"]),
-        ("gpt2", ["wte", "c_attn"]),
-        ("gpt2", "all-linear"),
-        ("mixtral", "all-linear"),
-        ("phimoe", "all-linear"),
-    ],
-)
-@pytest.mark.parametrize("export", ["merged", "adapter"])
-def test_policy_engine_and_export_are_one_model(family, targets, export, saved, tmp_path):
-    path = saved(family)
-    policy = trained(path, targets=targets, export=export)
-    ours = logprobs(policy, *STREAMS)
     policy.export(tmp_path / "exported")
     again = Policy(ModelRecipe(path=str(tmp_path / "exported")))
     torch.testing.assert_close(logprobs(again, *STREAMS), ours, atol=2e-5, rtol=0)
+    base = AutoModelForCausalLM.from_pretrained(saved(family) if export == "adapter" else tmp_path / "exported")
+    theirs = PeftModel.from_pretrained(base, tmp_path / "exported") if export == "adapter" else base
+    torch.testing.assert_close(transformers_logprobs(theirs, *STREAMS), ours, atol=2e-5, rtol=0)
     if export == "adapter":
-        base = AutoModelForCausalLM.from_pretrained(path)
-        theirs = transformers_logprobs(PeftModel.from_pretrained(base, tmp_path / "exported"), *STREAMS)
-        torch.testing.assert_close(theirs, ours, atol=2e-5, rtol=0)
-    if export == "merged":
-        theirs = transformers_logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "exported"), *STREAMS)
-        torch.testing.assert_close(theirs, ours, atol=2e-5, rtol=0)
-        written, sent = files(tmp_path / "exported"), dict(policy.weights())
-        assert sorted(sent) == sorted(written)
-        assert all(torch.equal(sent[name], written[name]) for name in sent)
+        request = Request(tuple(IDS[0].tolist()), WARM, 3, 12)
+        assert distance(policy, request, *answers(LocalEngine(policy), [request])) < 1e-4
         return
-    prompt = tuple(IDS[0].tolist())
-    answer = asyncio.run(LocalEngine(policy).generate(Request(prompt, SamplingRecipe(), 3, 12)))
-    ids = np.array([*prompt, *answer.ids])
-    with torch.no_grad():
-        scores = policy.score([ids], [np.arange(len(ids)) >= len(prompt)], 1.0, 64).logprobs
-    assert np.abs(scores.numpy() - answer.logprobs).max() < 1e-4
+    initial, written, sent = files(saved(family)), files(tmp_path / "exported"), dict(policy.weights())
+    assert sorted(sent) == sorted(written)
+    assert [name for name in sent if not torch.equal(sent[name], written[name])] == []
+    if family in EXPERTS:
+        same = [name for name in written if torch.equal(written[name], initial[name])]
+        assert [name for name in same if not WHOLE.search(name) and not ROUTERS.search(name)] == []
 
 
 @pytest.mark.parametrize("later", [False, True])

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.models.cuda.attention import _Gather, attend_spans, flash, spans_of
+from posttrain.models.cuda.attention import _Gather, attend_spans, flash, spans_of, supports
 from posttrain.models.layers import Heads
 from tests.models.bundles import bundle_layout
 
@@ -53,6 +53,7 @@ def test_outputs_and_gradients_equal_the_processors(bundles, window, seed):
 
 
 def test_keys_of_a_shared_prompt_alone_are_copied_for_each_continuation_and_not_kept():
+    assert not supports(CPU, torch.bfloat16, 8), "the attention of a processor is used there"
     spans = spans_of(bundle_layout([(7, []), (5, []), (4, [])]).segments, CPU)
     assert spans.gathered is None
     assert spans.query_ends.tolist() == spans.key_ends.tolist() == [0, 7, 12, 16]

@@ -297,13 +297,8 @@ class LocalEngine:
             self._open_episodes -= 1
 
     def load_weights(self, version: int, source: Policy | None = None) -> None:
-        """Sample with the current weights of `source`. A sharded policy keeps them gathered until `sleep`.
-
-        A pass computes without yielding to the event loop, so this call is always between two passes. Cached keys and
-        values are discarded, and those of running sequences are recomputed. Every token is therefore sampled by one
-        version of the weights, given all tokens before it, and its log-probability equals that of a learner with this
-        version.
-        """
+        """Sample with the current weights of `source`. A sharded policy keeps them gathered until `sleep`. A pass
+        computes without yielding to the event loop, so this call is always between two passes."""
         self.version = version
         self._source, self._renewed = source or self.policy, False
         if self._source.sharded is not None:
