@@ -70,7 +70,7 @@ def test_a_missing_file(recipe_file, tmp_path):
         (["environment.size=4"], "there is no key environment.size; it belongs to environment.type frozen_lake"),
         (["loss.type=gsop"], 'loss.type is "gsop" (did you mean gspo?); it must be ppo, gspo, gspo_token, cispo'),
         (["loss.type=grpo"], 'loss.type is "grpo" (a type of credit: write credit.type=grpo); it must be ppo'),
-        (["model.device=mps"], "mps, the GPU of an Apple computer, is not supported; use cpu"),
+        (["model.device=mps"], 'model.device is "mps" (did you mean cpu?)'),
         (["environment.type=bandt"], "there is no environment 'bandt' (did you mean bandit?); use one of bandit, "),
         (["environment.type=3"], "override environment.type=3: environment.type is 3; it must be text"),
         (["optimizer.betas=[0.9]"], "optimizer.betas is missing; it must be a list of 2 numbers"),
