@@ -118,6 +118,7 @@ def test_a_required_key_is_refused_until_it_is_set(recipe_file):
     assert load_recipe([file], words, "rl").environment.reward == "exact"
     kept = load_recipe([], ["environment.type=text_task", *words, "environment.system=???? now"], "rl")
     assert kept.environment.system == "???? now"
+    assert merge([read_text("steps: 3", "a.yaml"), read_text("steps: ???", "b.yaml")]).values == {"steps": 3}
 
 
 def test_files_and_overrides_merge_left_to_right(recipe_file):
@@ -196,7 +197,8 @@ def test_a_dumped_recipe_loads_as_itself(stage, overrides, recipe_file):
 )
 def test_any_text_and_number_survives_dumping_and_merging(texts, number):
     values = {"rollout": {"stop_strings": texts}, "optimizer": {"learning_rate": number}}
-    assert merge([read_text(dump_values(values), "r.yaml")]).values == values
+    layer = read_text(dump_values(values), "r.yaml")
+    assert merge([layer]).values == merge([layer, layer]).values == values
 
 
 @pytest.mark.parametrize(
