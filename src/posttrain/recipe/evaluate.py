@@ -52,7 +52,7 @@ class EvaluateRecipe(PlayedRecipe):
         if self.remote is not None:
             refuse_unknown_sampling(self.evaluation.sampling, "evaluation.sampling")
             if self.reward is not None:
-                raise ValueError("`reward.path` needs token ids, which a server does not return; use environment.judge")
+                raise ValueError("`reward.path` needs token ids, which a server does not return; remove `reward`")
 
     def models(self) -> dict[str, Any]:
         return super().models() | ({} if self.reward is None else {"reward": self.reward})
