@@ -156,7 +156,7 @@ GUARDS = (
 )
 """Thresholds are chosen and measured by `benchmarks/guards.py`, see docs/results/guards.md."""
 _Keys: Any = Literal[tuple(guard.key for guard in GUARDS)]
-Thresholds = dict[_Keys, Annotated[float, Field(ge=0)] | None]  # type: ignore[valid-type]
+Thresholds = dict[_Keys, Annotated[float, Field(ge=0)] | None]
 _DEFAULTS: Thresholds = {guard.key: guard.threshold for guard in GUARDS}
 
 
