@@ -288,14 +288,15 @@ def lineage_of(pipeline: PipelineRecipe, stage: PipelineStage) -> Lineage:
         digest = _digest(_files(source, digests=True))
         recipe = stage.recipe.model_dump(mode="json", exclude={"runs", "source"})
         return {"recipe": _digest(recipe), "inputs": {"the data": digest}}
-    recipe = stage.recipe.model_dump(mode="json", exclude=set(LOGGED_IN))
+    text = json.dumps(stage.recipe.model_dump(mode="json", exclude=set(LOGGED_IN)))
     inputs: dict[str, str] = {}
     for name in stage.inputs:
-        upstream = _read(pipeline.directory / name / "lineage.json")
+        directory, upstream = pipeline.directory / name, _read(pipeline.directory / name / "lineage.json")
         inputs[f"{STAGE}{name}"] = _digest(upstream["outputs"]) if upstream else _MISSING
-        recipe = _replace_path(recipe, str(pipeline.directory / name / "model"), f"the model of {name}")
-        for file in _converted(pipeline, name):
-            recipe = _replace_path(recipe, str(pipeline.directory / name / file), f"{file} of {name}")
+        made = {"model": f"the model of {name}"} | {file: f"{file} of {name}" for file in _converted(pipeline, name)}
+        for file, instead in made.items():  # whole texts, which are in quotes
+            text = text.replace(json.dumps(str(directory / file)), json.dumps(instead))
+    recipe = json.loads(text)
     if stage.upstream is None and Path(stage.recipe.model.path).exists():
         model = Path(stage.recipe.model.path)
         # Files of two checkpoints have equal sizes, so use the digests in the checkpoint.
@@ -324,15 +325,6 @@ def _change(before: Lineage, now: Lineage) -> str | None:
         return "its recipe has changed"
     changed = [name for name, digest in now["inputs"].items() if before["inputs"].get(name) != digest]
     return f"{changed[0]} has changed" if changed else None
-
-
-def _replace_path(value: Any, path: str, name: str) -> Any:
-    """Return `value` with every text `path` replaced by `name`, so that digests do not depend on the location."""
-    if isinstance(value, dict):
-        return {key: _replace_path(inner, path, name) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_replace_path(inner, path, name) for inner in value]
-    return name if value == path else value
 
 
 def _files(root: Path, digests: bool) -> dict[str, list[Any]]:

@@ -154,6 +154,7 @@ def files(tmp_path, monkeypatch):
         (("play", "sokoban", "frozen_lake"), "takes one environment, not 2"),
         (("play", "frozen_lake", "sise=5"), "the nearest is environment.size"),
         (("play", "nowhere.py"), "there is no file nowhere.py"),
+        (("play", "two.py:C"), "there is no class C"),
         (("play", "none.py"), "none.py has no environment; derive a class from posttrain.Environment"),
         (("play", "two.py"), "two.py has the environments A, B; name one as two.py:A"),
         (("play", "none.py:A"), "A is not an environment"),

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from posttrain import __version__
 from posttrain.cli.main import main
 from posttrain.cli.stages import split_words
 from posttrain.errors import InputError, RunError
@@ -45,6 +46,11 @@ def test_help_imports_little():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert all(f" {verb} " in done.stdout for verb in VERBS)
+
+
+def test_the_version_is_one_line(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"posttrain {__version__}\n"
 
 
 def test_words_are_files_or_overrides(tmp_path, monkeypatch):

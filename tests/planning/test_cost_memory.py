@@ -153,14 +153,6 @@ def test_four_bit_matrices_are_an_eighth_of_float32():
     assert f"{matrices:,} parameters of 4 bits" in packed[1]
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"devices": 4, "shard": 3}, {"devices": 2, "colocated": False}, {"devices": 4, "engines": 2, "tensor": 4}]
-)
-def test_impossible_placements(wrong):
-    with pytest.raises(ValueError):
-        Placement(**wrong)
-
-
 @settings(deadline=None)
 @given(
     st.integers(0, 6),

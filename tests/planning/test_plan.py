@@ -251,6 +251,7 @@ def test_a_broken_model_directory_is_named(tmp_path):
             "model.head_dtype has no effect: rewards are computed in float32",
         ),
         ("rl", ["model.head_dtype=float32", "model.dtype=bfloat16", "engine.type=vllm"], "model.head_dtype=float32"),
+        ("rl", ["model.lora.dropout=0.1"], "model.lora.dropout above 0 makes the policies of engine and learner"),
         ("rl", ["rollout.sampling.temperature=0"], "rollout.sampling.temperature 0 makes all episodes of a group"),
         ("rl", ["critic.backbone=shared"], "critic has no effect: credit.type rloo uses no values"),
         ("rl", ["credit.type=gae", "critic.backbone=shared", "critic.clip=0.5"], "critic.clip has no effect:"),

@@ -39,6 +39,7 @@ def recipe_file(tmp_path, monkeypatch):
         ("- 1\n", "r.yaml line 1: a recipe consists of `key: value` lines"),
         ("kl:\n\tcoefficient: 1\n", "r.yaml line 2: a tab is used for indentation; use spaces"),
         ("steps: 1\nsteps: 2\n", "r.yaml line 2: steps is also given in line 1; keep one of them"),
+        ("1: 2\n", "r.yaml line 1: 1 is not a key; keys are text"),
         ("a: &a [*a]\n", "r.yaml line 1: the alias contains itself"),
         (b"name: \xff\n", "r.yaml is not a recipe: byte 6 is not UTF-8 text; name a YAML file"),
         ("name: x\x01\n", "r.yaml is not YAML: unacceptable character #x0001: special characters are not allowed"),
@@ -70,7 +71,7 @@ def test_a_missing_file(recipe_file, tmp_path):
         (["environment.size=4"], "there is no key environment.size; it belongs to environment.type frozen_lake"),
         (["loss.type=gsop"], 'loss.type is "gsop" (did you mean gspo?); it must be ppo, gspo, gspo_token, cispo'),
         (["loss.type=grpo"], 'loss.type is "grpo" (a type of credit: write credit.type=grpo); it must be ppo'),
-        (["model.device=mps"], "mps, the GPU of an Apple computer, is not supported; use cpu"),
+        (["model.device=mps"], 'model.device is "mps" (did you mean cpu?)'),
         (["environment.type=bandt"], "there is no environment 'bandt' (did you mean bandit?); use one of bandit, "),
         (["environment.type=3"], "override environment.type=3: environment.type is 3; it must be text"),
         (["optimizer.betas=[0.9]"], "optimizer.betas is missing; it must be a list of 2 numbers"),
@@ -81,6 +82,10 @@ def test_a_missing_file(recipe_file, tmp_path):
             "name is 3; it must be text of letters, digits, `.`, `_` and `-`, and begin with a letter or digit, in quotes",
         ),
         (["rollout.episodes_per_group=1", "credit.type=grpo"], "`credit.type: grpo` compares the episodes"),
+        (["learner.updates_per_step=9"], "`learner.updates_per_step` (9) is more than the groups of a step (8)"),
+        (["rollout.tokens_per_episode=8192"], "= 8192 tokens, more than `learner.tokens_per_batch` = 4096"),
+        (["loss.aggregation=constant"], "loss: set `constant` if and only if `aggregation: constant`"),
+        (["rolout.group_per_step=4"], "the nearest is rollout.groups_per_step"),
         (["a..b=1"], "override a..b=1: 'a..b' is not a dotted key; write `section.key=value`"),
         (["steps"], "override 'steps' has no value; write `steps=value`"),
         (["sinks=[a"], "override sinks=[a: the value is not YAML; quote it if it is text"),
@@ -118,6 +123,7 @@ def test_a_required_key_is_refused_until_it_is_set(recipe_file):
     assert load_recipe([file], words, "rl").environment.reward == "exact"
     kept = load_recipe([], ["environment.type=text_task", *words, "environment.system=???? now"], "rl")
     assert kept.environment.system == "???? now"
+    assert merge([read_text("steps: 3", "a.yaml"), read_text("steps: ???", "b.yaml")]).values == {"steps": 3}
 
 
 def test_files_and_overrides_merge_left_to_right(recipe_file):
@@ -196,7 +202,8 @@ def test_a_dumped_recipe_loads_as_itself(stage, overrides, recipe_file):
 )
 def test_any_text_and_number_survives_dumping_and_merging(texts, number):
     values = {"rollout": {"stop_strings": texts}, "optimizer": {"learning_rate": number}}
-    assert merge([read_text(dump_values(values), "r.yaml")]).values == values
+    layer = read_text(dump_values(values), "r.yaml")
+    assert merge([layer]).values == merge([layer, layer]).values == values
 
 
 @pytest.mark.parametrize(

@@ -33,21 +33,14 @@ def main(folder: Path) -> int:
     except KeyboardInterrupt as stop:
         write_end(folder, rank, stop, "", 130)
         return 0 if type(stop) is not KeyboardInterrupt else 130
-    except AlreadyReported as error:
-        write_end(folder, rank, error, "", error.exit_code)
-        return 1
-    except PosttrainError as error:
-        write_end(folder, rank, error, str(error), error.exit_code)
-        return 1
     except BaseException as error:
-        if (explained := communication_error(error)) is not None:
-            write_end(folder, rank, explained, str(explained), explained.exit_code)
-        else:
-            from posttrain.cli.main import describe
+        from posttrain.cli.main import describe
 
-            if job["debug"]:
-                traceback.print_exc()
-            write_end(folder, rank, error, *describe(error))
+        explained = error if isinstance(error, PosttrainError) else communication_error(error)
+        if explained is None and job["debug"]:
+            traceback.print_exc()
+        message, code = describe(explained or error)
+        write_end(folder, rank, explained or error, "" if isinstance(error, AlreadyReported) else message, code)
         return 1
     return 0
 

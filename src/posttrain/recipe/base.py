@@ -1,9 +1,12 @@
 """The base class of every section of a recipe, and the marks of its keys."""
 
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, model_validator
+from pydantic_core import PydanticKnownError
 
 from posttrain.recipe.metrics import Metric
 from posttrain.recipe.needs import Around, unmet_needs
@@ -66,3 +69,16 @@ class BaseConfig(BaseModel):
             if "_check" in vars(kind):
                 vars(kind)["_check"](self)
         return self
+
+
+def validated(part: type[BaseConfig], value: Mapping[str, Any], info: ValidationInfo) -> BaseConfig:
+    """`value` as the section `part`, in a validator of pydantic, which puts its place before the errors."""
+    if info.mode == "json":
+        return part.model_validate_json(json.dumps(value), strict=True)
+    return part.model_validate(dict(value))
+
+
+def unknown_kind(key: str, name: str, names: Iterable[str]) -> PydanticKnownError:
+    """The error of a validator about a section whose `key` names none of the kinds `names`."""
+    tags = {"discriminator": f"'{key}'", "tag": name, "expected_tags": ", ".join(f"'{one}'" for one in names)}
+    return PydanticKnownError("union_tag_invalid", tags)

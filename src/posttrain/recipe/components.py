@@ -24,7 +24,7 @@ from pydantic_core import PydanticCustomError
 
 from posttrain.errors import InputError
 from posttrain.plugins import Group, PluginError, entry_points, load, more, require_trust
-from posttrain.recipe.base import BaseConfig, Executes
+from posttrain.recipe.base import BaseConfig, Executes, validated
 
 _GROUP: Group = "posttrain.environments"
 _OF_FILES = "posttrain_user_"
@@ -94,8 +94,7 @@ def _by_type(value: Any, info: ValidationInfo) -> Any:
         if not isinstance(name, str):
             problem = f"is {json.dumps(name)}; it must be text"
             raise InputError(f"environment.type {problem}" if "type" in value else _UNTYPED)
-        part = environment_class(name).Recipe
-        return part.model_validate_json(json.dumps(value), strict=True) if info.mode == "json" else part(**value)
+        return validated(environment_class(name).Recipe, value, info)
     except ValidationError:
         raise
     except InputError as error:

@@ -168,8 +168,11 @@ def _without_old_keys(values: dict[str, Any], later: dict[str, Any], part: type[
 
 def typed_recipe(given: Layer, stage: str) -> Recipe:
     """The values `given` as a typed recipe of `stage`; `InputError` as in `load_recipe`."""
-    schema = STAGES[stage]
+    schema, audit = STAGES[stage], given.values.get("audit")
     require_stage(given, stage)
+    if isinstance(audit, dict) and audit.get("environment") and "environment" not in schema.model_fields:
+        where = given.origin(("audit", "environment"))
+        raise InputError(f"{where}: this stage plays no environment; set audit.path to a reward model instead")
     missing = []
     for path, remedy in required_keys(given.values).items():
         start, dotted = f"{given.origin(path)}: " if given.origin(path) else "", ".".join(path)

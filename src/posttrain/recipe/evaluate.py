@@ -7,6 +7,7 @@ from posttrain.recipe.agent import AgentRecipe, refuse_with_agent
 from posttrain.recipe.components import environment_class
 from posttrain.recipe.engines import AnyEngineRecipe, LocalEngineRecipe, no_primer, refuse_unknown_sampling
 from posttrain.recipe.model import RewardSource
+from posttrain.recipe.needs import TRAINED, needs_of
 from posttrain.recipe.plan import TaskSplit, counted
 from posttrain.recipe.rollout import EvaluationRecipe, HeldOut, RolloutRecipe
 from posttrain.recipe.run import PlayedRecipe, imported
@@ -15,10 +16,7 @@ NOT_EVALUATED = {
     "engine": ("adapters",),
     "evaluation": ("every", "metric"),
     "model": ("lora", "gradient_checkpointing"),
-    "rollout": (
-        *("groups_per_step", "episodes_per_group", "sampling", "filter", "overlong_penalty", "missing_eos_penalty"),
-        *("async_rollouts", "on_new_weights", "max_staleness"),
-    ),
+    "rollout": tuple(key for key, marks in needs_of(RolloutRecipe).items() if TRAINED in marks),
 }
 """Section -> keys of training that have no effect in an evaluation."""
 
@@ -54,7 +52,7 @@ class EvaluateRecipe(PlayedRecipe):
         if self.remote is not None:
             refuse_unknown_sampling(self.evaluation.sampling, "evaluation.sampling")
             if self.reward is not None:
-                raise ValueError("`reward.path` needs token ids, which a server does not return; use environment.judge")
+                raise ValueError("`reward.path` needs token ids, which a server does not return; remove `reward`")
 
     def models(self) -> dict[str, Any]:
         return super().models() | ({} if self.reward is None else {"reward": self.reward})

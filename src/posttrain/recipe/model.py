@@ -56,12 +56,6 @@ def _boolean(true: Any, false: Any) -> BeforeValidator:
     return BeforeValidator(lambda value: (true if value else false) if isinstance(value, bool) else value)
 
 
-def _device(value: Any) -> Any:
-    if value == "mps":
-        raise ValueError("mps, the GPU of an Apple computer, is not supported; use cpu")
-    return value
-
-
 Thinking = Annotated[Literal["on", "off", "template"], _boolean("on", "off")]
 
 
@@ -105,7 +99,7 @@ class ModelRecipe(BaseConfig):
         ),
     ] = "model"
     """Precision of the output projection of a bfloat16 model, in the learner and in the local engine. `model`: the model's dtype. `float32`: logits are not rounded to bfloat16, which brings the log-probabilities of engine and learner closer and costs time in large vocabularies."""
-    device: Annotated[Literal["auto", "cpu", "cuda"], BeforeValidator(_device)] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the model. `auto`: `cuda` if available, else `cpu`."""
     lora: Annotated[LoraRecipe | None, _boolean({}, None)] = None
     """LoRA adapters; true: with the defaults of its keys. Null: train all weights."""

@@ -169,14 +169,6 @@ class Placement:
     colocated: bool = True
     """Whether the engines share the learner's devices. Sampling and learning then alternate."""
 
-    def __post_init__(self) -> None:
-        if self.devices % self.shard:
-            raise ValueError("`devices` must be a multiple of `shard`")
-        if self.engines == 0 and self.devices > 1 and not self.colocated:
-            raise ValueError("a learner on several devices without colocation needs `engines` of at least 1")
-        if self.engines and self.colocated and self.engines * self.tensor > self.devices:
-            raise ValueError("colocated engines cannot use more devices than the learner has")
-
 
 ALONE = Placement()
 """Placement on a single device."""

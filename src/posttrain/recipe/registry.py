@@ -7,17 +7,15 @@ recipe is derived, so its keys are validated like those of a class.
 
 import importlib
 import inspect
-import json
 import typing
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationInfo, create_model
-from pydantic_core import PydanticKnownError
 
 from posttrain.plugins import Group, PluginError, entry_points, load
-from posttrain.recipe.base import BaseConfig, Text
+from posttrain.recipe.base import BaseConfig, Text, unknown_kind, validated
 
 REGISTRIES: dict[type[BaseConfig], "Registry"] = {}
 """Base class of a section -> its kinds."""
@@ -120,14 +118,10 @@ class Registry:
         """The typed section of a mapping with a `type`; for pydantic. Anything else is returned unchanged."""
         if not isinstance(value, Mapping) or "type" not in value:
             return value
-        section = self.find(str(value["type"]))
+        section = self.find(name := str(value["type"]))
         if section is None:
-            expected = ", ".join(f"'{name}'" for name in self.names())
-            tags = {"discriminator": "'type'", "tag": str(value["type"]), "expected_tags": expected}
-            raise PydanticKnownError("union_tag_invalid", tags)
-        if info.mode == "json":
-            return section.model_validate_json(json.dumps(value), strict=True)
-        return section.model_validate(dict(value))
+            raise unknown_kind("type", name, self.names())
+        return validated(section, value, info)
 
     def _load(self) -> None:
         if self._loaded:

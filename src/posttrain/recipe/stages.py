@@ -1,14 +1,13 @@
 """The stages: built in, registered in this process, or added by plug-ins. A stage is the class of its recipe."""
 
-import json
 import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, SerializeAsAny, ValidationInfo
-from pydantic_core import PydanticKnownError
 
 from posttrain.plugins import Group, entry_points, load
+from posttrain.recipe.base import unknown_kind, validated
 from posttrain.recipe.distill import DistillRecipe
 from posttrain.recipe.evaluate import EvaluateRecipe
 from posttrain.recipe.generate import GenerateRecipe
@@ -80,11 +79,8 @@ def _by_stage(value: Any, info: ValidationInfo) -> Any:
         return value
     stage = str(value.get("stage"))
     if stage not in STAGES:
-        tags = {"discriminator": "'stage'", "tag": stage, "expected_tags": ", ".join(f"'{name}'" for name in STAGES)}
-        raise PydanticKnownError("union_tag_invalid", tags)
-    if info.mode == "json":
-        return STAGES[stage].model_validate_json(json.dumps(value))
-    return STAGES[stage].model_validate(dict(value))
+        raise unknown_kind("stage", stage, STAGES)
+    return validated(STAGES[stage], value, info)
 
 
 Recipe = Annotated[SerializeAsAny[StageRecipe], BeforeValidator(_by_stage)]

@@ -103,7 +103,7 @@ def _sentence(problem: ErrorDetails, path: KeyPath, schema: type[BaseConfig], gi
         words = f"{words}, in quotes"
     hint = ""
     if kind == "literal_error" and isinstance(value, str):
-        hint = nearest_type({"gpu": "cuda"}.get(value.casefold(), value), choices)
+        hint = nearest_type({"gpu": "cuda", "mps": "cpu"}.get(value.casefold(), value), choices)
     return f"{start}{dotted} is {_show(value)}{hint}; it must be {words}"
 
 
