@@ -25,7 +25,7 @@ from posttrain.errors import InputError, RunError
 from posttrain.redaction import without_secrets
 from posttrain.runs.directory import LineLog, RunDirectory
 from posttrain.runs.reader import complete_lines, open_file, parse_json
-from posttrain.runs.sinks import SentRecord, Sink, completion_rows, numbers, open_sink
+from posttrain.runs.sinks import SINKS, SentRecord, Sink, completion_rows, numbers
 from posttrain.terminal import new_console, printable
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class MetricsLog:
         self._start_clock()
         for name in sinks:
             try:
-                self._sinks[name] = open_sink(name, run)
+                self._sinks[name] = SINKS[name](run)
             except InputError:
                 self.close()
                 raise
