@@ -377,6 +377,7 @@ assert main(["rl", "loss.type=plain", "loss.scal=1", "--dry-run"]) == 2
 """
 
 
+@pytest.mark.slow
 def test_a_wheel_adds_an_environment_a_loss_a_credit_and_a_command(tmp_path, tiny_model):
     install(tmp_path, "tiny-plugin", POINTS, tiny_plugin=PLUGIN)
     paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])

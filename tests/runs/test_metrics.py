@@ -111,7 +111,7 @@ class Recorder:
 @pytest.fixture
 def use(monkeypatch):
     """Replaces sinks by name."""
-    return lambda **given: [monkeypatch.setitem(sinks._SINKS, name, lambda run, s=s: s) for name, s in given.items()]
+    return lambda **given: [monkeypatch.setitem(sinks.SINKS, name, lambda run, s=s: s) for name, s in given.items()]
 
 
 def test_a_failing_sink_is_reported_once_and_dropped(run, use, capsys):
@@ -135,7 +135,7 @@ def test_a_sink_that_cannot_start_or_stop_is_dropped_too(run, use, monkeypatch, 
         raise OSError("not logged in")
 
     use(trackio=Recorder(stuck=True))
-    monkeypatch.setitem(sinks._SINKS, "wandb", start)
+    monkeypatch.setitem(sinks.SINKS, "wandb", start)
     with MetricsLog(run, ["wandb", "trackio"]) as log:
         log.write(1, "train", {"x": 1.0})
     assert kinds(run) == ["warning", "train", "warning"]

@@ -233,7 +233,7 @@ def test_runs_are_listed_and_cleaned_after_a_question(copied, tmp_path, capsys, 
     assert "there is no run in" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("given", ["closed", "", "n\n", "perhaps\n"])
+@pytest.mark.parametrize("given", ["closed", "", "perhaps\n"])
 def test_runs_are_not_cleaned_without_an_answer(copied, given):
     before = sorted(copied.path.rglob("*"))
     shell = 'exec "$@" <&-' if given == "closed" else 'exec "$@"'
@@ -241,9 +241,6 @@ def test_runs_are_not_cleaned_without_an_answer(copied, given):
     typed = None if given == "closed" else given
     done = subprocess.run(words, input=typed, capture_output=True, text=True, check=False)
     assert sorted(copied.path.rglob("*")) == before
-    if given == "n\n":
-        assert (done.returncode, done.stderr) == (0, "")
-        return
     assert done.returncode == 2
     assert "--yes" in done.stderr.splitlines()[-1]
     assert "unexpected" not in done.stderr

@@ -20,9 +20,8 @@ from posttrain.runs.metrics import MetricsLog
 from posttrain.runs.sources import open_sources
 from posttrain.view.browse import PAGE, Filter, Store, group_page, steps_of
 from posttrain.view.episodes import css
-from posttrain.view.listing import Query, listed
+from posttrain.view.listing import Query, Scanner, listed
 from posttrain.view.run_pages import Logs, charts_of_runs, paired, stages_of
-from posttrain.view.scan import Scanner
 from posttrain.view.server import Pages
 from tests.rollout.episodes import played
 from tests.runs.comparing import finished, make_run

@@ -39,14 +39,8 @@ MOST_CURVES = len(DOMAINS) * len(DASHES)
 """Maximum number of curves that can be distinguished."""
 SCORES_AGAINST = "metrics_vs_"
 """Prefix of the names in `TITLES` of figures that are no charts: scores against something else than the step."""
-_LONGEST_MESSAGE = 600
-_GIB = 2**30
 _LONGEST = 1e12
 """Seconds of the longest phase; a larger number of someone else's log would overflow the sums."""
-_SPEED = Panel("Tokens per second", "tokens per second", [Curve("speed/tokens_per_second", "tokens per second")])
-_GPU = Panel(
-    "GPU utilization", "share of a second", [Curve("speed/gpu_utilization", "utilization")], percent=True, whole=True
-)
 _FINAL = {
     "success": ("success", "on the final seeds, {:.1%}"),
     "return": ("return", "on the final seeds, {:.3f}"),
@@ -144,7 +138,7 @@ def marks_of(lines: Sequence[Line]) -> list[Mark]:
         marks += [Mark(int(step), "failure", f"{what}: {value:g}") for step, value in points if value > 0]
     for line in log:
         if line["kind"] == "warning":
-            text = str(line.get("message", ""))[:_LONGEST_MESSAGE]
+            text = str(line.get("message", ""))[:600]
             marks.append(Mark(line["step"], "guard" if "guard" in text else "message", text))
     return sorted(marks, key=lambda mark: mark.step)
 
@@ -205,8 +199,9 @@ def _panels(log: Log, sampling: Sampling) -> Iterator[tuple[str, str, Panel]]:
         for panel in panels_of(name, log):
             if name != "reward" or panel.title != "Return":
                 yield name, "Results" if name in ("rows", "preference") else TITLES[name], panel
-    yield "", "Speed and memory", _SPEED
-    yield "", "Speed and memory", _GPU
+    speed, busy = Curve("speed/tokens_per_second", "tokens per second"), Curve("speed/gpu_utilization", "utilization")
+    yield "", "Speed and memory", Panel("Tokens per second", "tokens per second", [speed])
+    yield "", "Speed and memory", Panel("GPU utilization", "share of a second", [busy], percent=True, whole=True)
     memory = sorted(key for key in keys if key.startswith("memory/"))
     if memory:
         colors = itertools.cycle((HELD_OUT, TRAINING, GREEN, PURPLE, RED, SKY, GREY))
@@ -222,7 +217,7 @@ def _chart(figure: str, section: str, panel: Panel, log: Log) -> Chart | None:
     for curve in panel.curves:
         if (series := series_of(log, curve.key)) is not None:
             trace = _of_series(curve.key, curve.label, curve.color, series, log)
-            traces.append(replace(trace, y=trace.y / _GIB) if curve.key.startswith("memory/") else trace)
+            traces.append(replace(trace, y=trace.y / 2**30) if curve.key.startswith("memory/") else trace)
     if not traces or (section != "Results" and not any(trace.y.any() or trace.nonfinite for trace in traces)):
         return None
     levels = levels_of(log, panel.curves[-1].key) if section == "Results" else []

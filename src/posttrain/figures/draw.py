@@ -27,20 +27,10 @@ MOST_BARS = 40
 """Maximum number of bars in a stacked chart. With more steps, a bar is a mean of several."""
 _MOST_BANDS = 3
 """With more curves than this, intervals are bars at the last step, because many bands hide each other."""
-_MOST_MARKED = 40
-"""Curves with more points than this have no markers."""
 _MOST_DRAWN = 1_000
 """Points of a curve in a picture, about one per pixel. Curves that go up and down take as long as all else to draw."""
 _MOST_LIMITS = 12
 """Intervals of more evaluations than this are shaded."""
-_TITLE_WIDTH = 92
-"""Maximum number of characters per line above a panel."""
-_HEADING_WIDTH = 70
-"""Maximum number of characters per line above the whole figure."""
-_LEGEND_WIDTH = 95
-"""Maximum number of characters per row of a legend below the panels."""
-_LONGEST_OUTSIDE = 44
-"""Maximum length of a label in a legend beside the axes. Longer labels would leave no width for the axes."""
 
 STYLE: dict[Any, Any] = {
     "figure.dpi": 150,
@@ -78,12 +68,12 @@ def draw_charts(charts: Sequence[Chart], title: str, below: bool = False) -> Fig
             if not below and (chart.stacked or chart.results or len(chart.levels) > 1):
                 legend = axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2)  # beside the axes
                 for label in legend.get_texts():
-                    label.set_text(plain(label.get_text(), _LONGEST_OUTSIDE))
+                    label.set_text(plain(label.get_text(), 44))  # longer labels leave no width for the axes
             elif not below:
                 axes.legend(loc="best")
         if below:
             handles, labels = panels[0].get_legend_handles_labels()
-            columns = max(1, min(4, len(labels), _LEGEND_WIDTH // (max(map(len, labels), default=1) + 8)))
+            columns = max(1, min(4, len(labels), 95 // (max(map(len, labels), default=1) + 8)))
             figure.set_figheight(figure.get_figheight() + 0.22 * math.ceil(len(labels) / columns))
             figure.legend(handles, labels, loc="outside lower left", ncols=columns, fontsize=9, frameon=False)
         entitle(figure, title)
@@ -101,7 +91,7 @@ def _draw(axes: Axes, chart: Chart) -> None:
     notes += [f"moving mean of {SMOOTHED_STEPS} steps"] if smooths else []
     for number, trace in enumerate(chart.traces):
         look: dict[str, Any] = {"color": trace.color, "linestyle": DASHES[trace.dash], "label": trace.label}
-        look["marker"] = MARKERS[number % len(MARKERS)] if len(trace.x) <= _MOST_MARKED else ""
+        look["marker"] = MARKERS[number % len(MARKERS)] if len(trace.x) <= 40 else ""
         steps, values = trace.x, trace.y
         shown += [float(values.min()), float(values.max())] if len(values) else []
         if any(trace is one for one in smooths):
@@ -133,7 +123,7 @@ def _draw(axes: Axes, chart: Chart) -> None:
         shown += [value, low, high]
     if limits and not chart.note:
         notes.append("95% interval at the end" if at_end else "95% intervals")
-    axes.set_title(textwrap.fill(", ".join([chart.subtitle, *notes]), _TITLE_WIDTH))
+    axes.set_title(textwrap.fill(", ".join([chart.subtitle, *notes]), 92))
     heights = [*shown, *limits]
     if panel.whole:
         axes.set_ylim(-0.03, 1.05)
@@ -219,7 +209,7 @@ _SVG: dict[Any, Any] = {
 def entitle(figure: Figure, title: str) -> None:
     """Set the title above all panels."""
     figure.suptitle(
-        textwrap.fill(title, _HEADING_WIDTH, break_on_hyphens=False), x=0.012, ha="left", fontweight="bold", fontsize=12
+        textwrap.fill(title, 70, break_on_hyphens=False), x=0.012, ha="left", fontweight="bold", fontsize=12
     )
 
 
@@ -256,7 +246,6 @@ def save(figure: Figure, directory: Path, name: str, forms: Sequence[Format]) ->
 
 _LARGEST = 90
 """Marker area of the position with the most rewards, in square points."""
-_TICKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 Profile = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 Curves = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -288,7 +277,8 @@ def draw_profile(path: Path, title: str, profile: Profile, curves: Curves, label
         panels[1].set_ylim(bottom=0)
         panels[1].set_xscale("log")
         panels[1].set_xlim(positions[0] / 1.15, 1.15)
-        panels[1].xaxis.set_major_locator(FixedLocator([t for t in _TICKS if t >= positions[0] / 1.15]))
+        ticks = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+        panels[1].xaxis.set_major_locator(FixedLocator([tick for tick in ticks if tick >= positions[0] / 1.15]))
         panels[1].xaxis.set_minor_locator(NullLocator())
         panels[1].xaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
         panels[1].set_xlabel("relative position of the unit in its answer (k / K for unit k of K)")

@@ -19,11 +19,8 @@ from posttrain.runs.log import Line
 from posttrain.runs.panels import DOMAINS, LARGEST_DRAWN, Sampling, labeled
 from posttrain.runs.tables import Checkpoint, Interval, checkpoint_scores, is_share, overall_name, score_names
 
-_MAX_NAME = 40
-"""Maximum length of the name of a run or score in a figure."""
 _MOST_STEPS = 3
 """Steps in a label of close points."""
-_OVERALL_COLOR = "#222222"
 _COLORS = tuple(color for color in DOMAINS if color != ORANGE)
 """Colors of scores. Orange is reserved for training, as in the other figures."""
 
@@ -49,7 +46,7 @@ def draw_scores(lines: Sequence[Line], against: str, sampling: Sampling = Sampli
     overall, success = f"overall {overall_name(lines)}", overall_name(lines) == "success"
     if against != "overall":
         label = labeled(overall, sampling.held_out)
-        curves.append(_Curve(label, _OVERALL_COLOR, "o", [one.overall for one in shown], success, 2.2))
+        curves.append(_Curve(label, "#222222", "o", [one.overall for one in shown], success, 2.2))
     groups = [group for share in (True, False) if (group := [curve for curve in curves if curve.share is share])]
     figure, panels = new_figure(len(groups))
     by_step, places = against == "step", [_position(one, against) for one in shown]
@@ -70,7 +67,7 @@ def draw_scores(lines: Sequence[Line], against: str, sampling: Sampling = Sampli
     if by_step:
         panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     entries = [entry for axes in panels for entry in zip(*axes.get_legend_handles_labels(), strict=True)]
-    handles, labels = [handle for handle, _ in entries], [plain(label, _MAX_NAME) for _, label in entries]
+    handles, labels = [handle for handle, _ in entries], [plain(label, 40) for _, label in entries]
     # A figure legend leaves room for the axis of training returns on the right. In the middle, it is below the title.
     figure.legend(handles, labels, loc="outside right center")
     return figure

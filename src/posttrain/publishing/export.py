@@ -12,8 +12,6 @@ from posttrain.runs.directory import RunDirectory, atomic_folder, exported_model
 from posttrain.runs.reader import is_file, read_text
 
 TARGETS = ("hf", "gguf")
-GIGABYTE = 1_000_000_000
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
 def export_run(
@@ -70,7 +68,7 @@ def export_run(
                 f"and {100 * check.agreement:.4g}% of the best tokens agree"
             )
         else:
-            copy_model(model, folder, int(shard_gigabytes * GIGABYTE))
+            copy_model(model, folder, int(shard_gigabytes * 1_000_000_000))
         (folder / "README.md").write_text(card, encoding="utf-8")
         (folder / "recipe.yaml").write_text(read_text(run.recipe_file, run=run.path), encoding="utf-8")
     return sorted(file for file in out.rglob("*") if file.is_file())
@@ -86,7 +84,7 @@ def copy_model(model: Path, out: Path, shard_bytes: int) -> None:
     files = sorted(model.glob("*.safetensors"))
     divide = not is_adapter(model) and sum(file.stat().st_size for file in files) > shard_bytes
     for file in sorted(model.iterdir()):
-        if divide and (file.suffix == ".safetensors" or file.name in _WEIGHTS):
+        if divide and file.name.endswith((".safetensors", "model.safetensors.index.json")):
             continue
         if is_file(file) and not file.name.startswith("."):
             shutil.copyfile(file, out / file.name)

@@ -289,8 +289,6 @@ def _is_run(path: Path) -> bool:
 
 # -- writing files ----------------------------------------------------------------------------------------------------
 
-_ERRNO_TEXT = re.compile(r"\(os error (\d+)\)")
-"""Pattern of the errno of a failed write in messages of safetensors."""
 
 _REMEDIES = {
     errno.ENOSPC: "the disk is full; free some space",
@@ -342,7 +340,7 @@ def storage_error(error: BaseException) -> str | None:
     """
     if isinstance(error, OSError):
         return _REMEDIES.get(error.errno or 0, f"{error.strerror or error}; check the path and the disk")
-    if match := _ERRNO_TEXT.search(str(error)):
+    if match := re.search(r"\(os error (\d+)\)", str(error)):
         number = int(match[1])
         return _REMEDIES.get(number, f"{os.strerror(number)}; check the path and the disk")
     if isinstance(error, RuntimeError) and "inline_container" in str(error):

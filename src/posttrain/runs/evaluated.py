@@ -19,9 +19,6 @@ from posttrain.runs.metrics import RESERVED
 if TYPE_CHECKING:
     from posttrain.runs.sources import Source
 
-_CHECKPOINT = re.compile(r"step_(\d+)")
-_PUBLISHED = re.compile(r"(.*?)[-_/]*step[-_]?(\d+)")
-
 
 def checkpoint_at(model: str) -> tuple[str, int] | None:
     """The training run and the step of the model at a `model.path`; None for a model that is not known to be a checkpoint.
@@ -31,12 +28,12 @@ def checkpoint_at(model: str) -> tuple[str, int] | None:
     """
     path = Path(model)
     folder = path.parent if path.name == "policy" else path
-    if (match := _CHECKPOINT.fullmatch(folder.name)) and folder.parent.name == "checkpoints":
+    if (match := re.fullmatch(r"step_(\d+)", folder.name)) and folder.parent.name == "checkpoints":
         return str(folder.parent.parent), int(match[1])
     if path.name == "model":
         steps = [line["best_step"] for line in _lines(path.parent) if "best_step" in line]
         return (str(path.parent), steps[-1]) if steps else None
-    published = _PUBLISHED.fullmatch(model)
+    published = re.fullmatch(r"(.*?)[-_/]*step[-_]?(\d+)", model)
     return (published[1], int(published[2])) if published else None
 
 

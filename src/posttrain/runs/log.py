@@ -20,8 +20,6 @@ MOST_METRICS = 10_000
 _CHUNK = 8192
 """Lines that are columns before more are parsed, which bounds the memory."""
 _KIND = re.compile(rb'"kind": ?"(\w+)"')
-_FIRST = 64
-"""Bytes in which `MetricsLog` writes the kind of a line."""
 
 
 class Log(list[Line]):
@@ -117,7 +115,7 @@ class Log(list[Line]):
 
 def kind_of(raw: bytes) -> bytes | None:
     """The kind of a line as `MetricsLog` writes it, without parsing the line; None if it is written otherwise."""
-    found = _KIND.search(raw, 0, _FIRST)
+    found = _KIND.search(raw, 0, 64)  # `MetricsLog` writes the kind at the beginning
     return found and found[1]
 
 

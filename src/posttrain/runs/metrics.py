@@ -25,7 +25,7 @@ from posttrain.errors import InputError, RunError
 from posttrain.redaction import without_secrets
 from posttrain.runs.directory import LineLog, RunDirectory
 from posttrain.runs.reader import complete_lines, open_file, parse_json
-from posttrain.runs.sinks import SentRecord, Sink, completion_rows, numbers, open_sink
+from posttrain.runs.sinks import SINKS, SentRecord, Sink, completion_rows, numbers
 from posttrain.terminal import new_console, printable
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class MetricsLog:
         self._start_clock()
         for name in sinks:
             try:
-                self._sinks[name] = open_sink(name, run)
+                self._sinks[name] = SINKS[name](run)
             except InputError:
                 self.close()
                 raise
@@ -373,16 +373,18 @@ _EVALUATION_CELLS = {
 
 def _cells(values: Mapping[str, Any], forms: Mapping[str, str]) -> list[str]:
     """The metrics of `forms` that `values` has, with 95% intervals if known."""
-    return [_with_interval(values, key, form) for key, form in forms.items() if values.get(key) is not None]
-
-
-def _with_interval(values: Mapping[str, Any], key: str, form: str) -> str:
-    text = form.format(values[key])
-    low, high = values.get(f"{key}_low"), values.get(f"{key}_high")
-    if low is None or high is None or math.isnan(low) or math.isnan(high):  # as for the mean of one value
-        return text
-    number = form[form.index("{") :]
-    return f"{text} [{', '.join(number.format(limit).rstrip('%') for limit in (low, high))}]"
+    cells = []
+    for key, form in forms.items():
+        if values.get(key) is None:
+            continue
+        limits = [values.get(f"{key}_{side}") for side in ("low", "high")]
+        known = [
+            form[form.index("{") :].format(limit).rstrip("%")
+            for limit in limits
+            if limit is not None and not math.isnan(limit)
+        ]
+        cells.append(form.format(values[key]) + (f" [{', '.join(known)}]" if len(known) == 2 else ""))
+    return cells
 
 
 def duration(seconds: float) -> str:

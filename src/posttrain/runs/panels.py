@@ -224,9 +224,7 @@ _EPISODE_METRICS = {
     "success": Panel("Success", "success", (), **RATE),
     "return": Panel("Return", "reward per episode", (), from_zero=False),
 }
-_SCORE = Panel("", "score", ())
 _PLAIN = Panel("", "value", (), from_zero=False)
-_LOSS = Panel("Validation loss", "loss", (), from_zero=False)
 
 
 @dataclass(frozen=True)
@@ -251,9 +249,10 @@ def metric_of(key: str) -> MetricLook:
     if base in _EPISODE_METRICS:
         return MetricLook(key, where, _EPISODE_METRICS[base])
     if base.startswith(SCORES):
-        return MetricLook(key, where, replace(_SCORE, title=f"Score: {base.removeprefix(SCORES)}"))
+        return MetricLook(key, where, Panel(f"Score: {base.removeprefix(SCORES)}", "score", ()))
     if key.startswith("validation/loss"):
-        return MetricLook(key, key.removeprefix("validation/loss/").removeprefix("validation/loss") or "all", _LOSS)
+        panel = Panel("Validation loss", "loss", (), from_zero=False)
+        return MetricLook(key, key.removeprefix("validation/loss").removeprefix("/") or "all", panel)
     drawn = [(panel, curve) for panels in declared_panels().values() for panel in panels for curve in panel.curves]
     look = next((MetricLook(key, curve.label, panel) for panel, curve in drawn if curve.key == key), None)
     return look or MetricLook(key, "", replace(_PLAIN, title=key))

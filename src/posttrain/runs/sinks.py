@@ -40,11 +40,6 @@ class Sink(Protocol):
         """Flush and close."""
 
 
-def open_sink(name: str, run: RunDirectory) -> Sink:
-    """Open the sink `name` for `run`; raises `InputError` with the pip command if it is not installed."""
-    return _SINKS[name](run)
-
-
 def numbers(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a line of the log under their names in all sinks: `kind/key`, for baselines `baseline/policy/key`."""
     # A run has a line for each baseline policy at the same step.
@@ -238,8 +233,9 @@ def _markdown(rows: Sequence[Row]) -> str:
     return markdown_table(list(rows[0]), [[cell(value) for value in row.values()] for row in rows])
 
 
-_SINKS: dict[str, Callable[[RunDirectory], Sink]] = {
+SINKS: dict[str, Callable[[RunDirectory], Sink]] = {
     "tensorboard": TensorBoardSink,
     "wandb": WandbSink,
     "trackio": TrackioSink,
 }
+"""Name -> what opens the sink for a run; InputError with the pip command if it is not installed."""

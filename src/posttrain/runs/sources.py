@@ -20,8 +20,6 @@ from posttrain.runs.log import Line, Log, read_log
 from posttrain.runs.panels import MOST_POINTS, MetricLook, Series, keys_of, known_metrics, metric_of
 from posttrain.runs.tables import Interval, Table, interval_of, read_run_results, score_cell, score_keys
 
-_DRAWN = ("train", "evaluation")
-"""Kinds of lines whose metrics are drawn. A sink names its tags `kind/metric`."""
 _NOT_DRAWN = ("baseline", "final", "warning")
 """Kinds of lines whose text fields, such as the name of the policy, are missing in an event file."""
 
@@ -61,7 +59,7 @@ def read_events(path: Path) -> Log:
             f"{path} has no scalars; give a TensorBoard event file (its name contains `tfevents`), a directory of "
             "event files, or the directory of a posttrain run"
         )
-    from_sink = all(tag.partition("/")[0] in (*_DRAWN, *_NOT_DRAWN) for tag in values)
+    from_sink = all(tag.partition("/")[0] in ("train", "evaluation", *_NOT_DRAWN) for tag in values)
     lines: dict[tuple[str, int], Line] = {}
     for tag, points in values.items():
         kind, key = tag.split("/", 1) if from_sink else ("train", tag)

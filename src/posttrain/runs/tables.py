@@ -62,7 +62,7 @@ class Table:
         # Columns without room are wrapped, never truncated: the last column of words, then the others, then numbers.
         for folding in (words[-1:], words):
             others = sum(width for index, width in enumerate(widths) if index not in folding)
-            if others + sum(min(widths[index], _LEAST_WIDTH) for index in folding) <= options.max_width:
+            if others + sum(min(widths[index], 12) for index in folding) <= options.max_width:  # at least 12 characters
                 break
         else:
             folding = list(range(len(widths)))
@@ -81,8 +81,6 @@ class Table:
         return [column for column, heading in enumerate(self.headings) if heading not in self.words]
 
 
-_LEAST_WIDTH = 12
-"""Minimum width of a column of words on a terminal, in characters."""
 UNIMPROVED = "training did not improve on the starting model; `model/` is the starting model"
 """Text for the case that the best checkpoint is that of step 0."""
 
@@ -263,14 +261,10 @@ def score_names(checkpoints: Sequence[Checkpoint]) -> list[str]:
     return list(dict.fromkeys(name for checkpoint in checkpoints for name in checkpoint.scores))
 
 
-_GRADES = ("judge", "score")
-"""Names of scores that are mean grades also where they lie between 0 and 1."""
-
-
 def is_share(name: str, checkpoints: Sequence[Checkpoint]) -> bool:
-    """Whether the score `name` is a share of episodes: it is no grade, and no value or limit is outside of [0, 1]."""
+    """Whether the score `name` is a share of episodes: no mean grade, and no value or limit is outside of [0, 1]."""
     numbers = [number for one in checkpoints for number in one.scores.get(name, ())]
-    return name not in _GRADES and all(0 <= number <= 1 for number in numbers if not math.isnan(number))
+    return name not in ("judge", "score") and all(0 <= number <= 1 for number in numbers if not math.isnan(number))
 
 
 def overall_name(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -418,10 +412,6 @@ def read_verdict(directory: Path) -> Verdict | None:
     return read_run_results(directory).verdict
 
 
-_LONGEST_ANSWER = 400
-"""Characters of an answer in a table."""
-
-
 def audit_file(run: Path, step: int) -> Path:
     """The file with the tasks on which an audit of the evaluation of `step` and the reward differ most."""
     return run / "audit" / f"step_{step:06d}.json"
@@ -437,7 +427,7 @@ def audit_table(run: Path, step: int) -> Table:
             (
                 str(one["task"]),
                 *(" to ".join(f"{float(value):.3g}" for value in one[scorer]) for scorer in ("reward", "audit")),
-                *(" ".join(str(answer).split())[:_LONGEST_ANSWER] for answer in one["answers"]),
+                *(" ".join(str(answer).split())[:400] for answer in one["answers"]),
             )
             for one in stored["apart"]
         ]

@@ -34,11 +34,8 @@ from posttrain.view.episodes import (
 
 PAGE = 25
 """Episodes of a page."""
-_PREVIEW = 160
 _KEPT = 6
 """Files whose lists are kept in memory."""
-_SEARCH_SECONDS = 1.5
-"""Time that one request searches."""
 SPLITS = ("train", "evaluation", "final")
 ENDINGS = ("success", "no success", "terminated", "truncated", "unscored", "failed")
 ORDERS = ("order", "best first", "worst first")
@@ -164,7 +161,7 @@ class Store:
             searched = [at_step(steps, wanted.step)]
         if not wanted.text:
             return _page([entry for entry in self.entries(searched[0]) if wanted.admits(entry)], wanted)
-        until, entries, sought = time.monotonic() + _SEARCH_SECONDS, list[Entry](), wanted.text.lower()
+        until, entries, sought = time.monotonic() + 1.5, list[Entry](), wanted.text.lower()  # a request takes 1.5 s
         for step in searched:
             if entries and time.monotonic() > until:
                 return _page(entries, wanted, step.step)
@@ -274,5 +271,5 @@ def _entry(step: StoredStep, number: int, head: Mapping[str, Any]) -> Entry:
         float(sum(turn["reward"] for turn in turns)),
         len(turns),
         sum(turn["stop"] - turn["start"] for turn in turns),
-        " ".join(str(head["failure"] or last["answer"])[:_PREVIEW].split()),
+        " ".join(str(head["failure"] or last["answer"])[:160].split()),
     )

@@ -23,11 +23,8 @@ from posttrain.runs.directory import RunDirectory
 from posttrain.runs.reader import is_file, read_bytes
 from posttrain.terminal import printable
 
-_LARGEST_TOKENIZER = 256 << 20
-"""Bytes of a tokenizer.json."""
 LONGEST = 12_000
 """Characters shown of one message on a page."""
-_LONGEST_ROLE = 100
 _MOST_PICTURES, _LARGEST_PICTURE = 8, 1 << 20
 """Images of a message that are shown, and the bytes of one."""
 _STRONGEST = 0.5
@@ -35,8 +32,6 @@ _STRONGEST = 0.5
 Tint = Literal["advantage", "unit credit", "log-probability", "nothing"]
 TINTS: tuple[Tint, ...] = get_args(Tint)
 """What the color of a token shows."""
-_IMPROBABLE = 6.0
-"""Nats below which a log-probability has the strongest color."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +160,7 @@ def scale_of(samples: Sequence[Sample], tint: Tint) -> float:
     """The value of a token in `samples` that gets the strongest color."""
     values: list[np.ndarray] = []
     if tint == "log-probability":
-        return _IMPROBABLE
+        return 6.0  # nats
     if tint == "advantage":
         values = [stream for sample in samples for stream in sample.advantages or []]
     elif tint == "unit credit":
@@ -196,7 +191,7 @@ def episode_page(
             content = message.get("content") or ""
             pictures, problems = pictures_of(content, run) if run is not None else ((), ())
             text = shortened(readable(content), look.longest)
-            messages.append(Message(named[:_LONGEST_ROLE], text, pictures=pictures, problems=problems))
+            messages.append(Message(named[:100], text, pictures=pictures, problems=problems))
     messages += [_answer(number, turn, sample, decode, look) for number, turn in waiting]
     tokens = sum(turn.stop - turn.start for turn in episode.turns)
     versions = episode.versions
@@ -479,7 +474,7 @@ def _saved_decoder(file: Path, run: Path | None, changed: int) -> Decode | None:
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_buffer(read_bytes(file, _LARGEST_TOKENIZER, run))
+        tokenizer = Tokenizer.from_buffer(read_bytes(file, 256 << 20, run))
         return decoding(partial(tokenizer.decode, skip_special_tokens=False))
     except Exception:  # a damaged tokenizer counts as missing, for any error
         return None

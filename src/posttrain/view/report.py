@@ -205,7 +205,8 @@ def write_html(paths: Sequence[Path], out: Path | None = None) -> tuple[Path, li
         except PosttrainError as error:
             compared.warnings.append(f"no paired differences: {error}")
     sections = [section_of(source) for source in sources]
-    text = templates().get_template("report.html.j2").render(
+    page = templates().get_template("report.html.j2")
+    text = page.render(
         title=" · ".join(source.name for source in sources[:4]) + (" …" if len(sources) > 4 else ""),
         compared=compared,
         sentence=sentence,
@@ -213,7 +214,7 @@ def write_html(paths: Sequence[Path], out: Path | None = None) -> tuple[Path, li
         runs=runs_table(sources),
         differing=differing_keys(sources),
         sections=sections,
-    )  # fmt: skip
+    )
     write_atomically(file, text.lstrip().encode("utf-8", "backslashreplace"))
     missing = [f"{one.title}: {text}" for one in sections for text in one.missing]
     return file, [*left_out, *compared.warnings, *missing]

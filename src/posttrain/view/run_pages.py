@@ -19,10 +19,7 @@ from posttrain.runs.reader import complete_lines, open_file, read_json
 from posttrain.runs.report import Report
 from posttrain.runs.sources import Bundle, Source, bundles_of, shared_metrics
 from posttrain.runs.tables import Table, read_run_results
-from posttrain.view.scan import STARTED, Scanner, Summary
-
-_MOST_LOGS = 8
-"""Runs whose metrics are kept in memory."""
+from posttrain.view.listing import STARTED, Scanner, Summary
 
 
 class Logs:
@@ -52,7 +49,7 @@ class Logs:
             except ValueError:
                 return read_log(path)  # raises the error with the number of the line
             self._kept[path] = inode, end + sum(map(len, lines)), log
-            while len(self._kept) > _MOST_LOGS:
+            while len(self._kept) > 8:
                 self._kept.popitem(last=False)
             return log
 

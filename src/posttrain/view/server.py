@@ -30,8 +30,7 @@ from posttrain.runs.directory import RunDirectory
 from posttrain.runs.sources import Source, bundles_of, differing_keys, open_sources
 from posttrain.view import run_pages
 from posttrain.view.browse import ENDINGS, ORDERS, PAGE, SPLITS, Filter, Store, group_page, steps_of
-from posttrain.view.listing import COLUMNS, SORTS, STATES, Query, listed
-from posttrain.view.scan import Scanner
+from posttrain.view.listing import COLUMNS, SORTS, STATES, Query, Scanner, listed
 from posttrain.view.templates import templates
 
 POLICY = (
@@ -48,10 +47,6 @@ HEADERS = {
 }
 _POLL_SECONDS = 0.7
 """Seconds between checks of the files that a page shows."""
-_FIRST_SECONDS = 0.05
-"""Time that the first page of the list spends on runs that have not been read yet."""
-_PAINT_MS = 300
-"""Time after which that page asks for the rest, so that reading runs does not compete with its first paint."""
 _TYPES = {".js": "text/javascript", ".css": "text/css"}
 
 
@@ -169,8 +164,9 @@ class Pages:
 
     def whole_list(self, query: Query) -> Response:
         """The page of the list, without waiting for all runs to be read, so that it is painted at once."""
-        listing = listed(self.scanner, query, read=_FIRST_SECONDS)
-        return self.render("runs.html.j2", query=query, listing=listing, wait=_PAINT_MS, columns=COLUMNS)
+        # The rest is asked for after 300 ms, so that reading runs does not compete with the first paint.
+        listing = listed(self.scanner, query, read=0.05)
+        return self.render("runs.html.j2", query=query, listing=listing, wait=300, columns=COLUMNS)
 
     def runs_list(self, request: Request) -> Response:
         """The list without the page around it."""

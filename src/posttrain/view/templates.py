@@ -19,10 +19,13 @@ def templates() -> Any:
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup, escape
 
+    def escaped(value: Any) -> Any:
+        return printable(str(value)) if isinstance(value, str | Path) and not hasattr(value, "__html__") else value
+
     environment = Environment(
         loader=PackageLoader("posttrain.view", "pages"),
         autoescape=True,
-        finalize=_escaped,
+        finalize=escaped,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -38,18 +41,11 @@ def templates() -> Any:
         """Markdown text as HTML: words in backticks become code, links become their text."""
         return Markup(_CODE.sub(r"<code>\1</code>", str(escape(printable(_LINK.sub(r"\1", text))))))
 
-    def static(name: str) -> Any:
-        """The text of a style sheet of this package, for a page in one file."""
-        return Markup((files("posttrain.view") / "static" / name).read_text(encoding="utf-8"))
-
     def score(value: float | None) -> str:
         """A score with four decimals at most, without the noise of rounding around 0."""
         return short_number(None if value is None else round(value, 4) + 0.0)
 
     environment.filters |= {"marked": marked, "short": short_number, "score": score}
-    environment.globals |= {"static": static, "inf": math.inf}
+    style = (files("posttrain.view") / "static" / "components.css").read_text(encoding="utf-8")
+    environment.globals |= {"style": Markup(style), "inf": math.inf}
     return environment
-
-
-def _escaped(value: Any) -> Any:
-    return printable(str(value)) if isinstance(value, str | Path) and not hasattr(value, "__html__") else value
