@@ -58,7 +58,7 @@ class InterpreterLimits(BaseConfig):
     calls: int = Field(50, ge=1)
     """Maximum number of tool calls."""
     output_chars: int = Field(20_000, ge=100)
-    """Maximum number of returned characters, of the values and of the printed text each. The rest is cut."""
+    """Maximum number of returned characters, for the values and for the printed text each. The rest is cut, with a notice."""
     now: Text = "2026-01-01T09:00:00"
     """The fixed time that the code's clock shows, so that runs are reproducible."""
     seed: int = 0
