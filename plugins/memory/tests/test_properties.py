@@ -119,13 +119,6 @@ def play(vault, script):
     return history, seen
 
 
-def check_limits(vault):
-    found = vault.files()
-    assert len(found) <= LIMITS.files
-    assert all(len(text.encode()) <= LIMITS.file_bytes for text in found.values())
-    assert sum(len(text.encode()) for text in found.values()) <= LIMITS.total_bytes
-
-
 @quick
 @given(steps)
 def test_no_steps_break_the_limits_and_all_of_them_can_be_undone(script):
@@ -135,7 +128,6 @@ def test_no_steps_break_the_limits_and_all_of_them_can_be_undone(script):
         assert len(found) <= LIMITS.files
         assert size == sum(len(text.encode()) for text in found.values()) <= LIMITS.total_bytes
         assert all(len(text.encode()) <= LIMITS.file_bytes for text in found.values())
-    check_limits(vault)
     changed = {change.path: change.after for change in vault.journal.changes() if change.after is not None}
     assert changed == vault.files()
     while len(history) > 1:

@@ -106,6 +106,19 @@ def attack(interpreter: Interpreter, place: Place, code: str) -> RunResult:
     return ran
 
 
+def tries(*calls: str) -> str:
+    """Code that tries each call: `won` has what they return, `raised` their errors."""
+    each = (
+        f"try:\n    won.append({call})\nexcept Exception as error:\n    raised.append(str(error))\n" for call in calls
+    )
+    return "won = []\nraised = []\n" + "".join(each)
+
+
+# Calls with a path `p` that changes something.
+WITH_PATH = [
+    "create_file(p, 'x')", "append_file(p, 'x')", "delete_file(p)", "move_file(p, 'entities/stolen.md')",
+    "move_file('entities/bob.md', p)",
+]  # fmt: skip
 OUTSIDE_PATHS = [
     "/etc/passwd", "/etc/passwd.md", "//etc/passwd.md", "../secret.md", "../outside/secret.md",
     "../vault_evil/note.md", "entities/../../secret.md", "entities/../user.md", "./user.md", "entities//bob.md", "..",
@@ -123,44 +136,24 @@ OUTSIDE_PATHS = [
 @pytest.mark.parametrize("path", OUTSIDE_PATHS, ids=[ascii(path)[1:30] for path in OUTSIDE_PATHS])
 def test_no_tool_accepts_a_path_outside_of_notes(interpreter, place, path):
     """Every tool that takes a path, in one turn: each call must raise."""
-    calls = [
-        "read_file(p)",
-        "create_file(p, 'x')",
-        "update_file(p, 'Ada', 'x')",
-        "append_file(p, 'x')",
-        "delete_file(p)",
-        "move_file(p, 'entities/stolen.md')",
-        "move_file('entities/bob.md', p)",
-        "backlinks(p)",
-    ]
-    code = f"p = {path!a}\nwon = []\nraised = 0\n"
-    for call in calls:
-        code += f"try:\n    won.append({call})\nexcept Exception as error:\n    raised += 1\n    assert len(str(error)) < 200\n"
-    code += "try:\n    won.append(follow_link('[[' + p + ']]'))\nexcept Exception:\n    pass\n"
+    calls = ["read_file(p)", "update_file(p, 'Ada', 'x')", "backlinks(p)", *WITH_PATH]
+    code = f"p = {path!a}\n" + tries(*calls, "follow_link('[[' + p + ']]')")
     before = place.vault.files()
     ran = attack(interpreter, place, code)
     assert ran.error is None
-    assert ran.values["raised"] == len(calls)
+    won, raised = ran.values["won"], ran.values["raised"]
+    assert len(raised) == len(calls) + (not won)
+    assert all(len(error) < 200 for error in raised)
     # A link may be written in ways a path may not; then it leads to a note of the vault or nowhere.
-    assert all(found in before.values() for found in ran.values["won"])
+    assert all(found in before.values() for found in won)
     assert place.vault.files() == before
 
 
 @pytest.mark.parametrize("path", ["link.md", "relative.md", "folder/secret.md", "dangling.md", "hard.md", "pipe.md"])
 def test_links_and_odd_files_on_disk_lead_nowhere(interpreter, tmp_path, path):
     place = Place("disk", tmp_path)
-    code = "won = []\n"
-    for call in (
-        f"read_file('{path}')",
-        f"follow_link('[[{path}]]')",
-        f"create_file('{path}', 'x')",
-        f"append_file('{path}', 'x')",
-        f"update_file('{path}', '{SECRET[:3]}', 'x')",
-        f"delete_file('{path}')",
-        f"move_file('{path}', 'entities/stolen.md')",
-        f"move_file('entities/bob.md', '{path}')",
-    ):
-        code += f"try:\n    won.append({call})\nexcept Exception:\n    pass\n"
+    calls = ["read_file(p)", "follow_link(f'[[{p}]]')", f"update_file(p, '{SECRET[:3]}', 'x')", *WITH_PATH]
+    code = f"p = '{path}'\n{tries(*calls)}"
     code += "listed = list_files()\nfound = search_files('hunter')\nsize = get_size()"
     ran = attack(interpreter, place, code)
     assert ran.values["won"] == []
@@ -419,17 +412,11 @@ def test_a_folder_replaced_by_a_link_is_not_followed(interpreter, tmp_path):
         for turn in range(600):
             if turn >= 30 and rounds > 30:  # on a busy machine the folder turns slowly
                 break
-            code = "found = []\n"
-            for call in (
-                f"create_file('swap/n{turn}.md', 'x')",
-                "read_file('swap/secret.md')",
-                "update_file('swap/secret.md', 'h', 'x')",
-                f"append_file('swap/n{turn}.md', 'x')",
-                "search_files('hunter')",
-                "delete_file('swap/secret.md')",
-                f"delete_file('swap/n{turn}.md')",
-            ):
-                code += f"try:\n    found.append({call})\nexcept Exception:\n    pass\n"
+            secret, note = "'swap/secret.md'", f"'swap/n{turn}.md'"
+            code = tries(
+                f"create_file({note}, 'x')", f"read_file({secret})", f"update_file({secret}, 'h', 'x')",
+                f"append_file({note}, 'x')", "search_files('hunter')", f"delete_file({secret})", f"delete_file({note})",
+            )  # fmt: skip
             ran = interpreter.run(code, tools(place.vault))
             assert SECRET not in repr(ran)
     finally:

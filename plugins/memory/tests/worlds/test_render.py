@@ -93,7 +93,8 @@ def test_a_note_is_read_however_a_model_writes_it():
         files = {**world.files, path: text}
         said = {s for s in parse(files, "pets").statements if s.note == path}
         assert said == {Statement(path, path, "weight", "31")}, text
-    wrong = parse({**world.files, path: f"# {name}\n- weight: heavy\n"}, "pets")
-    assert Statement(path, path, "weight", "?heavy") in wrong.statements
-    stray = parse({**world.files, path: f"# {name}\n- mood: 31\n"}, "pets")
-    assert not [s for s in stray.statements if s.note == path]
+    wrong = parse({**world.files, path: f"# {name}\n- weight: heavy\n- vet: Rex\n"}, "pets").statements
+    assert {Statement(path, path, "weight", "?heavy"), Statement(path, path, "pet>vet", "?Rex")} <= set(wrong)
+    for line in ("- mood: 31", "On the scales Nobody shows 31 kg."):
+        stray = parse({**world.files, path: f"# {name}\n{line}\n"}, "pets")
+        assert not [s for s in stray.statements if s.note == path]

@@ -1,6 +1,6 @@
 """The memory agent in use: a model that reads and changes a vault, under the limits and privacy rules of training."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,7 +61,7 @@ class MemoryAgent:
         if problem is not None:
             raise InputError(_not_understood(problem))
 
-    def ask(self, question: str) -> Iterator[Event]:
+    def ask(self, question: str) -> Generator[Event]:
         """Yield the events of a question as they occur; the last is a `reply` or `no reply`.
 
         A question with its own privacy rules (`<filter>…</filter>`) is a separate conversation. Any other question

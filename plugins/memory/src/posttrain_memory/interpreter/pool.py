@@ -58,7 +58,7 @@ class InterpreterLimits(BaseConfig):
     calls: int = Field(50, ge=1)
     """Maximum number of tool calls."""
     output_chars: int = Field(20_000, ge=100)
-    """Maximum number of returned characters, of the values and of the printed text each. The rest is cut."""
+    """Maximum number of returned characters, for the values and for the printed text each. The rest is cut, with a notice."""
     now: Text = "2026-01-01T09:00:00"
     """The fixed time that the code's clock shows, so that runs are reproducible."""
     seed: int = 0
@@ -181,7 +181,12 @@ class _Worker:
             # A lone surrogate cannot be encoded.
             self._send({"code": code.encode(errors="replace").decode(), "functions": list(functions)})
             while True:
-                message = self._receive()
+                try:
+                    message = self._channel.receive()
+                except (OSError, EOFError, ValueError, RecursionError):
+                    raise _WorkerFailed from None
+                if not isinstance(message, dict):
+                    raise _WorkerFailed
                 if "done" in message:
                     done = message["done"] if isinstance(message["done"], dict) else {}
                     values, printed, error = done.get("values"), done.get("printed"), done.get("error")
@@ -225,15 +230,6 @@ class _Worker:
             self._channel.send(message)
         except OSError:
             raise _WorkerFailed from None
-
-    def _receive(self) -> dict[str, Any]:
-        try:
-            message = self._channel.receive()
-        except (OSError, EOFError, ValueError, RecursionError):
-            raise _WorkerFailed from None
-        if not isinstance(message, dict):
-            raise _WorkerFailed
-        return message
 
 
 class _WorkerFailed(Exception):

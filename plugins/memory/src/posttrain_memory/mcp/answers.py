@@ -3,7 +3,7 @@
 import sys
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from datetime import datetime
 
@@ -62,15 +62,11 @@ class Answers:
         # Set for each question: a server may run for weeks, and the code's clock is fixed.
         now = datetime.now().isoformat(timespec="seconds")
         with Interpreter(self._settings.interpreter.model_copy(update={"now": now})) as interpreter:
-            return self._final_reply(question, self._agent(question_rules, interpreter, work), work)
-
-    def _final_reply(self, question: str, agent: MemoryAgent, work: Work) -> str:
-        work.status, turn = "turn 1", 1
-        events = agent.ask(question)
-        assert isinstance(events, Generator)
-        try:
+            agent = self._agent(question_rules, interpreter, work)
+            work.status, turn = "turn 1", 1
+            events = agent.ask(question)
             # Closed before the vault, so that the question's changes are recorded.
-            with closing(events):
+            with closing(agent), closing(events):
                 for event in events:
                     if event.kind == "reply":
                         return self._notes.safe(event.text)
@@ -80,8 +76,6 @@ class Answers:
                         break
                     turn += event.kind in ("result", "not understood")
                     work.status = f"turn {turn} of at most {self._settings.max_turns}"
-        finally:
-            agent.close()
         raise Refusal("the question was cancelled")
 
     def _agent(self, question_rules: Sequence[str], interpreter: Interpreter, work: Work) -> MemoryAgent:

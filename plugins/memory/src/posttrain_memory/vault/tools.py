@@ -21,8 +21,10 @@ def tools(vault: Vault) -> dict[str, Callable[..., object]]:
 
         @wraps(method)
         def change(path: str, *args: str, **kwargs: str) -> bool:
-            if keeps_start:
-                _check_not_start(path)
+            # In any case, because the file system may ignore case.
+            if keeps_start and isinstance(path, str) and len(path) <= 4 * len(USER) and case_key(path) == USER:
+                reason = f"{USER} is where every question begins: it cannot be deleted or moved"
+                raise VaultError(reason, "PermissionError")
             method(path, *args, **kwargs)
             return True
 
@@ -52,12 +54,6 @@ def tools(vault: Vault) -> dict[str, Callable[..., object]]:
         "follow_link": shown(vault.follow),
         "backlinks": vault.backlinks,
     }
-
-
-def _check_not_start(path: object) -> None:
-    """Raise VaultError for the entry note, in any case: the file system may ignore case."""
-    if isinstance(path, str) and len(path) <= 4 * len(USER) and case_key(path) == USER:
-        raise VaultError(f"{USER} is where every question begins: it cannot be deleted or moved", "PermissionError")
 
 
 def call(
