@@ -5,9 +5,6 @@ import json
 import math
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 from functools import partial
 
@@ -327,35 +324,6 @@ def test_a_thread_writes_the_state_at_the_time_of_the_call(tiny_model, tmp_path,
         assert read_all(tensors)["m/exp_avg"].tolist() == [1.0] * 3
         files[name] = {file.name: file.read_bytes() for file in directory.iterdir()}
     assert files["now"] == files["later"]
-
-
-KILLED = """
-import os, signal, sys
-import torch
-from pathlib import Path
-from posttrain.models.policy import Policy
-from posttrain.recipe.run import CheckpointRecipe
-from posttrain.training.checkpoint import Checkpoints
-from posttrain.training.evaluators import EpisodeEvaluator
-from posttrain.training.trainer import Best
-checkpoints = Checkpoints(Path(sys.argv[1]), "mine", CheckpointRecipe(asynchronous=True))
-policy = Policy(sys.argv[2])
-for step in (1, 2):
-    if step == 2:
-        checkpoints.wait()
-        checkpoints._seal = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
-    checkpoints.save(step, policy, {"m": torch.ones(3)}, {"step": step}, None, later=True)
-checkpoints.wait()
-"""
-
-
-@pytest.mark.slow
-def test_a_run_killed_while_a_thread_writes_keeps_the_checkpoint_before(tiny_model, tmp_path):
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), str(tiny_model)], timeout=200, check=False)
-    assert done.returncode == -signal.SIGKILL
-    checkpoints = Checkpoints(tmp_path, "mine", CheckpointRecipe(asynchronous=True))
-    assert checkpoints.steps() == [1]
-    assert checkpoints.load(1)[2] == {"step": 1}
 
 
 # -- what is stored --------------------------------------------------------------------------------------------------------
