@@ -92,9 +92,6 @@ def test_gsm8k_and_ultrafeedback():
     assert ultrafeedback({**row, "score_rejected": float("nan")}) == "chosen has the lower score"
 
 
-# Files.
-
-
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_a_file_of_pairs(tmp_path, suffix):
     if suffix == ".parquet":
@@ -124,6 +121,7 @@ def test_language_limit_and_the_reason_without_rows(tmp_path):
     assert convert_rows("helpsteer3", out, source, limit=5).written == len(pairs(out)) == 5
     assert convert_rows("helpsteer3", out, source, language="any").written == len(pairs(out)) == 60
     assert convert_rows("helpsteer3", out, source, language="Python").written == len(pairs(out)) == 30
+    out.unlink()
     source = str(write(tmp_path / "train.jsonl", [preference(1, "python")] * 3 + [{"a": 1}]))
     with pytest.raises(InputError, match=r"train\.jsonl: no row to write; 4 skipped: language is not english"):
         convert_rows("helpsteer3", tmp_path / "out.jsonl", source)

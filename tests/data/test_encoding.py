@@ -52,8 +52,6 @@ def played(subject, messages, **settings):
     return transcript.context, transcript.streams()
 
 
-# -- parts of a text ---------------------------------------------------------------------------------------------------
-
 CHAT = [user("You walk?"), assistant("Reach the goal"), user("0 1 holes"), assistant("Up")]
 
 
@@ -95,9 +93,6 @@ def test_an_end_token_that_swallows_the_newline_behind_it_swallows_it_in_parts_t
     (row,) = render_conversation(subject, CHAT, "assistant")
     assert whole[: len(row.ids)] == row.ids.tolist()
     assert played(subject, CHAT)[1][0].ids.tolist() == row.ids.tolist()
-
-
-# -- control tokens ----------------------------------------------------------------------------------------------------
 
 
 @cache

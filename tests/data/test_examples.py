@@ -32,9 +32,6 @@ def test_valid_rows_are_examples(kind, row):
     assert row == before
 
 
-# What each form becomes.
-
-
 def test_text_becomes_messages():
     user, good, bad = (
         {"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "a"), ("assistant", "b"))
@@ -169,8 +166,6 @@ def test_margins(margin, found):
     assert made("pair", {"prompt": "q", "chosen": "a", "rejected": "b", "margin": margin}).margin == found
 
 
-# What is wrong with rows.
-
 WRONG = [
     ("conversation", {"body": "x"}, "missing column: needs `messages` or `prompt`, has `body`"),
     ("conversation", {"completion": "a"}, "missing column: needs `prompt` or `context_messages`, has `completion`"),
@@ -266,9 +261,6 @@ def test_a_problem_of_a_row_is_one_line_for_any_terminal(kind, row, problem):
     assert len(line) < 300
 
 
-# Over files.
-
-
 def test_max_rows_are_usable_rows_of_each_source(tmp_path):
     sources = []
     for name in ("a", "b"):
@@ -283,9 +275,6 @@ def test_max_rows_are_usable_rows_of_each_source(tmp_path):
     path.write_text('{"prompt": "q"}')
     with pytest.raises(InputError, match=r"missing\.jsonl"):
         read_examples("prompt", [SourceRecipe(path=str(path)), SourceRecipe(path="missing.jsonl")], COLUMNS, Problems())
-
-
-# Tool calls and roles of other forms.
 
 
 def called(arguments: Any) -> dict[str, Any]:

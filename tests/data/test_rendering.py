@@ -144,6 +144,7 @@ def test_tokens_are_computed_once_for_equal_messages(monkeypatch):
     ):
         with pytest.raises(TypeError):
             change()
+    monkeypatch.undo()
     monkeypatch.setattr("posttrain.data.templates._REMEMBERED", 1000)
     one = renderer()
     for number in range(100):

@@ -144,8 +144,6 @@ def test_a_conversation_with_tools_has_the_tokens_of_the_template(family, data):
         assert rows[0].trained[: len(streams[0])].tolist() == streams[0].sampled.tolist()
 
 
-# -- parsing ------------------------------------------------------------------------------------------------------------
-
 CALL = ("price", {"item": "lamp"})
 HERMES = '<tool_call>{"name": "price", "arguments": {"item": "lamp"}}</tool_call>'
 XML = "<tool_call>\n<function=price>\n<parameter=item>\nlamp\n</parameter>\n</function>\n</tool_call>"
@@ -295,9 +293,6 @@ def test_a_response_template_of_the_tokenizer_is_used(family):
     tokenizer.chat_template = tokenizer.chat_template.replace(start, f"{start}<think>")
     opened = Renderer(tokenizer, frozenset({tokenizer.eos_token_id}))
     assert [(one.name, one.arguments) for one in opened.parse(f"Hm.</think>{call}", [PRICE]).calls] == expected
-
-
-# -- rows ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["smollm2", "qwen2_5"])

@@ -97,9 +97,6 @@ def test_the_calculator(expression, value):
         assert calculate(expression) == value
 
 
-# -- answers ------------------------------------------------------------------------------------------------------------
-
-
 def environment(seed=1, **keys):
     made = ToolUse(environment_recipe({"type": "tool_use", **keys}))
     made.reset(seed)
@@ -142,8 +139,6 @@ def test_a_result_that_no_tokenizer_takes_is_replaced():
     assert step is not None
     assert step.messages[0]["content"] == "a?b"
 
-
-# -- episodes -----------------------------------------------------------------------------------------------------------
 
 TOKENIZER = make_tokenizer()
 RENDERER = Renderer(TOKENIZER, frozenset({TOKENIZER.eos_token_id}))

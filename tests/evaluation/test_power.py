@@ -28,15 +28,13 @@ BOARD = Path(__file__).parents[2] / "docs" / "results" / "board.jsonl"
 
 
 def spread_of(results, kind="rate"):
-    about = {
-        "source": "runs",
-        "environment": {},
-        "minutes": 1.0,
-        "minutes_per_episode": None,
-        "machine": "",
-        "kind": kind,
-    }
-    return Spread.of(results, **about)
+    about = {"source": "runs", "environment": {}, "machine": "", "kind": kind}
+    return Spread.of(results, minutes=1.0, minutes_per_episode=None, **about)
+
+
+def coins():
+    """Five runs of 100 tasks that succeed in half of the cases."""
+    return [run[:, None] for run in np.random.default_rng(0).binomial(1, 0.5, (5, 100)).astype(float)]
 
 
 def sides(draws, seeds, tasks, gain, deviation, episodes=1):
@@ -166,18 +164,9 @@ def test_the_command_plans_from_stored_and_from_pilot_runs(tiny_model, tmp_path,
     assert "the time of an episode was not measured" in printed
     assert ", not on this machine" in printed
     keys = [f"model.path={tiny_model}", "model.threads=1", f"runs={tmp_path}", "environment.type=word_sort", "steps=1"]
-    keys += [
-        "rollout.groups_per_step=2",
-        "rollout.episodes_per_group=2",
-        "evaluation.start=false",
-        "evaluation.every=1",
-    ]
-    keys += [
-        "evaluation.final_seeds.count=30",
-        "evaluation.episodes_per_seed=2",
-        "evaluation.sampling.temperature=1",
-        "plots=false",
-    ]
+    keys += ["rollout.groups_per_step=2", "rollout.episodes_per_group=2", "evaluation.start=false"]
+    keys += ["evaluation.every=1", "evaluation.final_seeds.count=30", "evaluation.episodes_per_seed=2"]
+    keys += ["evaluation.sampling.temperature=1", "plots=false"]
     for seed in (0, 1):
         assert main(["rl", *keys, f"seed={seed}", f"name=pilot-{seed}"]) == 0
     capsys.readouterr()
@@ -252,13 +241,10 @@ def test_a_plan_without_its_numbers_is_one_sentence(words, message, capsys):
     assert message in line
 
 
-def test_a_tiny_gain_needs_more_than_there_are():
-    spread = spread_of([run[:, None] for run in np.random.default_rng(0).binomial(1, 0.5, (5, 100)).astype(float)])
+def test_gains_are_limited_by_tasks_and_given_in_the_unit_of_the_measure():
+    spread = spread_of(coins())
     assert spread.tasks_for(1e-4, 2) is None
     assert spread.tasks_for(0.5, 10) == FEWEST_TASKS
-
-
-def test_a_gain_is_in_the_unit_of_the_measure():
     results = [run[:, None] for run in np.random.default_rng(0).normal(0.5, 0.2, (5, 400))]
     returns, recipe = spread_of(results, "mean"), load_recipe([], ["environment.type=word_sort"], "rl")
     assert returns.gain_of(None, recipe) == pytest.approx(0.02, rel=0.1)
@@ -266,12 +252,8 @@ def test_a_gain_is_in_the_unit_of_the_measure():
     with pytest.raises(InputError, match=r"at most 1\.1, the range of the returns"):
         returns.gain_of(5.0, recipe)
     assert returns.gain_of(5.0, load_recipe([], ["environment.type=bandit"], "rl")) == 5.0  # whose range is unknown
-    rates = spread_of([run[:, None] for run in np.random.default_rng(0).binomial(1, 0.5, (5, 100)).astype(float)])
+    rates = spread_of(coins())
     assert (rates.gain_of(None, recipe), rates.gain_of(3.0, recipe)) == (0.05, 0.03)
-
-
-def test_too_few_tasks_show_no_gain():
-    rates = spread_of([run[:, None] for run in np.random.default_rng(0).binomial(1, 0.5, (5, 100)).astype(float)])
     assert rates.power(1.0, 1, FEWEST - 1) == 0
     assert rates.gain_seen(1, FEWEST - 1) == rates.gain_seen(5, FEWEST - 1) == math.inf
     assert 0 < rates.gain_seen(5, 40) < rates.gain_seen(1, 40) < 1

@@ -112,14 +112,14 @@ def _notes(example: Example, renderer: Renderer) -> list[str]:
     """How the row differs from its file, or from `model.thinking`."""
     if isinstance(example, TextExample):
         return []
-    prompt: list[Any]
     if isinstance(example, ConversationExample):
-        prompt, answers = [], example.messages
+        answers = example.messages
     elif isinstance(example, UnpairedExample):
-        prompt, answers = example.prompt, example.completion
+        answers = example.completion
     else:
         assert isinstance(example, PairExample)
-        prompt, answers = example.prompt, [*example.chosen, *example.rejected]
+        answers = [*example.chosen, *example.rejected]
+    prompt = getattr(example, "prompt", [])
     problem = renderer.thinking_problem(answers)
     return [*renderer.notes([*prompt, *answers], example.tools or []), *([problem] if problem else [])]
 

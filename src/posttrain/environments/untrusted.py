@@ -75,9 +75,7 @@ def framed_prompt(what: str, rubric: str, reply: str, texts: Texts) -> Prompt:
         reply: a description of the JSON object to reply with.
         texts: the untrusted texts, in order. The other arguments are trusted.
     """
-    mark, frames = _frames(texts)
-    body = "\n".join(frames)
-    return _messages(what, rubric, reply, mark, f"{body}\n\nGrade the framed {texts[-1][0]}")
+    return template_prompt(what, rubric, reply, "{texts}", {"texts": texts}, f"Grade the framed {texts[-1][0]}")
 
 
 def template_prompt(
@@ -102,14 +100,9 @@ def template_prompt(
         part = frames_of[piece] if index % 2 else piece
         joint = "\n" if body and part and not body.endswith("\n") and not part.startswith("\n") else ""
         body += joint + part
-    return _messages(what, rubric, reply, mark, f"{body.strip()}\n\n{request}")
-
-
-def _messages(what: str, rubric: str, reply: str, mark: str, body: str) -> Prompt:
-    task = _TASK.format(what=what, mark=mark, rubric=rubric, reply=reply)
     return [
-        {"role": "system", "content": task},
-        {"role": "user", "content": f"{body}; reply with the JSON object only."},
+        {"role": "system", "content": _TASK.format(what=what, mark=mark, rubric=rubric, reply=reply)},
+        {"role": "user", "content": f"{body.strip()}\n\n{request}; reply with the JSON object only."},
     ]
 
 
