@@ -1,6 +1,5 @@
 """One-shot tasks: rows of seeds, rewards of answers, and failures that are not zero rewards."""
 
-import json
 import random
 from contextlib import nullcontext
 
@@ -23,6 +22,7 @@ from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, collect_episodes
 
 from ..conftest import make_tokenizer
+from ..evaluation.made import write
 
 EXACT = "posttrain.environments.rewards:exact"
 NUMBER = "posttrain.environments.rewards:final_number"
@@ -30,13 +30,8 @@ SCORED = {"scores": {"score": 1.0}}
 ROWS = [{"prompt": "2 + 2?", "label": "4"}, {"prompt": "3 + 3?", "label": "6"}, {"prompt": "Who?"}]
 
 
-def _write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def _recipe(path, rows=ROWS, **keys):
-    return TextTaskRecipe.model_validate({"prompts": _write(path / "rows.jsonl", rows), **keys})
+    return TextTaskRecipe.model_validate({"prompts": str(write(path / "rows.jsonl", rows)), **keys})
 
 
 def _reward(path, body):
@@ -51,7 +46,7 @@ def step_of(recipe, answer, seed=0):
 
 
 def test_a_seed_is_a_row_counted_over_all_sources(tmp_path):
-    paths = [_write(tmp_path / "a.jsonl", ROWS[:2]), _write(tmp_path / "b.jsonl", ROWS[2:])]
+    paths = [str(write(tmp_path / f"{name}.jsonl", rows)) for name, rows in (("a", ROWS[:2]), ("b", ROWS[2:]))]
     recipe = TextTaskRecipe.model_validate({"prompts": paths})
     assert len(TextTask.task_rows(recipe)) == 3
     shown = [TextTask(recipe).reset(seed).messages for seed in range(3)]
@@ -89,10 +84,10 @@ def test_rows_are_read_once_per_process_and_again_if_their_file_changes(tmp_path
     for folder, rows in (("a", ROWS), ("b", ROWS[:1])):
         (tmp_path / folder).mkdir()
         monkeypatch.chdir(tmp_path / folder)
-        _write(tmp_path / folder / "rows.jsonl", rows)
+        write(tmp_path / folder / "rows.jsonl", rows)
         recipe = TextTaskRecipe.model_validate({"prompts": "rows.jsonl"})
         assert len(TextTask.task_rows(recipe)) == len(rows)
-    _write(tmp_path / "b" / "rows.jsonl", ROWS[:2])
+    write(tmp_path / "b" / "rows.jsonl", ROWS[:2])
     assert len(TextTask.task_rows(recipe)) == 2
 
 

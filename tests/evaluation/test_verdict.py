@@ -18,6 +18,7 @@ from posttrain.recipe.compose import load_recipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.log import read_log
 from posttrain.runs.tables import IMPROVED, NOTHING, UNSHOWN, read_verdict
+from tests.evaluation.made import write
 
 TEXT = ["environment.type=text_task", "environment.prompts=p.jsonl"]
 LETTERS = Path(__file__).parents[1] / "training" / "letters.py"
@@ -25,10 +26,7 @@ LETTERS = Path(__file__).parents[1] / "training" / "letters.py"
 
 @pytest.fixture
 def rows(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    made = [{"prompt": f"{n}?", "completion": "ab" * 5} for n in range(60)]
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in made))
-    return file
+    return write(tmp_path / "rows.jsonl", [{"prompt": f"{n}?", "completion": "ab" * 5} for n in range(60)])
 
 
 def words(stage, tiny_model, tmp_path, *more, strict=True):
@@ -171,7 +169,7 @@ def test_a_reward_that_rises_alone_is_not_learning(tmp_path, monkeypatch, alarm,
     for step in (1, 2) if alarm else ():
         message = f"audit of step {step}"
         lines.append({"step": step, "kind": "audit", "audit/score": 0.1, "message": message, "alarm": step == alarm})
-    run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write(run.metrics, lines)
     sides = [item_means("rate", ((str(task), value) for task in range(40))) for value in (0.0, 1.0)]
     monkeypatch.setattr(verdict, "_measured", lambda *_: tuple(MetricResult("success", one) for one in sides))
     found = run_verdict(run)
@@ -206,7 +204,7 @@ def test_the_first_reason_follows_from_the_metrics(tmp_path, monkeypatch, keys, 
     recipe = load_recipe([], [f"runs={tmp_path}", *text, *keys], "rl")
     run = RunDirectory.create(recipe)
     lines = [{"step": step, "kind": "train", **(begin if step <= 4 else end)} for step in range(1, 61)]
-    run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write(run.metrics, lines)
     fell, measured = int(-40 * difference), [1.0] * 20 + [0.0] * 20
     after = [0.0] * fell + measured[fell:]
     sides = [item_means("rate", ((str(task), value) for task, value in enumerate(side))) for side in (measured, after)]
@@ -229,7 +227,7 @@ def test_a_verdict_on_failed_episodes_says_so(tmp_path, monkeypatch, metric, n, 
     run = RunDirectory.create(load_recipe([], [f"runs={tmp_path}", "environment.type=bandit"], "rl"))
     common = {"step": 2, "kind": "final", "best_step": 2, "chosen": "x", "n": 24, "episodes": 24}
     lines = [{**common, "policy": policy, "failed": failed} for policy, failed in (("start", 0), ("trained", 13))]
-    run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write(run.metrics, lines)
     sides = [item_means("rate", ((str(task), value) for task in range(n))) for value in (0.0, 1.0)]
     monkeypatch.setattr(verdict, "_measured", lambda *_: tuple(MetricResult(metric, one) for one in sides))
     assert run_verdict(run).outcome == outcome
