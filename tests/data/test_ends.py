@@ -66,17 +66,14 @@ def test_answers_end_with_the_token_of_the_template(name):
     assert subject.answer_text([*subject.encode("Up"), tokenizer.eos_token_id]) == "Up"
 
 
-def test_an_answer_that_ends_with_another_end_token_is_not_ended_twice():
+def test_an_answer_is_ended_once_also_by_another_token_or_role():
     subject = made(tokenizer_of("chatml"))
     transcript = TokenTranscript(subject, CHAT[:1])
     ids = [*subject.encode("Up"), subject.tokenizer.eos_token_id]
     transcript.answer(ids, [0.0] * len(ids), StopReason.END_TOKEN)
     transcript.observe([user("And?")])
     assert "Up<|endoftext|>\n<|im_start|>user\nAnd?" in subject.tokenizer.decode(transcript.context)
-
-
-def test_the_role_after_an_answer_is_kept_unless_the_answer_ended_with_it():
-    """The roles of GLM-4 are its end tokens."""
+    # The roles of GLM-4 are its end tokens.
     tokenizer = byte_level(
         "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",

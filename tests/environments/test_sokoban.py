@@ -96,7 +96,7 @@ def test_rooms_have_the_stated_difficulty():
         assert len(shortest_solution(other, moved)) <= len(shortest_solution(room, start)) + 3
 
 
-def test_baselines_and_the_random_player_are_exact():
+def test_baselines_and_the_random_player_are_exact(monkeypatch):
     recipe = SokobanRecipe()
     draw = np.random.default_rng(0)
     room, start = room_of(0, 6, 6, 1, 30, 0)
@@ -112,9 +112,6 @@ def test_baselines_and_the_random_player_are_exact():
     assert found["random"].success == pytest.approx(0.2, abs=0.06)
     assert found["random"].interval is None
     assert found["random"].n == found["optimal"].n == 300
-
-
-def test_many_states_are_sampled_with_an_interval(monkeypatch):
     recipe, seeds = SokobanRecipe(num_boxes=2, max_turns=10), range(20)
     exact = Sokoban.baselines(recipe, seeds)["random"]
     monkeypatch.setattr(sokoban, "_MOST_STATES", 1)

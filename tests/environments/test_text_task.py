@@ -45,12 +45,18 @@ def step_of(recipe, answer, seed=0):
     return step
 
 
-def test_a_seed_is_a_row_counted_over_all_sources(tmp_path):
+def test_a_seed_is_a_row_counted_over_all_sources_and_its_system_message_can_be_replaced(tmp_path):
     paths = [str(write(tmp_path / f"{name}.jsonl", rows)) for name, rows in (("a", ROWS[:2]), ("b", ROWS[2:]))]
     recipe = TextTaskRecipe.model_validate({"prompts": paths})
     assert len(TextTask.task_rows(recipe)) == 3
     shown = [TextTask(recipe).reset(seed).messages for seed in range(3)]
     assert shown == [[{"role": "user", "content": row["prompt"]}] for row in ROWS]
+    talk = [{"role": "system", "content": "old"}, {"role": "user", "content": "Hi"}]
+    recipe = _recipe(tmp_path, [{"prompt": talk}, ROWS[0]], system="new")
+    for seed, said in enumerate(["Hi", "2 + 2?"]):
+        shown = TextTask(recipe).reset(seed).messages
+        assert shown == [{"role": "system", "content": "new"}, {"role": "user", "content": said}]
+    assert TextTask(recipe.model_copy(update={"system": None})).reset(0).messages == talk
 
 
 @pytest.mark.parametrize("seed", [3, 100, -1])
@@ -89,15 +95,6 @@ def test_rows_are_read_once_per_process_and_again_if_their_file_changes(tmp_path
         assert len(TextTask.task_rows(recipe)) == len(rows)
     write(tmp_path / "b" / "rows.jsonl", ROWS[:2])
     assert len(TextTask.task_rows(recipe)) == 2
-
-
-def test_the_system_message_comes_first_and_replaces_that_of_a_row(tmp_path):
-    talk = [{"role": "system", "content": "old"}, {"role": "user", "content": "Hi"}]
-    recipe = _recipe(tmp_path, [{"prompt": talk}, ROWS[0]], system="new")
-    for seed, said in enumerate(["Hi", "2 + 2?"]):
-        shown = TextTask(recipe).reset(seed).messages
-        assert shown == [{"role": "system", "content": "new"}, {"role": "user", "content": said}]
-    assert TextTask(recipe.model_copy(update={"system": None})).reset(0).messages == talk
 
 
 def test_a_reward_function_sets_the_reward_and_success_is_its_threshold(tmp_path):

@@ -560,21 +560,21 @@ def write_rows(out: Path, rows: Sequence[dict[str, Any]]) -> None:
 
         columns = {}
         for name in dict.fromkeys(name for row in rows for name in row):
+            cells = [row.get(name) for row in rows]
+            lists = [cell for cell in cells if isinstance(cell, list)]
+            keys = {key for cell in lists for item in cell if isinstance(item, dict) for key in item}
+            # Tools, and the arguments of calls, as JSON text: objects of a column would get each other's keys.
+            if keys & _MESSAGE_KEYS:
+                cells = [_with_text_arguments(cell) for cell in cells]
+            elif keys & _CHAT_KEYS:
+                cells = [_json_text(cell) for cell in cells]
             try:
-                columns[name] = arrow.array(_as_column([row.get(name) for row in rows]))
+                columns[name] = arrow.array(cells)
             except (arrow.ArrowException, TypeError, ValueError, OverflowError) as error:
                 raise InputError(
                     f"{out}: column {name} cannot be written as parquet ({error}); write .jsonl instead"
                 ) from error
         parquet.write_table(arrow.table(columns), file)
-
-
-def _as_column(cells: list[Any]) -> list[Any]:
-    """The cells with tools, and the arguments of calls, as JSON text: objects of a column would get each other's keys."""
-    keys = {key for cell in cells if isinstance(cell, list) for item in cell if isinstance(item, dict) for key in item}
-    if keys & _MESSAGE_KEYS:
-        return [_with_text_arguments(cell) for cell in cells]
-    return cells if keys.isdisjoint(_CHAT_KEYS) else [_json_text(cell) for cell in cells]
 
 
 def _with_text_arguments(value: Any) -> Any:
