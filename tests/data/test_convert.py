@@ -77,8 +77,7 @@ def test_gsm8k_and_ultrafeedback():
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_a_file_of_pairs(tmp_path, suffix):
-    if suffix == ".parquet":
-        rows = [preference(overall, language) for language in ("python", "english") for overall in range(-3, 4)]
+    rows = [preference(overall, language) for language in ("python", "english") for overall in range(-3, 4)]
     rows.append(preference(1, response2=" "))
     rows.append({**preference(1), "context": [{"role": "elf", "content": "q"}]})
     out = tmp_path / "made" / f"pairs{suffix}"

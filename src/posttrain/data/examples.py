@@ -160,8 +160,7 @@ def conversation(row: Any, origin: str, columns: ColumnsRecipe) -> ConversationE
                 raise _missing(row, columns.messages, columns.prompt, hint=hint)
             messages = [*prompt, *_answer(row, columns.completion, prompt)]
         check_conversation(messages)
-        domain, tools = _domain(row, columns), _tools(row, columns)
-        return ConversationExample(messages, origin, domain, tools, _weight(row, columns))
+        return ConversationExample(messages, origin, **_common(row, columns))
     except UnusableRow as problem:
         return str(problem)
 
@@ -196,8 +195,7 @@ def pair(row: Any, origin: str, columns: ColumnsRecipe) -> PairExample | str:
             margin = _as_number(value)
             if not 0 <= margin < math.inf:
                 raise UnusableRow("margin is not a number of 0 or more", f"`{columns.margin}` is {short(value)}")
-        domain, tools = _domain(row, columns), _tools(row, columns)
-        return PairExample(prompt, chosen, rejected, origin, margin, domain, tools, _weight(row, columns))
+        return PairExample(prompt, chosen, rejected, origin, margin, **_common(row, columns))
     except UnusableRow as problem:
         return str(problem)
 
@@ -214,8 +212,7 @@ def unpaired(row: Any, origin: str, columns: ColumnsRecipe) -> UnpairedExample |
         completion = _answer(row, columns.completion, prompt)
         check_conversation([*prompt, *completion])
         _check_trained(completion)
-        label, domain, tools = _label(row, columns), _domain(row, columns), _tools(row, columns)
-        return UnpairedExample(prompt, completion, label, origin, domain, tools, _weight(row, columns))
+        return UnpairedExample(prompt, completion, _label(row, columns), origin, **_common(row, columns))
     except UnusableRow as problem:
         return str(problem)
 
@@ -350,6 +347,11 @@ def _label(row: dict[str, Any], columns: ColumnsRecipe) -> bool:
     raise UnusableRow(
         "label is neither true nor false", f"`{columns.label}` is {short(value)}; write true or false, or 1 or 0"
     )
+
+
+def _common(row: dict[str, Any], columns: ColumnsRecipe) -> dict[str, Any]:
+    """The domain, tools and weight of a row."""
+    return {"domain": _domain(row, columns), "tools": _tools(row, columns), "weight": _weight(row, columns)}
 
 
 def _weight(row: dict[str, Any], columns: ColumnsRecipe) -> float:
