@@ -73,23 +73,15 @@ def test_evaluate_text_prints_and_writes_results(tmp_path, capsys):
     assert metrics["bleu"].about["signature"] == bleu["about"]["signature"]
 
 
-def test_evaluate_text_keeps_other_metrics_without_an_encoder(tmp_path, capsys):
-    file, out = predictions(tmp_path / "p.jsonl", 0.3), tmp_path / "results.json"
-    assert main(["evaluate", "text", str(file), "--encoder", str(tmp_path), "--out", str(out)]) == 2
-    said = capsys.readouterr()
-    assert "no config.json (the other metrics are unaffected)" in said.err
-    assert "chrf" in said.out
-    values = json.loads(out.read_text())
-    assert set(values["metrics"]) == {"bleu", "chrf", "exact"}
-    assert "bertscore" in values["failed"]
-
-
-def test_text_with_a_model(tmp_path, tiny_model, capsys):
+def test_evaluate_text_keeps_other_metrics_without_an_encoder(tmp_path, tiny_model, capsys):
     file, out = predictions(tmp_path / "p.jsonl", 0.3, items=3), tmp_path / "results.json"
-    words = ["evaluate", "text", str(file), "--metrics", "perplexity", "--model", str(tiny_model)]
-    assert main([*words, "--out", str(out)]) == 0
-    metrics, _ = read_results(out)
-    assert list(metrics) == ["perplexity_reference", "perplexity_prediction"]
+    models = ["--encoder", str(tmp_path), "--model", str(tiny_model)]
+    assert main(["evaluate", "text", str(file), *models, "--out", str(out)]) == 2
+    printed = capsys.readouterr()
+    assert "no config.json (the other metrics are unaffected)" in printed.err
+    assert "chrf" in printed.out
+    assert list(read_results(out)[0]) == ["bleu", "chrf", "exact", "perplexity_reference", "perplexity_prediction"]
+    assert "bertscore" in json.loads(out.read_text())["failed"]
 
 
 @pytest.mark.parametrize(
