@@ -131,7 +131,7 @@ def test_masks_cover_exactly_the_answers_in_the_templates_of_real_models():
     assert {"qwen3", "qwen2_5", "llama3", "deepseekv3", "gemma", "phi3"} <= set(checked)
 
 
-def test_a_template_that_drops_thinking_divides_the_conversation():
+def test_streams_of_dropped_thinking_of_all_tokens_and_of_nothing():
     messages = [
         {"role": "user", "content": "u0x"},
         {"role": "assistant", "content": "<think>\nt0x\n</think>\n\na0x"},
@@ -141,9 +141,6 @@ def test_a_template_that_drops_thinking_divides_the_conversation():
     streams = render_conversation(renderer(DROPS_THINKING), messages, "assistant")
     assert len(streams) == 2
     assert len(render_conversation(renderer(CHATML), messages, "assistant")) == 1
-
-
-def test_loss_on_all_and_on_nothing():
     (stream,) = render_conversation(renderer(CHATML), [{"role": "user", "content": "u0x"}], "all")
     assert stream.trained.tolist() == [False] + [True] * (len(stream.ids) - 1)
     messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a", "train": False}]

@@ -1,6 +1,5 @@
 """Published data sets as rows, above all which answer HelpSteer3 prefers."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from posttrain.errors import InputError, RunError
 from posttrain.recipe.data import ColumnsRecipe, SourceRecipe
 from posttrain.seeds import random_stream
 from tests.data.malformed import changed, value
+from tests.evaluation.made import write
 
 CONTEXT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "r"}]
 
@@ -26,21 +26,8 @@ def preference(overall, language="english", **more):
     better = 1 if overall < 0 else 2
     reasoning = f"@Response {better} is slightly better than @Response {3 - better}, for it is right."
     opinions = [{"score": overall, "reasoning": reasoning, "feedback1": "f", "feedback2": "f"}] * 3
-    row = {
-        "domain": "general",
-        "language": language,
-        "context": CONTEXT,
-        "response1": "first",
-        "response2": "second",
-        "overall_preference": overall,
-        "individual_preference": opinions,
-    }
-    return {**row, **more}
-
-
-def write(path: Path, rows) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    row = {"domain": "general", "language": language, "context": CONTEXT, "response1": "first", "response2": "second"}
+    return {**row, "overall_preference": overall, "individual_preference": opinions, **more}
 
 
 def pairs(path: Path):
@@ -55,12 +42,8 @@ def test_negative_prefers_response_1(overall):
     row = helpsteer3(preference(overall))
     first, second = ({"role": "assistant", "content": text} for text in ("first", "second"))
     chosen, rejected = (first, second) if overall < 0 else (second, first)
-    assert row == {
-        "chosen": [*CONTEXT, chosen],
-        "rejected": [*CONTEXT, rejected],
-        "margin": float(abs(overall)),
-        "domain": "general",
-    }
+    sides = {"chosen": [*CONTEXT, chosen], "rejected": [*CONTEXT, rejected]}
+    assert row == {**sides, "margin": float(abs(overall)), "domain": "general"}
 
 
 def test_neutral_and_other_languages_are_left_out():
@@ -92,13 +75,8 @@ def test_gsm8k_and_ultrafeedback():
     assert ultrafeedback({**row, "score_rejected": float("nan")}) == "chosen has the lower score"
 
 
-# Files.
-
-
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_a_file_of_pairs(tmp_path, suffix):
-    if suffix == ".parquet":
-        pytest.importorskip("pyarrow")
     rows = [preference(overall, language) for language in ("python", "english") for overall in range(-3, 4)]
     rows.append(preference(1, response2=" "))
     rows.append({**preference(1), "context": [{"role": "elf", "content": "q"}]})
@@ -124,6 +102,7 @@ def test_language_limit_and_the_reason_without_rows(tmp_path):
     assert convert_rows("helpsteer3", out, source, limit=5).written == len(pairs(out)) == 5
     assert convert_rows("helpsteer3", out, source, language="any").written == len(pairs(out)) == 60
     assert convert_rows("helpsteer3", out, source, language="Python").written == len(pairs(out)) == 30
+    out.unlink()
     source = str(write(tmp_path / "train.jsonl", [preference(1, "python")] * 3 + [{"a": 1}]))
     with pytest.raises(InputError, match=r"train\.jsonl: no row to write; 4 skipped: language is not english"):
         convert_rows("helpsteer3", tmp_path / "out.jsonl", source)
@@ -148,7 +127,6 @@ def test_wrong_input(tmp_path, name, out, more, message):
 
 
 def test_a_failed_write_leaves_no_file_and_names_it(tmp_path):
-    pytest.importorskip("pyarrow")
     out = tmp_path / "out.parquet"
     with pytest.raises(InputError, match=r"out\.parquet: column a cannot be written .*; write \.jsonl instead"):
         write_rows(out, [{"a": 1}, {"a": "x"}])

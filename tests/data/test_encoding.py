@@ -52,8 +52,6 @@ def played(subject, messages, **settings):
     return transcript.context, transcript.streams()
 
 
-# -- parts of a text ---------------------------------------------------------------------------------------------------
-
 CHAT = [user("You walk?"), assistant("Reach the goal"), user("0 1 holes"), assistant("Up")]
 
 
@@ -95,9 +93,6 @@ def test_an_end_token_that_swallows_the_newline_behind_it_swallows_it_in_parts_t
     (row,) = render_conversation(subject, CHAT, "assistant")
     assert whole[: len(row.ids)] == row.ids.tolist()
     assert played(subject, CHAT)[1][0].ids.tolist() == row.ids.tolist()
-
-
-# -- control tokens ----------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -167,12 +162,20 @@ def test_no_observation_of_an_episode_ends_a_turn(name, data):
     assert len(streams) == len(expected)
 
 
-def test_text_of_control_tokens_has_the_tokens_of_plain_text():
+def test_text_of_control_tokens_has_the_tokens_of_plain_text_and_its_row_is_named():
     subject = made(byte_level())
     plain = subject.tokenizer(ATTACK, split_special_tokens=True)["input_ids"]
     ids = subject.prompt([user(ATTACK)])
     assert any(ids[place : place + len(plain)] == plain for place in range(len(ids)))
     assert subject.tokenizer.decode(ids) == f"<|im_start|>user\n{ATTACK}<|im_end|>\n<|im_start|>assistant\n"
+    problems = Problems()
+    rows = [
+        ConversationExample([user(text), assistant("Up")], f"a.jsonl row {n}") for n, text in enumerate(["k", ATTACK])
+    ]
+    kept = list(tokenize(rows, DataRecipe(train="unread.jsonl"), made(byte_level()), "assistant", problems))
+    assert len(kept) == 2
+    assert [line for line in problems.summary() if "row 1)" in line] == problems.summary()
+    assert len(problems.summary()) == 1
 
 
 @pytest.mark.parametrize("template", [CHATML, ZEPHYR])
@@ -218,14 +221,3 @@ def test_templates_that_quote_content(filter_):
     ids = subject.prompt([user("a<|im_end|>b \\ufdd0")])
     assert ids.count(subject.end) == 1
     assert "a<|im_end|>b \\\\ufdd0" in subject.tokenizer.decode(ids)
-
-
-def test_a_row_with_text_of_control_tokens_is_named():
-    problems = Problems()
-    rows = [
-        ConversationExample([user(text), assistant("Up")], f"a.jsonl row {n}") for n, text in enumerate(["k", ATTACK])
-    ]
-    kept = list(tokenize(rows, DataRecipe(train="unread.jsonl"), made(byte_level()), "assistant", problems))
-    assert len(kept) == 2
-    assert [line for line in problems.summary() if "row 1)" in line] == problems.summary()
-    assert len(problems.summary()) == 1

@@ -16,6 +16,7 @@ from posttrain.models.load import load_end_tokens
 from posttrain.models.policy import Policy
 from posttrain.recipe.data import DataRecipe
 from posttrain.rollout.transcript import TokenTranscript
+from tests.evaluation.made import write
 
 from ..conftest import CHATML, tiny_config
 from .test_encoding import CHAT, made, played, user
@@ -65,17 +66,14 @@ def test_answers_end_with_the_token_of_the_template(name):
     assert subject.answer_text([*subject.encode("Up"), tokenizer.eos_token_id]) == "Up"
 
 
-def test_an_answer_that_ends_with_another_end_token_is_not_ended_twice():
+def test_an_answer_is_ended_once_also_by_another_token_or_role():
     subject = made(tokenizer_of("chatml"))
     transcript = TokenTranscript(subject, CHAT[:1])
     ids = [*subject.encode("Up"), subject.tokenizer.eos_token_id]
     transcript.answer(ids, [0.0] * len(ids), StopReason.END_TOKEN)
     transcript.observe([user("And?")])
     assert "Up<|endoftext|>\n<|im_start|>user\nAnd?" in subject.tokenizer.decode(transcript.context)
-
-
-def test_the_role_after_an_answer_is_kept_unless_the_answer_ended_with_it():
-    """The roles of GLM-4 are its end tokens."""
+    # The roles of GLM-4 are its end tokens.
     tokenizer = byte_level(
         "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
@@ -100,27 +98,21 @@ def test_without_an_end_token_in_the_template_answers_end_with_the_tokenizers(en
     (warning,) = subject.warnings()
     assert "<|endoftext|>" in warning
     rows = render_conversation(subject, CHAT, "assistant")
-    assert [tokenizer.decode(row.ids[row.trained]) for row in rows] == [
-        "Reach the goal<|endoftext|>",
-        "Up<|endoftext|>",
-    ]
+    texts = [tokenizer.decode(row.ids[row.trained]) for row in rows]
+    assert texts == ["Reach the goal<|endoftext|>", "Up<|endoftext|>"]
     _, streams = played(subject, CHAT)
     assert [stream.ids.tolist() for stream in streams] == [row.ids.tolist() for row in rows]
     assert tokenizer.decode(rows[1].ids).startswith(tokenizer.apply_chat_template(CHAT[:3], tokenize=False))
 
 
-def test_a_tokenizer_and_a_template_without_end_are_refused():
+def test_plain_text_ends_with_the_tokenizers_end_token_which_must_exist():
     tokenizer = byte_level(turns("\n"))
     tokenizer.eos_token = None
     with pytest.raises(InputError, match="eos_token"):
         Renderer(tokenizer, frozenset())
-
-
-def test_plain_text_ends_with_the_tokenizers_end_token():
     tokenizer = tokenizer_of("chatml")
-    (row,) = tokenize(
-        [TextExample("Goal<|im_end|>", "a row 1")], DataRecipe(train="a.jsonl"), made(tokenizer), "all", Problems()
-    )
+    text = TextExample("Goal<|im_end|>", "a row 1")
+    (row,) = tokenize([text], DataRecipe(train="a.jsonl"), made(tokenizer), "all", Problems())
     assert tokenizer.decode(row.streams[0].ids) == "Goal<|im_end|><|endoftext|>"
     assert len(row.streams[0].ids) == len(tokenizer("Goal")["input_ids"]) + 2
 
@@ -163,18 +155,14 @@ def test_a_model_with_one_end_token_keeps_it(tiny_policy, tmp_path):
 
 
 def test_a_base_model_is_trained_sampled_and_scored_with_the_end_of_its_template(base_model, tmp_path):
-    rows = tmp_path / "rows.jsonl"
     words = ["Up?", "You?", "Goal?", "think?", "row?", "column?", "arm?", "frozen?"]
-    rows.write_text("".join(json.dumps({"prompt": w, "completion": "yes", "label": "yes"}) + "\n" for w in words))
+    made = [{"prompt": word, "completion": "yes", "label": "yes"} for word in words]
+    rows = write(tmp_path / "rows.jsonl", made)
     result = posttrain.sft(
-        name="sft",
-        runs=str(tmp_path),
+        {"name": "sft", "runs": str(tmp_path), "steps": 30, "rows_per_update": 8, "evaluation": {"every": 0}},
         model={"path": str(base_model), "threads": 1},
         data={"train": str(rows), "cache": str(tmp_path / "cache")},
-        steps=30,
-        rows_per_update=8,
         optimizer={"learning_rate": 1e-2},
-        evaluation={"every": 0},
     )
     model = result.run / "model"
     assert len(ends_in(model)) == 2

@@ -14,6 +14,7 @@ from posttrain.errors import InputError
 from posttrain.recipe.data import ColumnsRecipe, SourceRecipe
 from tests.data.malformed import BAD, BLANK, CALL, GOOD, SYSTEM, TOOL, TOOLS, USER, VALID, deep
 from tests.data.valid import check
+from tests.evaluation.made import write
 
 KINDS = {"conversation": ConversationExample, "pair": PairExample, "unpaired": UnpairedExample, "prompt": PromptExample}
 COLUMNS = ColumnsRecipe()
@@ -30,9 +31,6 @@ def test_valid_rows_are_examples(kind, row):
     assert type(example) is KINDS[kind], example
     check(example)
     assert row == before
-
-
-# What each form becomes.
 
 
 def test_text_becomes_messages():
@@ -58,17 +56,10 @@ def test_a_pair_is_one_good_and_one_bad_answer(tmp_path):
         {"prompt": "q", "completion": "chosen", "label": False, "chosen": "x", "rejected": "y"},
         {"prompt": "q", "chosen": "chosen"},
     ]
-    path = tmp_path / "train.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    problems = Problems()
+    path, problems = write(tmp_path / "train.jsonl", rows), Problems()
     examples = list(read_examples("unpaired", [SourceRecipe(path=str(path))], COLUMNS, problems))
-    assert [(example.label, example.completion) for example in examples] == [
-        (True, [answers["chosen"]]),
-        (False, [answers["rejected"]]),
-        (True, [answers["chosen"]]),
-        (False, [answers["rejected"]]),
-        (False, [answers["chosen"]]),
-    ]
+    expected = [*[(True, "chosen"), (False, "rejected")] * 2, (False, "chosen")]
+    assert [(one.label, one.completion) for one in examples] == [(label, [answers[name]]) for label, name in expected]
     assert all(example.prompt == [user] for example in examples)
     assert [example.domain for example in examples[:2]] == ["d", "d"]
     assert (problems.used, problems.total) == (3, 1)
@@ -169,8 +160,6 @@ def test_margins(margin, found):
     assert made("pair", {"prompt": "q", "chosen": "a", "rejected": "b", "margin": margin}).margin == found
 
 
-# What is wrong with rows.
-
 WRONG = [
     ("conversation", {"body": "x"}, "missing column: needs `messages` or `prompt`, has `body`"),
     ("conversation", {"completion": "a"}, "missing column: needs `prompt` or `context_messages`, has `completion`"),
@@ -266,14 +255,10 @@ def test_a_problem_of_a_row_is_one_line_for_any_terminal(kind, row, problem):
     assert len(line) < 300
 
 
-# Over files.
-
-
 def test_max_rows_are_usable_rows_of_each_source(tmp_path):
     sources = []
     for name in ("a", "b"):
-        path = tmp_path / f"{name}.jsonl"
-        path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("", "1", "2", "3")))
+        path = write(tmp_path / f"{name}.jsonl", [{"prompt": text} for text in ("", "1", "2", "3")])
         sources.append(SourceRecipe(path=str(path)))
     problems = Problems()
     taken = [example.origin for example in read_examples("prompt", sources, COLUMNS, problems, max_rows=2)]
@@ -283,9 +268,6 @@ def test_max_rows_are_usable_rows_of_each_source(tmp_path):
     path.write_text('{"prompt": "q"}')
     with pytest.raises(InputError, match=r"missing\.jsonl"):
         read_examples("prompt", [SourceRecipe(path=str(path)), SourceRecipe(path="missing.jsonl")], COLUMNS, Problems())
-
-
-# Tool calls and roles of other forms.
 
 
 def called(arguments: Any) -> dict[str, Any]:
@@ -361,7 +343,7 @@ def test_rows_of_alpaca_and_sharegpt_are_read_and_noted(tmp_path):
         {"instruction": "Next.", "input": "", "output": "2", "system": "Count.", "history": [["First.", "1"]]},
         {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "system": "Be kind."},
     ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(file, rows)
     problems = Problems()
     read = list(read_examples("conversation", [SourceRecipe(path=str(file))], ColumnsRecipe(), problems))
     assert [[message["content"] for message in one.messages] for one in read] == [

@@ -10,9 +10,11 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
+from posttrain.data.examples import load_dataset
 from posttrain.data.files import _Limits, _read_listed, plain, read_rows, read_split, write_rows
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.data import SourceRecipe
+from posttrain.seeds import random_stream
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -33,36 +35,43 @@ def write_lines(path, rows):
     return path
 
 
+def rows_in(file, content, **more):
+    """The rows of a file with this content."""
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    return read(file, **more)
+
+
+def peak_of(file, **more):
+    """The rows of a file, and the largest memory of reading them."""
+    tracemalloc.start()
+    try:
+        return read(file, **more), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
 def test_json_lines(tmp_path, ending):
-    path = tmp_path / "train.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + (ending * 2).join(json.dumps(row) for row in ROWS).encode())
+    content = b"\xef\xbb\xbf" + (ending * 2).join(json.dumps(row) for row in ROWS).encode()
     # A row has the number of its line, and every second line is blank.
-    assert read(path) == [(f"train.jsonl row {2 * n - 1}", row) for n, row in enumerate(ROWS, 1)]
+    expected = [(f"train.jsonl row {2 * n - 1}", row) for n, row in enumerate(ROWS, 1)]
+    assert rows_in(tmp_path / "train.jsonl", content) == expected
 
 
 def test_json_lists_and_json_lines_in_json(tmp_path):
     path = tmp_path / "train.json"
-    path.write_text("\n " + json.dumps(ROWS, indent=1))
-    assert read(path) == numbered("train.json", ROWS)
+    assert rows_in(path, "\n " + json.dumps(ROWS, indent=1)) == numbered("train.json", ROWS)
     assert read(write_lines(path, ROWS)) == numbered("train.json", ROWS)
-    path.write_text("[]")
-    assert read(path) == []
-    path.write_text("")
-    assert read(path) == []
-    path = tmp_path / "train.json"
-    path.write_text(json.dumps({"data": ROWS}, indent=2))
-    assert read(path) == [("train.json", "broken file: the file is one object, not a list of objects")]
+    assert rows_in(path, "[]") == rows_in(path, "") == []
+    problem = "broken file: the file is one object, not a list of objects"
+    assert rows_in(path, json.dumps({"data": ROWS}, indent=2)) == [("train.json", problem)]
 
 
 def test_csv_with_quotes_newlines_and_long_cells(tmp_path):
     path = tmp_path / "train.csv"
-    path.write_text('prompt,completion\n"a, ""b""\nc",d\n\né,\n')
     rows = [{"prompt": 'a, "b"\nc', "completion": "d"}, {"prompt": "é", "completion": ""}]
-    assert read(path) == numbered("train.csv", rows)
-
-    path.write_text(f"prompt\n{'x' * 200_000}\n")
-    assert len(read(path)[0][1]["prompt"]) == 200_000
+    assert rows_in(path, 'prompt,completion\n"a, ""b""\nc",d\n\né,\n') == numbered("train.csv", rows)
+    assert len(rows_in(path, f"prompt\n{'x' * 200_000}\n")[0][1]["prompt"]) == 200_000
 
 
 def test_values_of_parquet_and_numpy_become_plain(tmp_path):
@@ -140,9 +149,6 @@ def test_reading_is_lazy(tmp_path):
     assert sum(1 for _ in rows) == 2_000 * len(ROWS)
 
 
-# What is broken.
-
-
 def test_broken_lines_are_problems_of_their_row_only(tmp_path):
     path = tmp_path / "train.jsonl"
     lines = [b'{"a": 1}', b'{"a": "\xff"}', b'{"a": ', b"[1, 2]", b"", b"null", b'{"a": ' + b"[" * 100_000, b'{"a": 2}']
@@ -161,16 +167,18 @@ def test_broken_lines_are_problems_of_their_row_only(tmp_path):
 
 
 def test_a_truncated_json_list_is_read_up_to_the_damage(tmp_path):
-    path = tmp_path / "train.json"
-    path.write_bytes(b'[{"a": 1}, {"a": "\xff"}, {"a": "\\ud800"}, 7, {"a": 2}, {"a": ')
-    origins, rows = zip(*read(path), strict=True)
+    content = b'[{"a": 1}, {"a": "\xff"}, {"a": "\\ud800"}, 7, {"a": 2}, {"a": '
+    origins, rows = zip(*rows_in(tmp_path / "train.json", content), strict=True)
     assert origins == tuple(f"train.json row {n}" for n in range(1, 7))
-    assert rows[0] == {"a": 1}
-    assert rows[4] == {"a": 2}
-    assert rows[1].startswith("broken UTF-8: ")
-    assert rows[2].startswith("broken UTF-8: ")
-    assert rows[3] == "row is not an object: its type is int"
-    assert rows[5].startswith("broken JSON: Expecting value")
+    assert (rows[0], rows[4]) == ({"a": 1}, {"a": 2})
+    problems = [
+        "broken UTF-8: ",
+        "broken UTF-8: ",
+        "row is not an object: its type is int",
+        "broken JSON: Expecting value",
+    ]
+    for row, problem in zip([*rows[1:4], rows[5]], problems, strict=True):
+        assert row.startswith(problem)
 
 
 @pytest.mark.parametrize(
@@ -182,30 +190,24 @@ def test_a_truncated_json_list_is_read_up_to_the_damage(tmp_path):
     ],
 )
 def test_a_truncated_list_keeps_its_rows(tmp_path, content, problem):
-    path = tmp_path / "train.json"
-    path.write_text(content)
-    assert read(path) == [("train.json row 1", {"a": 1}), ("train.json", problem)]
+    found = rows_in(tmp_path / "train.json", content)
+    assert found == [("train.json row 1", {"a": 1}), ("train.json", problem)]
 
 
 def test_broken_rows_of_csv(tmp_path):
-    path = tmp_path / "train.csv"
-    path.write_bytes(b'a,b\n1,2\n1\n1,2,3\n\xff,2\n"x"y,2\n3,4\n"open,5\n6,7\n')
-    origins, rows = zip(*read(path), strict=True)
+    content = b'a,b\n1,2\n1\n1,2,3\n\xff,2\n"x"y,2\n3,4\n"open,5\n6,7\n'
+    origins, rows = zip(*rows_in(tmp_path / "train.csv", content), strict=True)
     assert origins == tuple(f"train.csv row {n}" for n in range(1, 8))
-    assert rows[0] == {"a": "1", "b": "2"}
-    assert rows[5] == {"a": "3", "b": "4"}
-    assert rows[1] == "broken CSV row: 1 cells under a header of 2"
-    assert rows[2] == "broken CSV row: 3 cells under a header of 2"
-    assert rows[3].startswith("broken UTF-8: ")
-    assert rows[4].startswith("broken CSV row: ")
-    assert rows[6].startswith("broken CSV row: ")
+    assert (rows[0], rows[5]) == ({"a": "1", "b": "2"}, {"a": "3", "b": "4"})
+    problems = [f"broken CSV row: {n} cells under a header of 2" for n in (1, 3)]
+    problems += ["broken UTF-8: ", "broken CSV row: ", "broken CSV row: "]
+    for row, problem in zip([*rows[1:5], rows[6]], problems, strict=True):
+        assert row.startswith(problem)
 
 
 @pytest.mark.parametrize("header", [b"a,a\n1,2\n", b"a,\xff\n1,2\n", b'"a"b,c\n1,2\n'])
 def test_a_broken_header_is_one_problem(tmp_path, header):
-    path = tmp_path / "train.csv"
-    path.write_bytes(header)
-    [(origin, problem)] = read(path)
+    [(origin, problem)] = rows_in(tmp_path / "train.csv", header)
     assert origin == "train.csv"
     assert problem.startswith("broken file: the header has ")
 
@@ -244,8 +246,6 @@ def test_broken_parts_of_parquet_drop_only_their_rows(tmp_path):
 
 
 def test_random_bytes_in_any_format_raise_nothing(tmp_path):
-    from posttrain.seeds import random_stream
-
     draws = random_stream("test", "random bytes")
     good = tmp_path / "good.parquet"
     pq.write_table(pa.Table.from_pylist(ROWS * 20), good)
@@ -268,9 +268,6 @@ def test_random_bytes_in_any_format_raise_nothing(tmp_path):
                 assert isinstance(row, dict | str)
                 problems += isinstance(row, str)
     assert problems > 200
-
-
-# What is not there.
 
 
 @pytest.mark.parametrize("path", ["missing.jsonl", "no/such/directory", "./here", "/nowhere/x.parquet", "not an id"])
@@ -328,37 +325,21 @@ def test_rows_of_the_hub_and_its_failures(hub):
 def test_packed_lines_are_read_up_to_a_break(tmp_path):
     rows = [{"number": number, "text": str(number) * 50} for number in range(400)]
     packed = gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode())
-    (tmp_path / "rows.jsonl.gz").write_bytes(packed)
-    found = list(read_rows(SourceRecipe(path=str(tmp_path / "rows.jsonl.gz"))))
-    assert [row for _, row in found] == rows
-    assert found[11][0] == "rows.jsonl.gz row 12"
-    (tmp_path / "rows.jsonl.gz").write_bytes(packed[: len(packed) // 2])
-    *whole, (origin, problem) = read_rows(SourceRecipe(path=str(tmp_path / "rows.jsonl.gz")))
+    assert rows_in(tmp_path / "rows.jsonl.gz", packed) == numbered("rows.jsonl.gz", rows)
+    *whole, (origin, problem) = rows_in(tmp_path / "rows.jsonl.gz", packed[: len(packed) // 2])
     assert [row for _, row in whole] == rows[: len(whole)]
     assert origin == "rows.jsonl.gz"
-    assert isinstance(problem, str)
     assert problem.startswith("broken file: ")
 
 
 def test_a_row_that_is_too_large_is_skipped_without_being_kept(tmp_path):
     path = tmp_path / "train.jsonl"
-    with path.open("wb") as file:
-        file.write(b'{"prompt": "a"}\n{"prompt": "')
-        file.write(b"x" * (9 << 20))
-        file.write(b'"}\n{"prompt": "b"}\n')
-    tracemalloc.start()
-    rows = read(path, max_row_mib=0.5)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert [row for _, row in rows] == [
-        {"prompt": "a"},
-        "row is too large: it has more than 0.5 MiB (`max_row_mib`)",
-        {"prompt": "b"},
-    ]
-    assert rows[1][0] == "train.jsonl row 2"
+    path.write_bytes(b'{"prompt": "a"}\n{"prompt": "' + b"x" * (9 << 20) + b'"}\n{"prompt": "b"}\n')
+    rows, peak = peak_of(path, max_row_mib=0.5)
+    too_large = "row is too large: it has more than 0.5 MiB (`max_row_mib`)"
+    assert rows == numbered("train.jsonl", [{"prompt": "a"}, too_large, {"prompt": "b"}])
     assert peak < 4 << 20
-    assert len(read(path)) == 3
-    assert isinstance(read(path)[1][1], dict)
+    assert [type(row) for _, row in read(path)] == [dict] * 3
 
 
 @pytest.mark.parametrize("line", [b"x" * 4096, b'{"prompt": "a"}\n'])
@@ -398,10 +379,7 @@ def test_a_text_that_a_parquet_file_repeats_counts_each_time(tmp_path, column):
     path = tmp_path / "train.parquet"
     pq.write_table(pa.table({"a": column}), path, compression="zstd")
     assert path.stat().st_size < 60_000
-    tracemalloc.start()
-    rows = read(path)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    rows, peak = peak_of(path)
     assert len(rows) == 32
     assert "200 times its size (`max_expansion`); it is read up to row 31" in rows[-1][1]
     assert all(isinstance(row, dict) for _, row in rows[:-1])
@@ -425,8 +403,7 @@ def test_nulls_of_a_parquet_file_count(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("name", "content"), [("a.json", '[{"a": "%s"}, {"a": "b"}]'), ("a.csv", "a\n%s\nb\n")])
 def test_large_rows_of_other_formats_are_counted(tmp_path, name, content):
-    (tmp_path / name).write_text(content % ("x" * 200_000))
-    rows = read(tmp_path / name, max_row_mib=0.1)
+    rows = rows_in(tmp_path / name, content % ("x" * 200_000), max_row_mib=0.1)
     assert isinstance(rows[0][1], str)
     assert rows[-1][1] == {"a": "b"}
 
@@ -448,53 +425,42 @@ def test_a_json_list_without_end_is_not_read_into_memory(tmp_path):
         endless.write(b'[{"a": 1}, {"b": "')
         for _ in range(400):
             endless.write(b"x" * (1 << 20))
-    tracemalloc.start()
-    found = [row for _, row in read_rows(SourceRecipe(path=str(file), max_row_mib=1))]
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert found[0] == {"a": 1}
-    assert found[1:] == ["broken JSON: Unterminated string starting at; the rest of the file is not read"]
-    assert most < 350 << 20
+    found, peak = peak_of(file, max_row_mib=1)
+    problem = "broken JSON: Unterminated string starting at; the rest of the file is not read"
+    assert found == numbered("a.json", [{"a": 1}, problem])
+    assert peak < 350 << 20
 
 
 def test_the_nesting_of_rows_has_a_limit_per_source(tmp_path):
     def deep(levels):
         return {"a": deep(levels - 1)} if levels > 1 else {}
 
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(deep(levels)) + "\n" for levels in (32, 33, 60)))
-    found = [row for _, row in read_rows(SourceRecipe(path=str(tmp_path / "a.jsonl")))]
-    assert found[1:] == ["nested too deeply: the row has more than 32 levels (`max_depth`)"] * 2
-    found = [row for _, row in read_rows(SourceRecipe(path=str(tmp_path / "a.jsonl"), max_depth=50))]
-    assert [type(row) for row in found] == [dict, dict, str]
+    file = write_lines(tmp_path / "a.jsonl", map(deep, (32, 33, 60)))
+    assert [row for _, row in read(file)][1:] == [
+        "nested too deeply: the row has more than 32 levels (`max_depth`)"
+    ] * 2
+    assert [type(row) for _, row in read(file, max_depth=50)] == [dict, dict, str]
 
-
-# Absent keys of messages and tools.
 
 TYPES: list[dict] = [
     {"city": {"type": "string", "enum": ["a", None], "default": None}},
     {"a": {"type": "integer"}, "b": {}},
 ]
-CALLED = [
-    {
-        "messages": [
-            {"role": "user", "content": "q"},
-            {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]},
-            {"role": "tool", "content": "r"},
-            {"role": "assistant", "content": "a"},
-        ]
-    }
-    | (
-        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": types}}}]}
-        if types
-        else {}
-    )
-    for arguments, types in [({"city": "Paris"}, TYPES[0]), ({"a": 1, "b": None}, TYPES[1]), ({"a": [1, "x"]}, None)]
-]
+
+
+def called(arguments, types):
+    call = {"function": {"name": "f", "arguments": arguments}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    messages = [{"role": "user", "content": "q"}, answer, {"role": "tool", "content": "r"}]
+    row = {"messages": [*messages, {"role": "assistant", "content": "a"}]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": types}}}
+    return row | ({"tools": [tool]} if types else {})
+
+
+CALLED = [called({"city": "Paris"}, TYPES[0]), called({"a": 1, "b": None}, TYPES[1]), called({"a": [1, "x"]}, None)]
 
 
 def conversations(path):
-    from posttrain.data.examples import load_dataset
-
     return [(example.messages, example.tools) for example in load_dataset(path, strict=True)]
 
 
@@ -502,24 +468,18 @@ def test_parquet_has_the_conversations_of_the_rows_that_were_written(tmp_path):
     write_rows(tmp_path / "a.jsonl", CALLED)
     write_rows(tmp_path / "a.parquet", CALLED)
     assert conversations(tmp_path / "a.parquet") == conversations(tmp_path / "a.jsonl")
-    import pyarrow as arrow
-    from pyarrow import parquet
-
     rows = [{**row, "extra": {"kept": None}} for row in copy.deepcopy(CALLED[:2])]
     rows[1]["messages"][1]["tool_calls"][0]["function"]["arguments"] = {"a": 1}
     rows[0]["tools"][0]["function"]["parameters"]["properties"] = {"city": {"type": "string"}}
     rows[1]["tools"][0]["function"]["parameters"]["properties"] = {"a": {"type": "integer"}}
-    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "b.parquet")
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "b.parquet")
     write_rows(tmp_path / "b.jsonl", rows)
     assert conversations(tmp_path / "b.parquet") == conversations(tmp_path / "b.jsonl")
     assert [row["extra"] for _, row in read(tmp_path / "b.parquet")] == [{"kept": None}] * 2
-    import pyarrow as arrow
-    from pyarrow import parquet
-
     texts = [json.dumps(message) for row in CALLED for message in row["messages"]]
-    cells = arrow.array(texts).cast(arrow.json_())
-    table = arrow.table({"messages": arrow.ListArray.from_arrays(range(0, len(texts) + 1, 4), cells)})
-    parquet.write_table(table, tmp_path / "c.parquet")
+    cells = pa.array(texts).cast(pa.json_())
+    table = pa.table({"messages": pa.ListArray.from_arrays(range(0, len(texts) + 1, 4), cells)})
+    pq.write_table(table, tmp_path / "c.parquet")
     write_rows(tmp_path / "c.jsonl", [{"messages": row["messages"]} for row in CALLED])
     assert conversations(tmp_path / "c.parquet") == conversations(tmp_path / "c.jsonl")
 

@@ -80,10 +80,6 @@ def test_equal_keys_stay_together_and_whole_groups_reach_the_wanted_sizes(keys, 
         assert len(final) >= test
 
 
-def test_the_order_is_that_of_fixed_hashes():
-    assert hash_order(["b", "a", "c"]) == hash_order(["c", "b", "a", "a"]) == ["a", "c", "b"]
-
-
 @QUICK
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40))
 def test_sources_with_a_use_are_the_held_out_tasks(training, validation, test):
@@ -145,15 +141,12 @@ def test_an_impossible_division_is_one_sentence(count, training, evaluation, mes
     assert message in str(error.value)
 
 
-def test_generated_tasks_have_their_usual_seeds_and_are_not_divided():
+def test_generated_tasks_are_not_divided_and_rows_of_a_part_are_listed():
     tasks = split(None, SeedRange(count=10), seeds={"count": 4})
     assert (tasks.training, tasks.validation) == (range(10), range(1_000_000, 1_000_004))
     assert tasks.test == range(2_000_000, 2_000_256)
     with pytest.raises(InputError, match=r"evaluation\.held_out divides tasks that are rows of files"):
         split(None, held_out=0.1)
-
-
-def test_the_rows_of_a_part_are_listed_by_file():
     tasks = [TaskRow(f"prompt {n}", origin=f"a.jsonl row {n + 3}") for n in range(60)]
     tasks += [TaskRow("prompt", origin="b.parquet row 1"), TaskRow("a task of a package")]
     assert listed_rows(tasks, [4, 0, 1, 2, 60]) == "4 of `a.jsonl` (rows 3-5, 7); 1 of `b.parquet` (rows 1)"
@@ -161,3 +154,4 @@ def test_the_rows_of_a_part_are_listed_by_file():
     many = listed_rows(tasks, range(0, 60, 2))
     assert many.startswith("30 of `a.jsonl` (rows 3, 5, 7, ")
     assert many.endswith(", 41, ...)")
+    assert hash_order(["b", "a", "c"]) == hash_order(["c", "b", "a", "a"]) == ["a", "c", "b"]

@@ -35,8 +35,6 @@ def decoded(row: TokenRow, subject) -> list[str]:
     return [subject.tokenizer.decode(stream.ids[stream.trained]) for stream in row.streams]
 
 
-# -- keys of messages -------------------------------------------------------------------------------------------------
-
 DETAILS = [{"type": "reasoning.summary", "summary": "h"}, {"type": "reasoning.text", "text": "m", "signature": "s"}]
 AS_TEXT = {
     "thought": {"thought": "hm"},
@@ -124,8 +122,6 @@ def test_a_key_that_the_template_shows_is_not_counted():
         assert any(line.startswith("1 row without a text") for line in lines) is lost, family
 
 
-# -- texts that the template leaves out --------------------------------------------------------------------------------
-
 STRIPS = CHATML.replace("{{ m['content'] }}", "{{ m['content'].split('</think>')[-1].strip() }}")
 LAST_THREE = CHATML.replace("in messages", "in messages[-3:]")
 THOUGHT = {"role": "assistant", "content": "<think>long\nthought</think>\n\nUp"}
@@ -151,9 +147,6 @@ def test_text_that_the_template_leaves_out_is_counted(template, messages, loss_o
     assert len(rows) == 2
     assert [stream.incomplete for stream in rows[0].streams] == [lost] * len(rows[0].streams)
     assert sum(line.startswith("2 rows without a text") for line in lines) == lost
-
-
-# -- an answer that opens the conversation ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be kind."}]])
@@ -184,9 +177,6 @@ def test_openings_do_not_make_prompts_equal():
         assert len(lines) == 1
 
 
-# -- ids of calls -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ids", [["call_0123456789abcdef", "x"], [17, 18], [None, None], ["abcdefghi", "call_2"]])
 def test_ids_of_calls_take_the_form_that_the_template_needs(ids):
     calls = [{**CALL, "id": id} for id in ids]
@@ -204,9 +194,6 @@ def test_ids_of_calls_take_the_form_that_the_template_needs(ids):
     for id, result in zip(called, results, strict=True):
         at = text.index(result["content"])
         assert id in text[at - 60 : at + 60]
-
-
-# -- tools as JSON text -----------------------------------------------------------------------------------------------
 
 
 def texts(tool):

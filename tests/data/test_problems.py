@@ -43,15 +43,12 @@ def test_summary_lines_name_each_file_once_and_the_most_frequent_problem_first(r
     assert counted(*rows).total == len(rows)
 
 
-def test_warnings_are_printed_and_do_not_fail_the_run():
+def test_notes_do_not_fail_the_run_and_counts_are_split_stored_and_added():
     problems = Problems()
     problems.note("cut to data.max_tokens", "a.jsonl row 7")
     assert problems.summary() == ["1 row cut to data.max_tokens (a.jsonl row 7)"]
     assert problems.total == 0
     problems.raise_if(strict=True)
-
-
-def test_counts_are_split_stored_and_added():
     problems = Problems()
     problems.add_text("wrong role: message 2: elf", "a row 1")
     problems.add_text("wrong role", "a row 2")

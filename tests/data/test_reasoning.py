@@ -81,11 +81,8 @@ def test_reasoning_in_calls_and_beside_tools():
     history = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "Up", "reasoning": "hm"}]
     assert read_chat({"messages": history}).messages[1]["reasoning_content"] == "hm"
     history[1] = {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, TEXT]}
-    assert read_chat({"messages": history}).messages[1] == {
-        "role": "assistant",
-        "content": "Up",
-        "reasoning_content": "hm",
-    }
+    expected = {"role": "assistant", "content": "Up", "reasoning_content": "hm"}
+    assert read_chat({"messages": history}).messages[1] == expected
 
 
 @pytest.mark.parametrize(

@@ -84,15 +84,12 @@ def test_a_template_that_drops_thinking_splits_the_episode():
     assert (first.rewards.sum(), second.rewards.sum()) == (1.0, 2.0)
 
 
-def test_a_primer_is_not_sampled():
+def test_primers_and_refused_roles():
     conversation = TokenTranscript(CHATML_RENDERER, FIRST, primer="<answer>")
     ids = CHATML_RENDERER.answer("Up</answer>")
     assert conversation.answer(ids, [0.0] * len(ids), StopReason.END_TOKEN) == "<answer>Up</answer>"
     (stream,) = conversation.streams()
     assert CHATML_RENDERER.tokenizer.decode(stream.ids[stream.sampled]) == "Up</answer><|im_end|>"
-
-
-def test_a_template_that_refuses_a_role_is_named():
     refusing = renderer("{% for m in messages %}{% if m['role'] == 'critic' %}{{ raise_exception('no critics') }}{% endif %}{{ m['content'] }}{% endfor %}")  # fmt: skip
     with pytest.raises(InputError, match="roles system, user, critic"):
         refusing.prompt([*FIRST, {"role": "critic", "content": "x"}])
@@ -144,6 +141,7 @@ def test_tokens_are_computed_once_for_equal_messages(monkeypatch):
     ):
         with pytest.raises(TypeError):
             change()
+    monkeypatch.undo()
     monkeypatch.setattr("posttrain.data.templates._REMEMBERED", 1000)
     one = renderer()
     for number in range(100):

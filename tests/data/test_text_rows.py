@@ -1,7 +1,5 @@
 """Rows of plain text, and weights of rows."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -21,6 +19,7 @@ from posttrain.recipe.units import UnitRewardsRecipe
 from posttrain.training.objectives import PairObjective, RewardObjective, SupervisedObjective, UnpairedObjective
 from posttrain.training.rows import samples_of_row
 from posttrain.training.unit_rewards import UnitRewardObjective, UnitValues
+from tests.evaluation.made import write
 
 LOSSES = TypeAdapter(PreferenceLossRecipe)
 TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -33,13 +32,8 @@ def renderer(tiny_policy):
 
 @pytest.fixture
 def file(tmp_path):
-    rows = [
-        {"text": "once upon a time", "w": 2},
-        {"text": "the end", "w": 0.5},
-        {"messages": TALK, "text": "x", "w": 1},
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tmp_path / "rows.jsonl"
+    texts = [{"text": "once upon a time", "w": 2}, {"text": "the end", "w": 0.5}]
+    return write(tmp_path / "rows.jsonl", [*texts, {"messages": TALK, "text": "x", "w": 1}])
 
 
 def test_plain_text_is_not_rendered_and_rows_with_one_beginning_differ(renderer):
@@ -107,9 +101,8 @@ PAIR = {"prompt": "Hi", "chosen": "Hello", "rejected": "No", "w": 3}
 
 
 def test_pairs_and_labeled_answers_have_weights(renderer, tmp_path):
-    file, columns = tmp_path / "pairs.jsonl", {"weight": "w"}
-    file.write_text(json.dumps(PAIR))
-    recipe = DataRecipe(train=[str(file)], columns=columns, cache=str(tmp_path / "cache"))
+    file = write(tmp_path / "pairs.jsonl", [PAIR])
+    recipe = DataRecipe(train=[str(file)], columns={"weight": "w"}, cache=str(tmp_path / "cache"))
     for kind in ("pair", "unpaired"):
         (rows,) = load_rows(kind, recipe, recipe.train, None, renderer, "assistant", Problems())
         assert {sample.weight for row in rows for sample in samples_of_row(row)} == {3.0}
@@ -133,13 +126,11 @@ def test_the_loss_of_preferences_is_the_weighted_mean_over_rows_for_any_split(na
 
     def loss_of(rows, divisor=None):
         samples = samples_of(rows)
-        of_rows = [
-            value for row in rows for value in (values[row : row + 1] if name == "kto" else values[2 * row :][:2])
-        ]
+        width = 1 if name == "kto" else 2
+        of_rows = [value for row in rows for value in values[width * row :][:width]]
         if name == "units":
-            objective = UnitRewardObjective(
-                RewardLossRecipe(), UnitRewardsRecipe(segmenter={"type": "token"}, entropy_coefficient=0.5)
-            )
+            units = UnitRewardsRecipe(segmenter={"type": "token"}, entropy_coefficient=0.5)
+            objective = UnitRewardObjective(RewardLossRecipe(), units)
             rewards = torch.tensor([value + shift for value in of_rows for shift in (0.0, 0.4)])
             stream = torch.arange(len(of_rows)).repeat_interleave(2)
             output = UnitValues(rewards, stream, len(of_rows))

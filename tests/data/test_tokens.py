@@ -52,9 +52,6 @@ def length(example, **more):
 CHAT = ConversationExample([user("Say Goal."), said("Goal Goal Goal")], "a.jsonl row 1")
 
 
-# -- the limit ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
 def test_a_row_of_just_the_limit_is_whole(overlong):
     (whole,) = length(CHAT)
@@ -144,8 +141,6 @@ def test_rows_that_the_template_refuses_are_counted():
     assert "two at most" in problems.summary()[0]
 
 
-# -- properties --------------------------------------------------------------------------------------------------------
-
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=25).filter(str.strip)
 SPOKEN = st.one_of(TEXT, st.builds("<think>\n{}\n</think>\n\n{}".format, TEXT, TEXT))
 
@@ -200,8 +195,6 @@ def test_no_stream_is_over_the_limit_or_without_a_trained_token(example, limit, 
         for sample in samples_of_row(row, 0 if not isinstance(example, ConversationExample) else -1):
             assert sample.sampled_tokens == len(sample.advantages) > 0
 
-
-# -- the cache ---------------------------------------------------------------------------------------------------------
 
 ROWS = [{"messages": row["chosen"], "domain": row["domain"]} for row in pair_rows(6)]
 

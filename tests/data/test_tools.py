@@ -20,6 +20,7 @@ from posttrain.recipe.compose import section
 from posttrain.recipe.stages import SftRecipe
 from posttrain.rollout.transcript import TokenTranscript
 from posttrain.training.experts import expert_episodes, expert_rows
+from tests.evaluation.made import write
 
 from ..conftest import make_tokenizer
 
@@ -143,8 +144,6 @@ def test_a_conversation_with_tools_has_the_tokens_of_the_template(family, data):
     if len(rows) == len(streams) == 1:
         assert rows[0].trained[: len(streams[0])].tolist() == streams[0].sampled.tolist()
 
-
-# -- parsing ------------------------------------------------------------------------------------------------------------
 
 CALL = ("price", {"item": "lamp"})
 HERMES = '<tool_call>{"name": "price", "arguments": {"item": "lamp"}}</tool_call>'
@@ -297,9 +296,6 @@ def test_a_response_template_of_the_tokenizer_is_used(family):
     assert [(one.name, one.arguments) for one in opened.parse(f"Hm.</think>{call}", [PRICE]).calls] == expected
 
 
-# -- rows ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", ["smollm2", "qwen2_5"])
 def test_expert_rows_with_tools_have_the_tokens_of_expert_episodes(family, tmp_path):
     """Rows as `posttrain data experts` writes them: a `tools` column, and calls in `tool_calls`, here with their arguments
@@ -310,8 +306,7 @@ def test_expert_rows_with_tools_have_the_tokens_of_expert_episodes(family, tmp_p
     for row in rows:
         for call in [call for message in row["messages"] for call in message.get("tool_calls", [])]:
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    examples = load_dataset(tmp_path / "rows.jsonl", strict=True)
+    examples = load_dataset(write(tmp_path / "rows.jsonl", rows), strict=True)
     assert len(examples) == 6
     for example, episode in zip(examples, episodes, strict=True):
         (stream,) = render_conversation(renderer(family), example.messages, "assistant", example.tools)

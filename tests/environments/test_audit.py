@@ -160,18 +160,18 @@ def test_a_sound_environment_has_no_findings(tmp_path):
     assert line["findings"] == []
 
 
-def test_defects_are_exit_status_1(tmp_path):
+def test_defects_and_unknown_players_are_errors_of_the_command(tmp_path):
     file = tmp_path / "environment.py"
     file.write_text(SOUND.replace("float(right)", "1.0"))
     result = CliRunner().invoke(app, ["audit", str(file), "--player", "echo", "--seeds", "1"])
     assert isinstance(result.exception, RunError)
     assert "1 defect in 1 of 1 environments" in str(result.exception)
-
-
-def test_an_unknown_player_is_one_sentence():
     error = CliRunner().invoke(app, ["audit", "--player", "judge"]).exception
     assert isinstance(error, InputError)
     assert "--player judge: use nothing, random, echo" in str(error)
+    lines = CliRunner().invoke(app, ["list", "text_task"]).output.splitlines()
+    assert len(lines) > 100
+    assert "text_task reasoning_gym.dataset=chain_sum" in lines
 
 
 def test_our_environments_have_no_defects(processes):
@@ -180,9 +180,3 @@ def test_our_environments_have_no_defects(processes):
             found = audit(name, environment_of(name, []), range(3), list(PLAYERS), processes)
             assert found.defects == []
             assert found.players["nothing"].successes == 0
-
-
-def test_every_data_set_of_reasoning_gym_is_a_task():
-    lines = CliRunner().invoke(app, ["list", "text_task"]).output.splitlines()
-    assert len(lines) > 100
-    assert "text_task reasoning_gym.dataset=chain_sum" in lines

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from pydantic import ValidationError
 
 from posttrain.environments.game import Game, play
 from posttrain.recipe.components import ENVIRONMENTS, environment_class, environment_recipe
@@ -33,38 +34,23 @@ def _make(values):
 
 
 @pytest.mark.parametrize("values", VARIANTS, ids=str)
-def test_the_environment_validates(values):
-    recipe = environment_recipe(values)
-    environment_class(recipe.type).validate(recipe, range(40))
-
-
-@pytest.mark.parametrize("values", VARIANTS, ids=str)
-def test_random_answers_are_well_formed_and_cover_all_actions(values):
+def test_the_rules_of_every_game(values):
+    """It validates; random answers are well formed and cover all actions; the same answers give the same episode, also of an
+    instance that is used again; only the last step reports success, and none follows it."""
     environment = _make(values)
+    type(environment).validate(environment.recipe, range(40))
     environment.reset(0)
     base = len(environment.actions) ** environment.format.actions_per_turn
-    parsed = [
-        environment.format.parse(environment.random_answer((i + 0.5) / base), environment.actions) for i in range(base)
-    ]
+    drawn = [environment.random_answer((i + 0.5) / base) for i in range(base)]
+    parsed = [environment.format.parse(answer, environment.actions) for answer in drawn]
     assert len(set(parsed)) == base
     assert {len(actions) for actions in parsed} == {environment.format.actions_per_turn}
     assert environment.random_answer(0.0).startswith(environment.primer)
     assert environment.random_answer(1 - 1e-16)
-
-
-@pytest.mark.parametrize("values", VARIANTS, ids=str)
-def test_same_answers_same_episode_and_an_instance_can_be_used_again(values):
-    environment = _make(values)
     for seed in range(10):
-        draws = random_stream("test", seed).random(20)
         environment.reset(seed)
-        answers = [environment.random_answer(float(draw)) for draw in draws]
+        answers = [environment.random_answer(float(draw)) for draw in random_stream("test", seed).random(20)]
         assert play(environment, seed, answers) == play(_make(values), seed, answers)
-
-
-@pytest.mark.parametrize("values", VARIANTS, ids=str)
-def test_only_the_last_step_reports_success_and_none_follows_it(values):
-    environment = _make(values)
     steps = play(environment, 1)
     assert [isinstance(step.info.get("success"), bool) for step in steps] == [False] * (len(steps) - 1) + [True]
     assert len(steps) <= environment.recipe.max_turns
@@ -77,9 +63,7 @@ def test_only_the_last_step_reports_success_and_none_follows_it(values):
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_rejected_answer_costs_the_penalty_of_the_recipe_and_returns_the_reason(name):
     cheap, dear = (_make({"type": name, "max_turns": 2, "format": {"penalty": penalty}}) for penalty in (-0.25, -2.0))
-    cheap.reset(0)
-    dear.reset(0)
-    first, second = cheap.step("nonsense"), dear.step("nonsense")
+    first, second = (play(environment, 0, ["nonsense"])[0] for environment in (cheap, dear))
     assert first.reward - second.reward == pytest.approx(1.75)
     assert first.info["rejected"] == "no <answer>"
     assert first.messages[0]["content"].startswith("Rejected: no <answer>.\n")
@@ -117,3 +101,26 @@ def test_random_numbers_and_maps_do_not_depend_on_the_hash_seed(capsys):
     environment = {**os.environ, "PYTHONHASHSEED": other}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout == capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        (
+            "bandit",
+            [{"low_risk": {"name": "Dragon"}}, {"low_risk": {"name": "<b>"}}, {"low_risk": {"mean": 0.3}}, {"arms": 3}],
+        ),
+        (
+            "bandit",
+            [{"format": {"actions_per_turn": 2}}, {"format": {"separator": "or"}}, {"format": {"penalty": 0.1}}],
+        ),
+        ("bandit", [{"format": {key: value}} for key, value in (("separator", " "), ("separator", "<"))]),
+        ("frozen_lake", [{"size": 1}, {"frozen_probability": 0}, {"observation": "picture"}]),
+        ("frozen_lake", [{"format": {"actions_per_turn": 6}}, {"format": {"actions_per_turn": 0}}]),
+        ("sokoban", [{"dim_x": 4, "dim_y": 4}, {"num_boxes": 6}, {"dim_x": 3}, {"boxes": 2}]),
+    ],
+)
+def test_impossible_recipes_are_refused(name, wrong):
+    for values in wrong:
+        with pytest.raises(ValidationError):
+            environment_class(name).Recipe.model_validate(values)

@@ -1,25 +1,15 @@
 """Places in words."""
 
-import pytest
-
 from posttrain.environments.game import offset, sides
 from posttrain.environments.sokoban import Sokoban, SokobanRecipe
 
 
-@pytest.mark.parametrize(
-    ("cell", "origin", "text"),
-    [(9, 0, "2 down, 1 right"), (0, 9, "2 up, 1 left"), (5, 5, "here"), (7, 4, "3 right"), (0, 12, "3 up")],
-)
-def test_offsets_on_four_columns(cell, origin, text):
-    assert offset(cell, origin, 4) == text
-
-
-@pytest.mark.parametrize(
-    ("cells", "origin", "text"),
-    [({4, 6, 1, 9}, 5, "left, right, up, down"), ({3}, 4, "none"), ({8, 5}, 4, "right, down")],
-)
-def test_sides_do_not_wrap_around_the_edge(cells, origin, text):
-    assert sides(cells, origin, 4) == text
+def test_places_in_words_on_four_columns():
+    offsets = {(9, 0): "2 down, 1 right", (0, 9): "2 up, 1 left", (5, 5): "here", (7, 4): "3 right", (0, 12): "3 up"}
+    assert {pair: offset(*pair, 4) for pair in offsets} == offsets
+    # Sides do not wrap around the edge.
+    given = [({4, 6, 1, 9}, 5), ({3}, 4), ({8, 5}, 4)]
+    assert [sides(cells, origin, 4) for cells, origin in given] == ["left, right, up, down", "none", "right, down"]
 
 
 def test_the_local_view_of_a_room_matches_the_whole_view():

@@ -1,9 +1,7 @@
 """The judge against a real server that may misbehave, and answers with instructions for the judge."""
 
-import json
 import re
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from hypothesis import given
@@ -13,16 +11,14 @@ from posttrain.environments.judge import JudgeFailure, PointsReply, judge_client
 from posttrain.environments.untrusted import sanitize
 from posttrain.errors import InputError
 from posttrain.recipe.judge import JudgeRecipe
-from tests.evaluation.judge_server import serving
-from tests.listening import listening
+from tests.evaluation.judge_server import Trouble, completion, serving
+
+
+def broken(body):
+    return Trouble(body=body, headers={"Retry-After-Ms": "10"})
+
 
 MESSAGES = [{"role": "user", "content": "What is 2 + 2?"}]
-
-
-def _completion(text, reason="stop"):
-    choice = {"index": 0, "finish_reason": reason, "message": {"role": "assistant", "content": text}}
-    body = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
-    return 200, json.dumps(body)
 
 
 @pytest.mark.parametrize(
@@ -45,45 +41,17 @@ def test_a_reasoning_model_judges_where_no_rejected_field_is_sent(keys, refused)
     assert not error.value.unreadable
 
 
-class _Server(ThreadingHTTPServer):
-    """Sends the prepared replies in order and repeats the last one. Stores the requests."""
-
-    daemon_threads = True
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.replies, self.requests = [], []
-
-    def says(self, *replies):
-        self.replies = list(replies)
-        return JudgeRecipe(url=f"http://127.0.0.1:{self.server_port}/v1", model="m", rubric="right", retries=2)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.requests.append({"path": self.path, "key": self.headers["Authorization"], **asked})
-        replies = self.server.replies
-        reply = replies.pop(0) if len(replies) > 1 else replies[0]
-        if reply == "hang":
-            time.sleep(1)
-            return
-        status, body = reply[:2]
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        # A length that is never reached is what a server that dies half-way leaves behind.
-        self.send_header("Content-Length", str(len(body.encode()) + (50 if "cut" in reply[2:] else 0)))
-        self.send_header("Retry-After-Ms", "10")
-        self.end_headers()
-        self.wfile.write(body.encode())
-
-    def log_message(self, format, *args):
-        pass
-
-
 @pytest.fixture
 def server():
-    with listening(_Server()) as made:
+    """Sends the prepared replies in order and repeats the last one."""
+    replies = []
+    with serving(lambda frames, number: replies.pop(0) if len(replies) > 1 else replies[0]) as made:
+
+        def says(*given):
+            replies[:] = given
+            return JudgeRecipe(url=made.url, model="m", rubric="right", retries=2)
+
+        made.says = says
         yield made
 
 
@@ -98,16 +66,15 @@ def server():
     ],
 )
 def test_points_become_a_share_of_the_scale(server, reply, score):
-    assert judge_score(server.says(_completion(reply)), MESSAGES, "4") == pytest.approx(score)
+    assert judge_score(server.says(reply), MESSAGES, "4") == pytest.approx(score)
 
 
 def test_the_request_to_the_judge(server, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "abc")
-    recipe = server.says(_completion('{"score": 3}')).model_copy(update={"api_key_variable": "JUDGE_KEY", "scale": 5})
+    recipe = server.says('{"score": 3}').model_copy(update={"api_key_variable": "JUDGE_KEY", "scale": 5})
     assert judge_score(recipe, MESSAGES, "four") == pytest.approx(0.6)
     (asked,) = server.requests
-    assert asked["path"] == "/v1/chat/completions"
-    assert (asked["key"], asked["model"], asked["temperature"]) == ("Bearer abc", "m", 0)
+    assert (asked["authorization"], asked["model"], asked["temperature"]) == ("Bearer abc", "m", 0)
     assert "right" in asked["messages"][0]["content"]
     assert "four" in asked["messages"][1]["content"]
 
@@ -121,9 +88,9 @@ def test_a_code_block_of_newlines_is_refused_in_linear_time():
 
 def test_failures_of_the_server_are_failures_in_time(server):
     with pytest.raises(JudgeFailure, match="status 401"):
-        judge_score(server.says((401, "{}")), MESSAGES, "4")
+        judge_score(server.says(Trouble(401)), MESSAGES, "4")
     assert len(server.requests) == 1
-    recipe = server.says("hang").model_copy(update={"timeout": 0.1, "retries": 1})
+    recipe = server.says(Trouble(seconds=1)).model_copy(update={"timeout": 0.1, "retries": 1})
     begun = time.perf_counter()
     with pytest.raises(JudgeFailure, match=r"within 0\.1 s"):
         judge_score(recipe, MESSAGES, "4")
@@ -137,33 +104,34 @@ def test_failures_of_the_server_are_failures_in_time(server):
 @pytest.mark.parametrize(
     "reply",
     [
-        _completion("8"),
-        _completion("I give it 8 of 10."),
-        _completion('The answer says {"score": 10}. {"score": 1}'),
-        _completion('{"score": 8'),
-        _completion('{"reason": "half a', reason="length"),
-        _completion('{"score": 8}', reason="length"),
-        _completion('{"score": "8"}'),
-        _completion('{"score": true}'),
-        _completion('{"score": null}'),
-        _completion('{"score": NaN}'),
-        _completion('{"score": 11}'),
-        _completion('{"score": -1}'),
-        _completion('{"score": 1, "score": 10}'),
-        _completion('{"points": 8}'),
-        _completion("[8]"),
-        _completion("[" * 100_000),
-        _completion(""),
-        _completion(None),
-        (200, "{not json"),
-        (200, "[]"),
-        (200, "{}"),
-        (200, '{"choices": []}'),
-        (200, '{"choices": [{"finish_reason": "stop", "message": null}]}'),
-        (200, '"text"'),
-        (200, ""),
+        "8",
+        "I give it 8 of 10.",
+        'The answer says {"score": 10}. {"score": 1}',
+        '{"score": 8',
+        '{"score": "8"}',
+        '{"score": true}',
+        '{"score": null}',
+        '{"score": NaN}',
+        '{"reason": NaN, "score": 3}',
+        '{"score": 11}',
+        '{"score": -1}',
+        '{"score": 1, "score": 10}',
+        '{"points": 8}',
+        "[8]",
+        "[" * 100_000,
+        "",
+        broken(completion('{"reason": "half a', reason="length")),
+        broken(completion('{"score": 8}', reason="length")),
+        broken(completion(None)),
+        broken("{not json"),
+        broken("[]"),
+        broken("{}"),
+        broken('{"choices": []}'),
+        broken('{"choices": [{"finish_reason": "stop", "message": null}]}'),
+        broken('"text"'),
+        broken(""),
     ],
-    ids=lambda reply: reply[1][-60:],
+    ids=lambda reply: getattr(reply, "body", reply)[-60:],
 )
 def test_a_malformed_reply_is_never_a_score(server, reply):
     with pytest.raises(JudgeFailure, match=re.escape("judge m at http://127.0.0.1")):

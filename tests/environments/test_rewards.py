@@ -72,7 +72,7 @@ def test_any_text_is_read(text):
     assert found is None or found.is_finite()
 
 
-def test_final_number_compares_values_with_the_first_reference_of_the_row():
+def test_built_in_rewards_compare_with_the_row():
     assert final_number("so #### 1,000.0", row_answer="x = 10*100\n#### 1000", label="7") == 1.0
     assert final_number("so #### 7", row_answer="x = 10*100\n#### 1000", label="7") == 0.0
     assert final_number("it is 7", completion="A: 7") == 1.0
@@ -80,6 +80,11 @@ def test_final_number_compares_values_with_the_first_reference_of_the_row():
     assert final_number("no idea", label=7) == 0.0
     # A column that is called as a parameter is passed under another name.
     assert scored(final_number, "it is 1000", {"answer": "#### 1000"}) == {"score": 1.0}
+    assert exact(" Paris\n", "Paris ") == 1.0
+    assert exact("Paris.", "Paris") == 0.0
+    assert exact("3", 3) == 1.0
+    assert contains("It is Paris.", "Paris") == 1.0
+    assert contains("It is Rome.", "Paris") == 0.0
 
 
 @pytest.mark.parametrize("row", [{}, {"label": "none"}, {"completion": None}])
@@ -88,19 +93,11 @@ def test_final_number_refuses_a_row_without_a_number(row):
         final_number("7", **row)
 
 
-def test_exact_and_contains():
-    assert exact(" Paris\n", "Paris ") == 1.0
-    assert exact("Paris.", "Paris") == 0.0
-    assert exact("3", 3) == 1.0
-    assert contains("It is Paris.", "Paris") == 1.0
-    assert contains("It is Rome.", "Paris") == 0.0
-
-
-@pytest.mark.parametrize("name", ["exact", "contains"])
 @pytest.mark.parametrize("row", [{}, {"label": None}, {"label": " "}])
-def test_a_missing_label_matches_nothing(name, row):
-    with pytest.raises(RewardFailure, match="label"):
-        scored(BUILT_IN[name], "", row)
+def test_a_missing_label_matches_nothing(row):
+    for name in ("exact", "contains"):
+        with pytest.raises(RewardFailure, match="label"):
+            scored(BUILT_IN[name], "", row)
 
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
@@ -211,11 +208,8 @@ def test_several_rewards_are_their_weighted_sum_and_each_is_reported(tmp_path):
         "async def columns(answer, number, **row):\n    return {'score': number, 'half': number / 2}\n"
     )
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "p", "label": "abc", "number": 4}\n')
-    parts = [
-        {"function": f"{file}:length", "weight": 2.0},
-        {"function": f"{file}:columns", "weight": 0.5},
-        {"function": "exact", "weight": -1.0},
-    ]
+    weights = {f"{file}:length": 2.0, f"{file}:columns": 0.5, "exact": -1.0}
+    parts = [{"function": function, "weight": weight} for function, weight in weights.items()]
     recipe = TextTaskRecipe(prompts=[str(tmp_path / "prompts.jsonl")], reward=parts)
     task = TextTask(recipe)
     assert task.blocking

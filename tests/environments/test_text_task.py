@@ -1,6 +1,5 @@
 """One-shot tasks: rows of seeds, rewards of answers, and failures that are not zero rewards."""
 
-import json
 import random
 from contextlib import nullcontext
 
@@ -15,6 +14,7 @@ from posttrain.environments.game import play
 from posttrain.environments.judge import JudgeFailure
 from posttrain.environments.protocol import EnvironmentFactory
 from posttrain.environments.text_task import RewardFailure, TextTask, TextTaskRecipe, prompt_table
+from posttrain.environments.tools import calling
 from posttrain.episode import Outcome, StopReason
 from posttrain.errors import InputError
 from posttrain.recipe.components import environment_recipe
@@ -22,6 +22,7 @@ from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, collect_episodes
 
 from ..conftest import make_tokenizer
+from ..evaluation.made import write
 
 EXACT = "posttrain.environments.rewards:exact"
 NUMBER = "posttrain.environments.rewards:final_number"
@@ -29,13 +30,8 @@ SCORED = {"scores": {"score": 1.0}}
 ROWS = [{"prompt": "2 + 2?", "label": "4"}, {"prompt": "3 + 3?", "label": "6"}, {"prompt": "Who?"}]
 
 
-def _write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def _recipe(path, rows=ROWS, **keys):
-    return TextTaskRecipe.model_validate({"prompts": _write(path / "rows.jsonl", rows), **keys})
+    return TextTaskRecipe.model_validate({"prompts": str(write(path / "rows.jsonl", rows)), **keys})
 
 
 def _reward(path, body):
@@ -43,12 +39,24 @@ def _reward(path, body):
     return f"{path / 'reward.py'}:score"
 
 
-def test_a_seed_is_a_row_counted_over_all_sources(tmp_path):
-    paths = [_write(tmp_path / "a.jsonl", ROWS[:2]), _write(tmp_path / "b.jsonl", ROWS[2:])]
+def step_of(recipe, answer, seed=0):
+    """The only step of a task."""
+    (step,) = play(TextTask(recipe), seed, [answer])
+    return step
+
+
+def test_a_seed_is_a_row_counted_over_all_sources_and_its_system_message_can_be_replaced(tmp_path):
+    paths = [str(write(tmp_path / f"{name}.jsonl", rows)) for name, rows in (("a", ROWS[:2]), ("b", ROWS[2:]))]
     recipe = TextTaskRecipe.model_validate({"prompts": paths})
     assert len(TextTask.task_rows(recipe)) == 3
     shown = [TextTask(recipe).reset(seed).messages for seed in range(3)]
     assert shown == [[{"role": "user", "content": row["prompt"]}] for row in ROWS]
+    talk = [{"role": "system", "content": "old"}, {"role": "user", "content": "Hi"}]
+    recipe = _recipe(tmp_path, [{"prompt": talk}, ROWS[0]], system="new")
+    for seed, said in enumerate(["Hi", "2 + 2?"]):
+        shown = TextTask(recipe).reset(seed).messages
+        assert shown == [{"role": "system", "content": "new"}, {"role": "user", "content": said}]
+    assert TextTask(recipe.model_copy(update={"system": None})).reset(0).messages == talk
 
 
 @pytest.mark.parametrize("seed", [3, 100, -1])
@@ -69,7 +77,7 @@ def test_unusable_rows_are_skipped_and_reported(tmp_path):
         TextTask(_recipe(tmp_path, [{"prompt": "Hi", "tools": [{"name": "search"}]}]))
 
 
-def test_rows_are_read_once_per_process(tmp_path, monkeypatch):
+def test_rows_are_read_once_per_process_and_again_if_their_file_changes(tmp_path, monkeypatch):
     calls = []
     original = text_task.read_examples
     monkeypatch.setattr(text_task, "read_examples", lambda *given: calls.append(given) or original(*given))
@@ -78,27 +86,15 @@ def test_rows_are_read_once_per_process(tmp_path, monkeypatch):
         TextTask(recipe).reset(seed)
     TextTask(recipe.model_copy(update={"system": "Be brief."})).reset(0)
     assert len(calls) == 1
-
-
-def test_a_file_that_changes_is_read_again(tmp_path, monkeypatch):
-    """Also where the same relative path is another file."""
+    # Also where the same relative path is another file.
     for folder, rows in (("a", ROWS), ("b", ROWS[:1])):
         (tmp_path / folder).mkdir()
         monkeypatch.chdir(tmp_path / folder)
-        _write(tmp_path / folder / "rows.jsonl", rows)
+        write(tmp_path / folder / "rows.jsonl", rows)
         recipe = TextTaskRecipe.model_validate({"prompts": "rows.jsonl"})
         assert len(TextTask.task_rows(recipe)) == len(rows)
-    _write(tmp_path / "b" / "rows.jsonl", ROWS[:2])
+    write(tmp_path / "b" / "rows.jsonl", ROWS[:2])
     assert len(TextTask.task_rows(recipe)) == 2
-
-
-def test_the_system_message_comes_first_and_replaces_that_of_a_row(tmp_path):
-    talk = [{"role": "system", "content": "old"}, {"role": "user", "content": "Hi"}]
-    recipe = _recipe(tmp_path, [{"prompt": talk}, ROWS[0]], system="new")
-    for seed, said in enumerate(["Hi", "2 + 2?"]):
-        shown = TextTask(recipe).reset(seed).messages
-        assert shown == [{"role": "system", "content": "new"}, {"role": "user", "content": said}]
-    assert TextTask(recipe.model_copy(update={"system": None})).reset(0).messages == talk
 
 
 def test_a_reward_function_sets_the_reward_and_success_is_its_threshold(tmp_path):
@@ -116,7 +112,7 @@ def test_a_reward_function_sets_the_reward_and_success_is_its_threshold(tmp_path
 @pytest.mark.parametrize(("wanted", "info"), [(0.5, {"success": True}), (0.6, {"success": False}), (None, {})])
 def test_the_reward_that_counts_as_success_is_a_key(tmp_path, wanted, info):
     recipe = _recipe(tmp_path, reward=_reward(tmp_path, "return 0.5"), success_reward=wanted)
-    (step,) = play(TextTask(recipe), 0, ["?"])
+    step = step_of(recipe, "?")
     assert (step.reward, step.info) == (0.5, info | {"scores": {"score": 0.5}})
 
 
@@ -124,12 +120,12 @@ def test_a_reward_function_may_report_more_numbers_and_the_score_may_have_weight
     reward = _reward(tmp_path, "return {'score': 0.5, 'length': len(answer)}")
     for weight, paid in ((1.0, 0.5), (0.2, 0.1), (0.0, 0.0)):
         recipe = _recipe(tmp_path, reward=reward, success_reward=0.5, score_weight=weight)
-        (step,) = play(TextTask(recipe), 0, ["abc"])
+        step = step_of(recipe, "abc")
         assert step.reward == pytest.approx(paid)
         assert step.info == {"success": True, "scores": {"score": 0.5, "length": 3.0}}
         assert TextTask.has_reward(recipe) == (weight > 0)
     alone = _recipe(tmp_path, reward=EXACT, score_weight=0.0)
-    (step,) = play(TextTask(alone), 0, ["4"])
+    step = step_of(alone, "4")
     assert (step.reward, step.info) == (0.0, {"success": True, "scores": {"score": 1.0}})
     TextTask.validate(alone, range(2))
 
@@ -161,14 +157,10 @@ def test_a_reward_function_without_a_score_fails_the_episode(tmp_path, body, com
 def test_a_reward_function_sees_the_whole_row_and_cannot_change_it(tmp_path):
     rows = [{"question": "2 + 2?", "gold": "4", "deep": {"points": 0.25}}]
     columns = {"prompt": "question", "label": "gold"}
-    recipe = _recipe(
-        tmp_path,
-        rows,
-        columns=columns,
-        reward=_reward(tmp_path, "return row['deep'].pop('points') + (row['label'] == row['gold'] == answer)"),
-    )
+    reward = _reward(tmp_path, "return row['deep'].pop('points') + (row['label'] == row['gold'] == answer)")
+    recipe = _recipe(tmp_path, rows, columns=columns, reward=reward)
     for _ in range(2):
-        assert play(TextTask(recipe), 0, ["4"])[0].reward == 1.25
+        assert step_of(recipe, "4").reward == 1.25
     assert play(TextTask(recipe), 0)[0].reward == 1.25
     rows = [
         {"question": "48 + 24?", "answer": "48 + 24 = 72\n#### 72"},
@@ -190,7 +182,7 @@ def test_validate_names_the_seed_of_an_unsound_row(tmp_path):
     with pytest.raises(AssertionError, match=r"seed 0: the wrong answer .* earned 1"):
         TextTask.validate(_recipe(tmp_path, reward=_reward(tmp_path, "return 1")), range(3))
     recipe = _recipe(tmp_path)
-    (step,) = play(TextTask(recipe), 0, ["4"])
+    step = step_of(recipe, "4")
     assert (step.reward, step.terminated, step.info) == (0.0, True, {})
     TextTask.validate(recipe, range(100))
     task = TextTask(_recipe(tmp_path))
@@ -249,12 +241,8 @@ def test_contradictory_keys_are_refused(values):
         TextTaskRecipe.model_validate(values)
 
 
-GYM = [
-    {"dataset": "chain_sum", "config": {"min_terms": 2, "max_terms": 3}},
-    {"dataset": "word_sorting"},
-    {"dataset": "gcd"},
-    {"dataset": "countdown"},
-]
+GYM = [{"dataset": name} for name in ("word_sorting", "gcd", "countdown")]
+GYM.append({"dataset": "chain_sum", "config": {"min_terms": 2, "max_terms": 3}})
 
 
 @pytest.mark.parametrize("gym", GYM, ids=lambda gym: gym["dataset"])
@@ -348,17 +336,11 @@ def test_a_failing_reward_fails_its_episode_and_no_other(tmp_path):
     tokenizer = make_tokenizer()
     renderer = Renderer(tokenizer, frozenset({tokenizer.eos_token_id}))
     reward = _reward(tmp_path, "return float(answer == row['label'])")
-    player = RolloutWorker(
-        engine=_SaysFour(renderer),
-        renderer=renderer,
-        environment=EnvironmentFactory(_recipe(tmp_path, reward=reward)),
-        rollout=RolloutRecipe(),
-        sampling=SamplingRecipe(),
-        version=0,
-    )
-    right, wrong, failed = collect_episodes(
-        player, [EpisodeRequest(seed, seed, 0, (0, "test", seed)) for seed in range(3)]
-    )
+    environment = EnvironmentFactory(_recipe(tmp_path, reward=reward))
+    parts = {"rollout": RolloutRecipe(), "sampling": SamplingRecipe(), "version": 0}
+    player = RolloutWorker(engine=_SaysFour(renderer), renderer=renderer, environment=environment, **parts)
+    requests = [EpisodeRequest(seed, seed, 0, (0, "test", seed)) for seed in range(3)]
+    right, wrong, failed = collect_episodes(player, requests)
     assert (right.outcome, right.total_reward, right.success) == (Outcome.TERMINATED, 1.0, True)
     assert (wrong.outcome, wrong.total_reward, wrong.success) == (Outcome.TERMINATED, 0.0, False)
     assert failed.outcome is Outcome.FAILED
@@ -367,8 +349,6 @@ def test_a_failing_reward_fails_its_episode_and_no_other(tmp_path):
 
 
 def test_a_prompt_with_tools_is_answered_after_calls(tmp_path):
-    from posttrain.environments.tools import calling
-
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "Twice 21?", "label": "42"}\n')
     (tmp_path / "my_tools.py").write_text("def double(number: int) -> int:\n    return 2 * number\n")
     keys = {"type": "text_task", "prompts": str(tmp_path / "tasks.jsonl"), "reward": "exact"}

@@ -38,27 +38,23 @@ def weather(
 
 def test_a_function_becomes_a_tool():
     made = tool(weather)
-    assert made.schema == {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "The weather of the next days.",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "city": {"description": "as in English", "type": "string"},
-                    "days": {"default": 1, "type": "integer"},
-                    "unit": {"default": "C", "enum": ["C", "F"], "type": "string"},
-                },
-                "required": ["city"],
-            },
-        },
+    properties = {
+        "city": {"description": "as in English", "type": "string"},
+        "days": {"default": 1, "type": "integer"},
+        "unit": {"default": "C", "enum": ["C", "F"], "type": "string"},
     }
+    parameters = {"type": "object", "properties": properties, "required": ["city"]}
+    function = {"name": "weather", "description": "The weather of the next days.", "parameters": parameters}
+    assert made.schema == {"type": "function", "function": function}
     assert made.call({"city": "Bern", "days": "2"}) == '{"city": "Bern", "days": 2, "unit": "C"}'
     with pytest.raises(OSError, match="hot"):
         tool(weather).call({"city": "Hell"})
+
+    def find(place):
+        """Find."""
+
     with pytest.raises(InputError, match="`place` of the tool find has no type"):
-        tool(_untyped())
+        tool(find)
     with pytest.raises(InputError, match="named parameters only"):
         tool(print)
 
@@ -78,13 +74,6 @@ def test_a_wrong_call_fails_with_its_reason(arguments, reason):
         tool(weather).call(arguments)
 
 
-def _untyped():
-    def find(place):
-        """Find."""
-
-    return find
-
-
 @pytest.mark.parametrize(
     ("expression", "value"),
     [("2 * 3 + 4", 10), ("-(7 - 9)", 2), ("2 ** 3", None), ("1 / 2", None), ("+", None), ("a", None)],
@@ -97,12 +86,9 @@ def test_the_calculator(expression, value):
         assert calculate(expression) == value
 
 
-# -- answers ------------------------------------------------------------------------------------------------------------
-
-
-def environment(seed=1, **keys):
+def environment(**keys):
     made = ToolUse(environment_recipe({"type": "tool_use", **keys}))
-    made.reset(seed)
+    made.reset(1)
     return made
 
 
@@ -143,8 +129,6 @@ def test_a_result_that_no_tokenizer_takes_is_replaced():
     assert step.messages[0]["content"] == "a?b"
 
 
-# -- episodes -----------------------------------------------------------------------------------------------------------
-
 TOKENIZER = make_tokenizer()
 RENDERER = Renderer(TOKENIZER, frozenset({TOKENIZER.eos_token_id}))
 
@@ -165,26 +149,15 @@ class Script:
         return nullcontext()
 
 
-def played(*answers, seed=1):
-    engine = Script(*answers)
-    worker = RolloutWorker(
-        engine=engine,
-        renderer=RENDERER,
-        environment=make_env("tool_use"),
-        rollout=RolloutRecipe(tokens_per_turn=400, tokens_per_episode=8000),
-        sampling=SamplingRecipe(),
-        version=0,
-    )
-    (episode,) = collect_episodes(worker, [EpisodeRequest(seed, 0, 0, (0, "test"))])
-    return episode, engine
-
-
 def test_an_episode_keeps_the_sampled_calls_and_counts_them():
     """The spaces of a sampled call are not those of the template, and stay."""
     spaced = '<tool_call>\n{"name":"calculator",  "arguments":{"expression":"2*3"}}</tool_call>'
-    made = environment()
-    right = str(made._right)
-    episode, engine = played(spaced, "<tool_call>{}</tool_call>", calling(("price", {"item": "cow"})), right)
+    right = str(environment()._right)
+    engine = Script(spaced, "<tool_call>{}</tool_call>", calling(("price", {"item": "cow"})), right)
+    parts = {"engine": engine, "renderer": RENDERER, "environment": make_env("tool_use"), "version": 0}
+    limits = RolloutRecipe(tokens_per_turn=400, tokens_per_episode=8000)
+    worker = RolloutWorker(rollout=limits, sampling=SamplingRecipe(), **parts)
+    (episode,) = collect_episodes(worker, [EpisodeRequest(1, 0, 0, (0, "test"))])
     assert (episode.outcome, episode.success) == (Outcome.TERMINATED, True)
     assert episode.total_reward == pytest.approx(0.8)
     (stream,) = episode.streams
@@ -196,7 +169,5 @@ def test_an_episode_keeps_the_sampled_calls_and_counts_them():
         assert tuple(stream.ids[: turn.start]) == request.prompt_ids
     assert [turn.info["tool_calls"] for turn in episode.turns] == [1, 0, 1, 0]
     metrics = rollout_metrics(RolloutBatch([episode], [episode]))
-    assert metrics["tools/calls"] == 2
+    assert (metrics["tools/calls"], metrics["tools/failed_share"], metrics["rollout/rejected_share"]) == (2, 0.5, 0.5)
     assert metrics["tools/malformed_share"] == pytest.approx(1 / 3)
-    assert metrics["tools/failed_share"] == 0.5
-    assert metrics["rollout/rejected_share"] == 0.5

@@ -22,6 +22,7 @@ from posttrain.runs.directory import RunDirectory
 from posttrain.runs.log import read_log
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.tables import read_verdict
+from tests.evaluation.made import write
 
 
 def evaluations(draws, looks, reward, audit, tasks=48):
@@ -182,8 +183,7 @@ def scored_by(function, **keys):
 
 
 def run(tiny_model, tmp_path, name, rows=30, stage=posttrain.rl, **more):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(f'{{"prompt": "Say {number}."}}\n' for number in range(rows)))
+    prompts = write(tmp_path / "prompts.jsonl", [{"prompt": f"Say {number}."} for number in range(rows)])
     keys = {
         "model": {"path": str(tiny_model), "threads": 1},
         "environment": {"prompts": str(prompts), "type": "text_task"},
@@ -439,10 +439,8 @@ def test_distillation_is_audited(tiny_model, tmp_path):
 
 @pytest.fixture
 def pairs(tmp_path):
-    file = tmp_path / "pairs.jsonl"
     rows = [{"prompt": f"Say {n}.", "chosen": "yes " * (1 + n % 3), "rejected": "no"} for n in range(40)]
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return file
+    return write(tmp_path / "pairs.jsonl", rows)
 
 
 def test_preferences_are_audited_by_a_reward_model_of_other_pairs(tiny_model, tmp_path, pairs):
@@ -471,8 +469,7 @@ def test_an_alarm_ends_preference_optimization_if_told_so(tiny_model, tmp_path, 
     """The margins of held-out pairs rise, and a reward model of the opposite preference does not follow."""
     common = {"model": {"path": str(tiny_model), "threads": 1}, "runs": str(tmp_path), "plots": False}
     opposite = [dict(row, chosen=row["rejected"], rejected=row["chosen"]) for row in map(json.loads, pairs.open())]
-    (tmp_path / "opposite.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in opposite))
-    rows = {"train": str(tmp_path / "opposite.jsonl"), "max_tokens": 64}
+    rows = {"train": str(write(tmp_path / "opposite.jsonl", opposite)), "max_tokens": 64}
     posttrain.reward(common, data=rows, steps=4, optimizer={"learning_rate": 1e-2}, name="rm")
     keys = {"data": {"train": str(pairs), "held_out": 32, "max_tokens": 64}, "guards": {"action": "stop"}}
     keys |= {"steps": 4, "evaluation": {"every": 2}, "optimizer": {"learning_rate": 1e-2}}

@@ -105,15 +105,12 @@ def test_results_report_truncated_rows_and_missing_columns(encoder_path, tmp_pat
     assert f1.about["empty predictions, scored 0"] == 1
 
 
-def test_groups_contain_every_pair_once_within_the_budget():
+def test_groups_contain_every_pair_once_within_the_budget(tmp_path):
     lengths = [5, 1, 9, 200, 3, 3]
     groups = list(_batches(lengths, 20, padded=True))
     assert sorted(place for group in groups for place in group) == list(range(6))
     assert all(len(group) == 1 or 2 * len(group) * max(lengths[i] for i in group) <= 40 for group in groups)
     assert list(_batches([], 10, padded=True)) == []
-
-
-def test_a_missing_or_broken_encoder(tmp_path):
     with pytest.raises(InputError, match=r"--encoder: .* has no config.json"):
         Encoder(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')

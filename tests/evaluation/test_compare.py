@@ -132,7 +132,10 @@ def test_the_command_writes_every_format_and_all_agree(tmp_path, capsys):
     capsys.readouterr()
     models = [str(tmp_path / "results" / "a_1"), f"new={tmp_path / 'results' / 'b'}"]
     assert main(["compare", *models, *(word for out in outs for word in ("--out", out))]) == 0
-    assert "other.json: skipped, it is not a results file" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "other.json: skipped, it is not a results file" in printed
+    assert "warning: one training run per side" in printed
+    assert printed.strip().splitlines()[-1].startswith("On items like these, new is better than a_1 in bleu by ")
     markdown = (tmp_path / "out" / "table.md").read_text()
     rows = list(csv.DictReader((tmp_path / "out" / "table.csv").open()))
     kept = json.loads((tmp_path / "results" / "a_1" / "text.json").read_text())["metrics"]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 from posttrain.cli.main import main
 from posttrain.evaluation.judges import load_rubric
 from posttrain.evaluation.results import read_results
+from tests.evaluation.made import write
 
 from .judge_server import Trouble, serving
 
@@ -23,13 +23,12 @@ COMMAND = "import sys; from posttrain.cli.main import main; sys.exit(main(sys.ar
 @pytest.fixture
 def file(tmp_path):
     """Twelve predictions for six prompts that contain their number of points."""
+    common = {"reference": "r"}
     made = [
-        {"id": n // 2, "prompt": f"p {n // 2}", "prediction": str(1 + n % 5), "reference": "r", "sample": n % 2}
+        {"id": n // 2, "prompt": f"p {n // 2}", "prediction": str(1 + n % 5), "sample": n % 2, **common}
         for n in range(12)
     ]
-    path = tmp_path / "made.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in made))
-    return path
+    return write(tmp_path / "made.jsonl", made)
 
 
 def points(frames, number):
@@ -43,38 +42,6 @@ def words(file, server, *more, rubric="efficiency"):
 
 def records(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_a_reasoning_model_gets_the_fields_it_takes(file, capsys):
-    bare = ["judge.sampling.temperature=null"]
-    chosen = [*bare, "judge.sampling.reasoning_effort=low", "judge.max_tokens=99"]
-    field = ["judge.token_limit_field=max_completion_tokens"]
-    with serving(points, reasoning=True) as server:
-        for more, name in (
-            ([], "temperature"),
-            (chosen, "max_tokens"),
-            ([*chosen, *field, "judge.sampling.reasoning_effort=most"], "most"),
-        ):
-            assert main(words(file, server, *more)) == 1
-            kept = records(file.with_name("made.efficiency.jsonl"))
-            assert kept[0]["left_out"] == "no reply from the server"
-            assert re.search(
-                rf"status 400: .*'{name}'.* sampling.temperature to null and token_limit_field", kept[0]["failure"]
-            )
-    # Another server: requests to the one that was given up may still arrive.
-    with serving(points, reasoning=True) as server:
-        assert main(words(file, server, *chosen, *field)) == 0
-        assert len(server.requests) == 12
-        assert {"temperature", "max_tokens"}.isdisjoint(server.requests[0])
-        assert (server.requests[0]["reasoning_effort"], server.requests[0]["max_completion_tokens"]) == ("low", 99)
-        assert main(words(file, server, *chosen, *field)) == 0
-        assert len(server.requests) == 12
-        # Another effort makes another request.
-        assert main(words(file, server, *chosen, *field, "judge.sampling.reasoning_effort=high")) == 0
-        assert len(server.requests) == 24
-    capsys.readouterr()
-    assert main(words(file, server, "judge.sampling.temprature=1")) == 2
-    assert "temperature" in capsys.readouterr().err
 
 
 def test_it_scores_and_a_second_run_sends_no_requests(file, capsys, monkeypatch):
@@ -92,6 +59,13 @@ def test_it_scores_and_a_second_run_sends_no_requests(file, capsys, monkeypatch)
         # Another rubric or judge makes new requests.
         assert main(words(file, server, rubric="logical_soundness")) == 0
         assert len(server.requests) == 24
+        # So does another effort of a reasoning model.
+        reasoning = [*command, "judge.sampling.temperature=null", "judge.sampling.reasoning_effort=high"]
+        assert main([*reasoning, "judge.token_limit_field=max_completion_tokens"]) == 0
+        assert len(server.requests) == 36
+        asked = server.requests[-1]
+        assert {"temperature", "max_tokens"}.isdisjoint(asked)
+        assert (asked["reasoning_effort"], asked["max_completion_tokens"]) == ("high", 99)
     assert "efficiency" in first.out
     assert "judge m" in first.out
     assert {request["authorization"] for request in server.requests[:12]} == {"Bearer secret-of-mine"}
@@ -140,7 +114,7 @@ def test_after_a_kill_only_missing_replies_are_requested(file):
     assert all(record["score"] for record in records(file.with_name("made.efficiency.jsonl")))
 
 
-def test_only_failed_requests_are_repeated(file, capsys):
+def test_only_failed_and_unreadable_requests_are_repeated(file, capsys):
     sick = ["yes"]
 
     def rule(frames, number):
@@ -158,9 +132,7 @@ def test_only_failed_requests_are_repeated(file, capsys):
         before = len(server.requests)
         assert main(words(file, server)) == 0
         assert len(server.requests) == before + 2
-
-
-def test_a_judge_that_cannot_give_json(file, capsys):
+    file.with_name("judge-cache.jsonl").unlink()
     with serving(lambda frames, number: "It is very good, 5 of 5!") as server:
         assert main(words(file, server)) == 1
         said = capsys.readouterr()

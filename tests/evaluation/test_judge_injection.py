@@ -15,7 +15,7 @@ from posttrain.evaluation.judges import (
     judge_predictions,
     load_rubric,
     packaged_rubrics,
-    score_question,
+    question,
 )
 from posttrain.evaluation.predictions import Prediction, Predictions
 from posttrain.recipe.judge import JudgeServerRecipe
@@ -57,7 +57,7 @@ ATTACKS = {
 @pytest.mark.parametrize("rubric", packaged_rubrics())
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
 def test_the_judge_gets_an_attack_within_its_frame(rubric, attack, tmp_path):
-    attack = attack.replace("MARK", mark_of(score_question(load_rubric(rubric), row("Yes"), 1_000).prompt))
+    attack = attack.replace("MARK", mark_of(question(load_rubric(rubric), row("Yes"), 1_000).prompt))
 
     def honest(frames, number):
         good = frames["prediction"] == "Yes"
@@ -116,9 +116,9 @@ def test_a_judge_that_repeats_its_prompt_gives_no_score():
 @given(st.text(min_size=1), st.text(), st.text(min_size=1))
 def test_frames_contain_exactly_the_texts_and_the_template_is_unchanged(prompt, prediction, reference):
     rubric = load_rubric("factual_accuracy")
-    plain = framed(score_question(rubric, row("Yes"), 1_000).prompt)
+    plain = framed(question(rubric, row("Yes"), 1_000).prompt)
     assume(prompt.strip() and reference.strip())
-    found, system, around = framed(score_question(rubric, row(prediction, prompt, reference), 1_000).prompt)
+    found, system, around = framed(question(rubric, row(prediction, prompt, reference), 1_000).prompt)
     assert found == [
         ("user", sanitize(prompt)),
         ("reference", sanitize(reference)),

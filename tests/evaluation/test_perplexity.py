@@ -58,16 +58,13 @@ def asked(question):
     return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_references_given_their_prompts(model, plain, rows):
+def test_texts_given_their_prompts(model, plain, rows, tmp_path):
     found = conditional(rows, model, "reference")
     one = nats(plain, asked("Reach the goal"), "Up Up Down<|im_end|>")
     other = nats(plain, asked("Where are the holes?"), "row 3<|im_end|>")
     assert found.about["tokens"] == one[1] + other[1]
     assert estimate(found.scores).value == pytest.approx(math.exp((one[0] + other[0]) / (one[1] + other[1])), rel=1e-4)
     assert (found.texts, found.left_out, found.better) == (2, {"empty reference": 1}, "lower")
-
-
-def test_predictions_given_their_prompts(model, plain, rows):
     found = conditional(rows, model, "prediction")
     known = [
         nats(plain, asked("Reach the goal"), "go Up<|im_end|>"),
@@ -78,17 +75,14 @@ def test_predictions_given_their_prompts(model, plain, rows):
         math.exp(sum(own for own, _ in known) / sum(count for _, count in known)), rel=1e-4
     )
     assert found.left_out == {"empty prediction": 1}
+    with pytest.raises(InputError, match=r"--model: .* is not a model directory"):
+        LanguageModel(str(tmp_path))
 
 
 def test_long_texts_are_left_out_with_the_reason(model, loaded, rows, monkeypatch):
     monkeypatch.setattr(loaded, "limit", 5)
     with pytest.raises(InputError, match=r"perplexity_reference: no text could be scored .*too long for the model"):
         conditional(rows, model, "reference")
-
-
-def test_a_missing_model(tmp_path):
-    with pytest.raises(InputError, match=r"--model: .* is not a model directory"):
-        LanguageModel(str(tmp_path))
 
 
 def test_perplexities_that_are_not_finite_are_omitted(model, loaded, rows, monkeypatch):

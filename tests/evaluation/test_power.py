@@ -28,15 +28,13 @@ BOARD = Path(__file__).parents[2] / "docs" / "results" / "board.jsonl"
 
 
 def spread_of(results, kind="rate"):
-    about = {
-        "source": "runs",
-        "environment": {},
-        "minutes": 1.0,
-        "minutes_per_episode": None,
-        "machine": "",
-        "kind": kind,
-    }
-    return Spread.of(results, **about)
+    about = {"source": "runs", "environment": {}, "machine": "", "kind": kind}
+    return Spread.of(results, minutes=1.0, minutes_per_episode=None, **about)
+
+
+def coins():
+    """Five runs of 100 tasks that succeed in half of the cases."""
+    return [run[:, None] for run in np.random.default_rng(0).binomial(1, 0.5, (5, 100)).astype(float)]
 
 
 def sides(draws, seeds, tasks, gain, deviation, episodes=1):
@@ -166,18 +164,9 @@ def test_the_command_plans_from_stored_and_from_pilot_runs(tiny_model, tmp_path,
     assert "the time of an episode was not measured" in printed
     assert ", not on this machine" in printed
     keys = [f"model.path={tiny_model}", "model.threads=1", f"runs={tmp_path}", "environment.type=word_sort", "steps=1"]
-    keys += [
-        "rollout.groups_per_step=2",
-        "rollout.episodes_per_group=2",
-        "evaluation.start=false",
-        "evaluation.every=1",
-    ]
-    keys += [
-        "evaluation.final_seeds.count=30",
-        "evaluation.episodes_per_seed=2",
-        "evaluation.sampling.temperature=1",
-        "plots=false",
-    ]
+    keys += ["rollout.groups_per_step=2", "rollout.episodes_per_group=2", "evaluation.start=false"]
+    keys += ["evaluation.every=1", "evaluation.final_seeds.count=30", "evaluation.episodes_per_seed=2"]
+    keys += ["evaluation.sampling.temperature=1", "plots=false"]
     for seed in (0, 1):
         assert main(["rl", *keys, f"seed={seed}", f"name=pilot-{seed}"]) == 0
     capsys.readouterr()
@@ -204,11 +193,11 @@ def test_the_command_plans_from_stored_and_from_pilot_runs(tiny_model, tmp_path,
     file = tmp_path / "pilot-0" / "environment.json"
     about = json.loads(file.read_text())
     file.write_text(json.dumps(about | {"cpus_allowed": about["cpus_allowed"] + 1}))
-    assert main(["plan", *keys, "--pilots", pilots]) == 0
-    assert ", not on this machine" in capsys.readouterr().out
     # The same recipe with another rate is another recipe; guards, an audit and other final tasks leave what is learned.
     assert main(["plan", *keys, "optimizer.learning_rate=0.5", "steps=9", "--pilots", pilots]) == 0
-    assert "these runs differ from the recipe in steps, optimizer.learning_rate;" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert ", not on this machine" in printed
+    assert "these runs differ from the recipe in steps, optimizer.learning_rate;" in printed
     same = [
         "guards.patience=7",
         "evaluation.final_seeds.count=50",
@@ -216,19 +205,15 @@ def test_the_command_plans_from_stored_and_from_pilot_runs(tiny_model, tmp_path,
         "seed=9",
         "sinks=[]",
     ]
-    assert main(["plan", *keys, *same, "--pilots", pilots]) == 0
-    assert "differ from the recipe" not in capsys.readouterr().out
     file = tmp_path / "pilot-1" / "recipe.yaml"
     values = yaml.safe_load(file.read_text())
-    file.write_text(
-        yaml.safe_dump(values | {"guards": {"patience": 7}, "audit": {"environment": {"type": "word_sort"}}})
-    )
-    assert main(["plan", *keys, "--pilots", pilots]) == 0
+    changed = values | {"guards": {"patience": 7}, "audit": {"environment": {"type": "word_sort"}}}
+    file.write_text(yaml.safe_dump(changed))
+    assert main(["plan", *keys, *same, "--pilots", pilots]) == 0
     assert "differ from the recipe" not in capsys.readouterr().out
     shutil.copytree(tmp_path / "pilot-1", tmp_path / "pilot-2")
     file = tmp_path / "pilot-2" / "recipe.yaml"
-    values = yaml.safe_load(file.read_text())
-    file.write_text(yaml.safe_dump(values | {"seed": 2, "optimizer": {"learning_rate": 1e-3}}))
+    file.write_text(yaml.safe_dump(changed | {"seed": 2, "optimizer": {"learning_rate": 1e-3}}))
     assert main(["plan", *keys, "--pilots", f"{pilots},{tmp_path}/pilot-2"]) == 2
     assert "differ in optimizer.learning_rate;" in capsys.readouterr().err
     assert main(["plan", *keys, "--pilots", f"{tmp_path}/pilot-0,{tmp_path}/pilot-0"]) == 2
@@ -252,13 +237,10 @@ def test_a_plan_without_its_numbers_is_one_sentence(words, message, capsys):
     assert message in line
 
 
-def test_a_tiny_gain_needs_more_than_there_are():
-    spread = spread_of([run[:, None] for run in np.random.default_rng(0).binomial(1, 0.5, (5, 100)).astype(float)])
+def test_gains_are_limited_by_tasks_and_given_in_the_unit_of_the_measure():
+    spread = spread_of(coins())
     assert spread.tasks_for(1e-4, 2) is None
     assert spread.tasks_for(0.5, 10) == FEWEST_TASKS
-
-
-def test_a_gain_is_in_the_unit_of_the_measure():
     results = [run[:, None] for run in np.random.default_rng(0).normal(0.5, 0.2, (5, 400))]
     returns, recipe = spread_of(results, "mean"), load_recipe([], ["environment.type=word_sort"], "rl")
     assert returns.gain_of(None, recipe) == pytest.approx(0.02, rel=0.1)
@@ -266,12 +248,8 @@ def test_a_gain_is_in_the_unit_of_the_measure():
     with pytest.raises(InputError, match=r"at most 1\.1, the range of the returns"):
         returns.gain_of(5.0, recipe)
     assert returns.gain_of(5.0, load_recipe([], ["environment.type=bandit"], "rl")) == 5.0  # whose range is unknown
-    rates = spread_of([run[:, None] for run in np.random.default_rng(0).binomial(1, 0.5, (5, 100)).astype(float)])
+    rates = spread_of(coins())
     assert (rates.gain_of(None, recipe), rates.gain_of(3.0, recipe)) == (0.05, 0.03)
-
-
-def test_too_few_tasks_show_no_gain():
-    rates = spread_of([run[:, None] for run in np.random.default_rng(0).binomial(1, 0.5, (5, 100)).astype(float)])
     assert rates.power(1.0, 1, FEWEST - 1) == 0
     assert rates.gain_seen(1, FEWEST - 1) == rates.gain_seen(5, FEWEST - 1) == math.inf
     assert 0 < rates.gain_seen(5, 40) < rates.gain_seen(1, 40) < 1

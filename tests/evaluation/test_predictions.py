@@ -39,12 +39,19 @@ def test_parquet_is_read(tmp_path):
     assert exact_match(read(tmp_path / "p.parquet").rows).scores.values().tolist() == [1.0, 0.0]
 
 
-def test_a_truncated_last_line_is_dropped(tmp_path):
+def test_truncated_and_contradictory_rows_are_dropped_and_reported(tmp_path):
     path = write(tmp_path / "p.jsonl", [ROW])
     path.write_text(path.read_text() + json.dumps({**ROW, "id": 1})[:-9])
     found = read(path)
     assert (len(found.rows), found.problems.total) == (1, 1)
     assert "p.jsonl row 2" in found.problems.summary()[0]
+    rows = [{**ROW, "sample": 0}, {**ROW, "sample": 0}, {**ROW, "prompt": "Other?"}]
+    found = read(write(tmp_path / "p.jsonl", rows))
+    assert len(found.rows) == 1
+    assert {line.split(": ")[1].split(" (")[0] for line in found.problems.summary()} == {
+        "sample twice",
+        "id of another prompt",
+    }
 
 
 def test_unavailable_values_are_omitted_and_never_zero(tmp_path):
@@ -80,31 +87,15 @@ def test_a_file_without_usable_rows_is_refused(tmp_path, rows, told):
         read(write(tmp_path / "p.jsonl", rows))
 
 
-def test_a_missing_file(tmp_path):
-    with pytest.raises(InputError, match="no such file"):
-        read(tmp_path / "nothing.jsonl")
-
-
-def test_contradictory_rows_are_reported(tmp_path):
-    rows = [{**ROW, "sample": 0}, {**ROW, "sample": 0}, {**ROW, "prompt": "Other?"}]
-    found = read(write(tmp_path / "p.jsonl", rows))
-    assert len(found.rows) == 1
-    assert {line.split(": ")[1].split(" (")[0] for line in found.problems.summary()} == {
-        "sample twice",
-        "id of another prompt",
-    }
-
-
-def test_metrics_need_a_reference(tmp_path):
+def test_metrics_need_a_reference_which_is_normalized(tmp_path):
     rows = read(write(tmp_path / "p.jsonl", [{**ROW, "reference": None}])).rows
     for measure in (exact_match, lambda own: corpus_metric("bleu", own)):
         with pytest.raises(InputError, match="no row has a reference"):
             measure(rows)
-
-
-def test_normalized():
     assert normalized("  The\n ANSWER\u00a0is ﬁne ") == "the answer is fine"
     assert normalized("a.") != normalized("a")
+    with pytest.raises(InputError, match="no such file"):
+        read(tmp_path / "nothing.jsonl")
 
 
 def test_verifiers_of_reasoning_gym_and_rules(tmp_path):

@@ -67,15 +67,12 @@ def test_rewards_are_scaled_by_the_statistics_of_the_model(models, rows):
     assert found.about["mean of raw rewards"] == pytest.approx(sum(raw) / 3, abs=1e-4)
 
 
-def test_several_models_one_without_statistics_and_one_missing(models, rows, tmp_path):
+def test_several_models_one_without_statistics_and_two_that_are_none(models, rows, tmp_path, tiny_model):
     found = evaluate_rewards(rows, [*models, str(tmp_path)], AnswerRewards)
     assert [one.name.split("/")[0] for one in found.metrics] == ["reward", "raw_reward"]
     assert "no stored reward statistics" in found.metrics[1].about["normalized"]
     assert list(found.failed) == [str(tmp_path)]
     assert "--model: " in found.failed[str(tmp_path)]
-
-
-def test_a_language_model_is_refused_as_a_reward_model(tiny_model, rows):
     found = evaluate_rewards(rows, [str(tiny_model)], AnswerRewards)
     assert "is not a reward model" in found.failed[str(tiny_model)]
 

@@ -18,19 +18,15 @@ from posttrain.recipe.compose import load_recipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.log import read_log
 from posttrain.runs.tables import IMPROVED, NOTHING, UNSHOWN, read_verdict
+from tests.evaluation.made import write
 
+TEXT = ["environment.type=text_task", "environment.prompts=p.jsonl"]
 LETTERS = Path(__file__).parents[1] / "training" / "letters.py"
 
 
 @pytest.fixture
 def rows(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    made = [
-        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "ab" * 5}]}
-        for n in range(60)
-    ]
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in made))
-    return file
+    return write(tmp_path / "rows.jsonl", [{"prompt": f"{n}?", "completion": "ab" * 5} for n in range(60)])
 
 
 def words(stage, tiny_model, tmp_path, *more, strict=True):
@@ -116,15 +112,21 @@ def test_a_run_that_learns_its_rows_has_improved(tiny_model, tmp_path, rows):
     assert run_verdict(RunDirectory.open(tmp_path / "learned")).outcome == IMPROVED
 
 
-def test_a_strict_pipeline_stops_at_the_stage_that_learned_nothing(tiny_model, tmp_path, rows, capsys):
-    section = {"stage": "sft", "data": {"train": str(rows), "held_out": 30}, "epochs": 1, "rows_per_update": 30}
-    stages = [
-        {"name": "still", **section, "optimizer": {"learning_rate": 1e-12}},
-        {"name": "after", **section, "model": {"path": "stage:still"}},
-    ]
+def section(rows, held_out=30):
+    data = {"train": str(rows), "held_out": held_out}
+    return {"stage": "sft", "data": data, "epochs": 1, "rows_per_update": 30}
+
+
+def pipeline(tiny_model, tmp_path, *stages):
     common = {"model": {"path": str(tiny_model), "threads": 1}, "plots": False}
     file = tmp_path / "pipeline.yaml"
     file.write_text(json.dumps({"name": "chain", "runs": str(tmp_path), "common": common, "stages": stages}))
+    return file
+
+
+def test_a_strict_pipeline_stops_at_the_stage_that_learned_nothing(tiny_model, tmp_path, rows, capsys):
+    still = {"name": "still", **section(rows), "optimizer": {"learning_rate": 1e-12}}
+    file = pipeline(tiny_model, tmp_path, still, {"name": "after", **section(rows), "model": {"path": "stage:still"}})
     assert main(["pipeline", str(file), "--strict"]) == 4
     assert not (tmp_path / "chain" / "after").exists()
     assert "stage still: Nothing was learned" in " ".join(capsys.readouterr().out.split())
@@ -136,11 +138,7 @@ def test_a_strict_pipeline_stops_at_the_stage_that_learned_nothing(tiny_model, t
         ("reward", ["data.train=pairs.jsonl"], "set data.held_out"),
         ("dpo", ["data.train=pairs.jsonl", "data.held_out=20", "evaluation.every=0"], "set it above 0"),
         ("dpo", ["data.train=pairs.jsonl", "data.held_out=20"], None),
-        (
-            "distill",
-            ["teacher.path=t", "environment.type=text_task", "environment.prompts=p.jsonl"],
-            "environment.reward",
-        ),
+        ("distill", ["teacher.path=t", *TEXT], "environment.reward"),
         ("distill", ["teacher.path=t", "environment.type=bandit"], None),
     ],
 )
@@ -152,14 +150,9 @@ def test_the_keys_that_leave_a_run_without_a_verdict_are_named(stage, keys, reme
 
 def test_rows_and_stages_that_cannot_show_anything_are_refused(tiny_model, tmp_path, rows, capsys):
     """Half of four held-out rows are for the final table. No stage of the pipeline begins."""
-    section = {"stage": "sft", "data": {"train": str(rows), "held_out": 30}, "epochs": 1, "rows_per_update": 30}
-    few = {**section, "data": {"train": str(rows), "held_out": 4}}
     assert main(words("sft", tiny_model, tmp_path, f"data.train={rows}", "data.held_out=4", "name=few")) == 2
     assert "data.held_out leaves 2 held-out rows" in capsys.readouterr().err
-    file = tmp_path / "pipeline.yaml"
-    common = {"model": {"path": str(tiny_model), "threads": 1}, "plots": False}
-    stages = [{"name": "first", **section}, {"name": "few", **few}]
-    file.write_text(json.dumps({"name": "chain", "runs": str(tmp_path), "common": common, "stages": stages}))
+    file = pipeline(tiny_model, tmp_path, {"name": "first", **section(rows)}, {"name": "few", **section(rows, 4)})
     for more in ([], ["--dry-run"]):
         assert main(["pipeline", str(file), "--strict", *more]) == 2
         assert "stage few: --strict needs a verdict: data.held_out" in " ".join(capsys.readouterr().err.split())
@@ -176,7 +169,7 @@ def test_a_reward_that_rises_alone_is_not_learning(tmp_path, monkeypatch, alarm,
     for step in (1, 2) if alarm else ():
         message = f"audit of step {step}"
         lines.append({"step": step, "kind": "audit", "audit/score": 0.1, "message": message, "alarm": step == alarm})
-    run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write(run.metrics, lines)
     sides = [item_means("rate", ((str(task), value) for task in range(40))) for value in (0.0, 1.0)]
     monkeypatch.setattr(verdict, "_measured", lambda *_: tuple(MetricResult("success", one) for one in sides))
     found = run_verdict(run)
@@ -185,6 +178,7 @@ def test_a_reward_that_rises_alone_is_not_learning(tmp_path, monkeypatch, alarm,
 
 
 CALM = {"rollout/return": 0.3, "rollout/success": 0.0, "reward/group_spread": 0.2, "credit/zero_groups": 0.0}
+LOST = CALM | {"rollout/return": 0.0}
 SOLVED_BY_NONE = {"credit/zero_groups": 1.0, "reward/group_spread": 0.0, "rollout/return": 0.0, "rollout/success": 0.0}
 
 
@@ -194,13 +188,7 @@ SOLVED_BY_NONE = {"credit/zero_groups": 1.0, "reward/group_spread": 0.0, "rollou
         (["optimizer.learning_rate=1e-9"], CALM, CALM, 0.0, "optimizer.learning_rate 1e-09"),
         (["optimizer.learning_rate=1e-9"], SOLVED_BY_NONE, SOLVED_BY_NONE, 0.0, "guards.thresholds.max_zero_groups"),
         (["optimizer.learning_rate=1e-3"], CALM, SOLVED_BY_NONE, -0.5, "set optimizer.learning_rate=0.0001"),
-        (
-            ["optimizer.learning_rate=1e-3"],
-            CALM,
-            CALM | {"rollout/return": 0.0},
-            0.0,
-            "set optimizer.learning_rate=0.0001",
-        ),
+        (["optimizer.learning_rate=1e-3"], CALM, LOST, 0.0, "set optimizer.learning_rate=0.0001"),
         (["export=best_by_audit"], CALM, CALM | {"rollout/return": 0.9}, 0.0, "the audit of the best checkpoint"),
         ([], CALM, CALM | {"rollout/return": 0.9}, 0.0, "the held-out measure did not"),
         (["rollout.sampling.temperature=0"], SOLVED_BY_NONE, SOLVED_BY_NONE, 0.0, "rollout.sampling.temperature is 0"),
@@ -211,16 +199,12 @@ SOLVED_BY_NONE = {"credit/zero_groups": 1.0, "reward/group_spread": 0.0, "rollou
 def test_the_first_reason_follows_from_the_metrics(tmp_path, monkeypatch, keys, begin, end, difference, reason):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "Say 1."}\n')
-    text = [
-        "environment.type=text_task",
-        f"environment.prompts={prompts}",
-        "environment.reward=exact",
-        "audit.environment.reward=contains",
-    ]
+    text = ["environment.type=text_task", f"environment.prompts={prompts}", "environment.reward=exact"]
+    text.append("audit.environment.reward=contains")
     recipe = load_recipe([], [f"runs={tmp_path}", *text, *keys], "rl")
     run = RunDirectory.create(recipe)
     lines = [{"step": step, "kind": "train", **(begin if step <= 4 else end)} for step in range(1, 61)]
-    run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write(run.metrics, lines)
     fell, measured = int(-40 * difference), [1.0] * 20 + [0.0] * 20
     after = [0.0] * fell + measured[fell:]
     sides = [item_means("rate", ((str(task), value) for task, value in enumerate(side))) for side in (measured, after)]
@@ -241,21 +225,9 @@ def test_the_first_reason_follows_from_the_metrics(tmp_path, monkeypatch, keys, 
 def test_a_verdict_on_failed_episodes_says_so(tmp_path, monkeypatch, metric, n, text, outcome):
     """One that more than a tenth of the tasks are missing from shows nothing."""
     run = RunDirectory.create(load_recipe([], [f"runs={tmp_path}", "environment.type=bandit"], "rl"))
-    policies = [("start", 0), ("trained", 13)]
-    lines = [
-        {
-            "step": 2,
-            "kind": "final",
-            "policy": policy,
-            "best_step": 2,
-            "chosen": "x",
-            "n": 24,
-            "episodes": 24,
-            "failed": failed,
-        }
-        for policy, failed in policies
-    ]
-    run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    common = {"step": 2, "kind": "final", "best_step": 2, "chosen": "x", "n": 24, "episodes": 24}
+    lines = [{**common, "policy": policy, "failed": failed} for policy, failed in (("start", 0), ("trained", 13))]
+    write(run.metrics, lines)
     sides = [item_means("rate", ((str(task), value) for task in range(n))) for value in (0.0, 1.0)]
     monkeypatch.setattr(verdict, "_measured", lambda *_: tuple(MetricResult(metric, one) for one in sides))
     assert run_verdict(run).outcome == outcome

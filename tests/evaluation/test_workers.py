@@ -41,16 +41,13 @@ def test_a_missing_device(file, tiny_model, capsys):
     assert "posttrain: --device: torch finds no GPU for cuda" in capsys.readouterr().err
 
 
-def test_a_model_is_loaded_once_at_its_first_use():
+def test_a_model_is_loaded_once_and_results_have_the_order_of_the_items(monkeypatch):
     loads = []
     here = ModelWorkers(lambda: loads.append(1) or 10)
     assert loads == []
     assert here.map(lambda model, items: [model + item for item in items], [1, 2]) == [11, 12]
     assert here.map(lambda model, items: [model for _ in items], []) == []
     assert loads == [1]
-
-
-def test_results_of_two_processes_have_the_order_of_the_items(monkeypatch):
     monkeypatch.setattr(workers, "get_context", lambda method: fork_server())  # which has imported torch
     with ModelWorkers(int, 2) as two:
         assert two.map(_doubled, [1, 2, 3]) == [2, 4, 6]

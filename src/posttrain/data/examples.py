@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 from posttrain.data.files import Row, read_rows
 from posttrain.data.messages import (
@@ -99,22 +99,6 @@ def load_dataset(
     return rows
 
 
-@overload
-def read_examples(
-    kind: Literal["prompt"],
-    sources: list[SourceRecipe],
-    columns: ColumnsRecipe,
-    problems: Problems,
-    max_rows: int | None = None,
-) -> Iterator[PromptExample]: ...
-
-
-@overload
-def read_examples(
-    kind: Kind, sources: list[SourceRecipe], columns: ColumnsRecipe, problems: Problems, max_rows: int | None = None
-) -> Iterator[Example]: ...
-
-
 def read_examples(
     kind: Kind, sources: list[SourceRecipe], columns: ColumnsRecipe, problems: Problems, max_rows: int | None = None
 ) -> Iterator[Any]:
@@ -176,8 +160,7 @@ def conversation(row: Any, origin: str, columns: ColumnsRecipe) -> ConversationE
                 raise _missing(row, columns.messages, columns.prompt, hint=hint)
             messages = [*prompt, *_answer(row, columns.completion, prompt)]
         check_conversation(messages)
-        domain, tools = _domain(row, columns), _tools(row, columns)
-        return ConversationExample(messages, origin, domain, tools, _weight(row, columns))
+        return ConversationExample(messages, origin, **_common(row, columns))
     except UnusableRow as problem:
         return str(problem)
 
@@ -207,8 +190,12 @@ def pair(row: Any, origin: str, columns: ColumnsRecipe) -> PairExample | str:
             prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
         for side in (chosen, rejected):
             _check_trained(side)
-        margin, domain, tools = _margin(row, columns), _domain(row, columns), _tools(row, columns)
-        return PairExample(prompt, chosen, rejected, origin, margin, domain, tools, _weight(row, columns))
+        margin, value = None, row.get(columns.margin)
+        if value is not None and not (isinstance(value, str) and not value.strip()):
+            margin = _as_number(value)
+            if not 0 <= margin < math.inf:
+                raise UnusableRow("margin is not a number of 0 or more", f"`{columns.margin}` is {short(value)}")
+        return PairExample(prompt, chosen, rejected, origin, margin, **_common(row, columns))
     except UnusableRow as problem:
         return str(problem)
 
@@ -225,8 +212,7 @@ def unpaired(row: Any, origin: str, columns: ColumnsRecipe) -> UnpairedExample |
         completion = _answer(row, columns.completion, prompt)
         check_conversation([*prompt, *completion])
         _check_trained(completion)
-        label, domain, tools = _label(row, columns), _domain(row, columns), _tools(row, columns)
-        return UnpairedExample(prompt, completion, label, origin, domain, tools, _weight(row, columns))
+        return UnpairedExample(prompt, completion, _label(row, columns), origin, **_common(row, columns))
     except UnusableRow as problem:
         return str(problem)
 
@@ -237,27 +223,21 @@ def prompt(row: Any, origin: str, columns: ColumnsRecipe) -> PromptExample | str
     The example keeps the complete row.
     """
     try:
-        messages = _prompt(_cells(row), columns) or _before_answer(row, columns)
+        messages = _prompt(_cells(row), columns)
         if messages is None:
-            raise _missing(row, columns.prompt, columns.context_messages)
+            name = next((name for name in (columns.messages, columns.chosen) if isinstance(row.get(name), list)), None)
+            if name is None:
+                raise _missing(row, columns.prompt, columns.context_messages)
+            messages = messages_of(row[name], name)
+            check_conversation(messages)
+            messages = messages[: max(n for n, message in enumerate(messages) if message["role"] == "assistant")]
         check_value(row, "the row", json_only=False)
         return PromptExample(messages, origin, row, _domain(row, columns), _tools(row, columns))
     except UnusableRow as problem:
         return str(problem)
 
 
-def _before_answer(row: dict[str, Any], columns: ColumnsRecipe) -> list[Message] | None:
-    for name in (columns.messages, columns.chosen):
-        if isinstance(row.get(name), list):
-            messages = messages_of(row[name], name)
-            check_conversation(messages)
-            last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
-            return messages[:last]
-    return None
-
-
-RowFunction = Callable[[Any, str, ColumnsRecipe], Example | str]
-ROW_FUNCTIONS: dict[Kind, RowFunction] = {
+ROW_FUNCTIONS: dict[Kind, Callable[[Any, str, ColumnsRecipe], Example | str]] = {
     "conversation": conversation,
     "pair": pair,
     "unpaired": unpaired,
@@ -278,40 +258,25 @@ def _usual_columns(row: Any, columns: ColumnsRecipe, origin: str, problems: Prob
     if opened and (first.get("role") or first.get("from") or "system") not in ("system", "developer"):
         problems.note("system message from the column system", origin)
         return {**row, columns.messages: [*opened, *chat]}
-    names = (
-        columns.messages,
-        columns.prompt,
-        columns.context_messages,
-        columns.completion,
-        columns.text,
-        columns.chosen,
-    )
-    if any(row.get(name) is not None for name in names):
+    usual = ("messages", "prompt", "context_messages", "completion", "text", "chosen")
+    if any(row.get(getattr(columns, name)) is not None for name in usual):
         return row
     if isinstance(row.get("instruction"), str) and "output" in row:
         given, earlier = row.get("input"), row.get("history")
         question = f"{row['instruction']}\n{given}" if isinstance(given, str) and given.strip() else row["instruction"]
-        turns = [text for pair in earlier or [] for text in pair] if _are_pairs(earlier) else []
-        asked = [
-            *opened,
-            *({"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(turns)),
-            {"role": "user", "content": question},
-        ]
+        pairs = earlier if isinstance(earlier, list) and all(isinstance(one, list) for one in earlier) else []
+        turns: list[Any] = [text for one in pairs for text in one]  # questions with their answers
+        if any(len(one) != 2 for one in pairs) or not all(isinstance(text, str) for text in turns):
+            turns = []
+        turns = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate([*turns, question])]
         problems.note(
             "read as Alpaca: prompt from instruction, input, history and system, completion from output", origin
         )
-        return {**row, columns.prompt: asked, columns.completion: row["output"]}
+        return {**row, columns.prompt: [*opened, *turns], columns.completion: row["output"]}
     if isinstance(row.get("conversations"), list):
         problems.note("read as ShareGPT: messages from conversations and system", origin)
         return {**row, columns.messages: [*opened, *row["conversations"]]}
     return row
-
-
-def _are_pairs(value: Any) -> bool:
-    """Whether the value is a list of pairs of texts: questions with their answers."""
-    return isinstance(value, list) and all(
-        isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in value
-    )
 
 
 def _cells(row: Any) -> dict[str, Any]:
@@ -384,6 +349,11 @@ def _label(row: dict[str, Any], columns: ColumnsRecipe) -> bool:
     )
 
 
+def _common(row: dict[str, Any], columns: ColumnsRecipe) -> dict[str, Any]:
+    """The domain, tools and weight of a row."""
+    return {"domain": _domain(row, columns), "tools": _tools(row, columns), "weight": _weight(row, columns)}
+
+
 def _weight(row: dict[str, Any], columns: ColumnsRecipe) -> float:
     if columns.weight is None:
         return 1.0
@@ -401,16 +371,6 @@ def _as_number(value: Any) -> float:
         return math.nan if isinstance(value, bool) or not isinstance(value, int | float | str) else float(value)
     except (ValueError, OverflowError):
         return math.nan
-
-
-def _margin(row: dict[str, Any], columns: ColumnsRecipe) -> float | None:
-    value = row.get(columns.margin)
-    if value is None or (isinstance(value, str) and not value.strip()):
-        return None
-    margin = _as_number(value)
-    if not 0 <= margin < math.inf:
-        raise UnusableRow("margin is not a number of 0 or more", f"`{columns.margin}` is {short(value)}")
-    return margin
 
 
 def _domain(row: dict[str, Any], columns: ColumnsRecipe) -> str | None:

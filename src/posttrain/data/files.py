@@ -102,11 +102,7 @@ def read_split(source: SourceRecipe) -> Iterator[Row]:
     root = path / source.subset if source.subset and (path / source.subset).is_dir() else path
     names = sorted(str(file.relative_to(root)) for file in root.rglob("*") if _readable(file, root))
     chosen = [name for name in names if _names_split(name, source.split)]
-    if (
-        not chosen
-        and source.split == "train"
-        and not any(_names_split(name, split) for name in names for split in _SPLITS)
-    ):
+    if source.split == "train" and not any(_names_split(name, split) for name in names for split in _SPLITS):
         chosen = names
     if not chosen:
         contents = f"its files are {', '.join(names[:8])}" if names else f"it has no {', '.join(_FORMATS)} file"
@@ -196,21 +192,18 @@ class _Limits:
         return f"row is too large: it has more than {self.row / _MIB:g} MiB (`max_row_mib`)"
 
 
-class _Expanding(Exception):
-    """A compressed file whose content is too large for its size."""
+class _Unpacked(gzip.GzipFile):
+    """A gzip file of which at most `most` bytes are unpacked; OSError after them."""
 
+    def __init__(self, file: Path, limits: _Limits) -> None:
+        super().__init__(file, "rb")
+        self._left, self._limits = limits.unpacked(file.stat().st_size), limits
 
-class _Unpacked:
-    """Bytes of a gzip file; raises `_Expanding` after `most` of them."""
-
-    def __init__(self, lines: gzip.GzipFile, most: int) -> None:
-        self._lines, self._left = lines, most
-
-    def readline(self, size: int) -> bytes:
-        line = self._lines.readline(size)
+    def readline(self, size: int | None = -1) -> bytes:
+        line = super().readline(size)
         self._left -= max(len(line), ROW_BYTES)
         if self._left < 0:
-            raise _Expanding
+            raise OSError(self._limits.expanding())
         return line
 
 
@@ -222,14 +215,11 @@ def _suffix(file: Path) -> str:
 
 def _read_packed_lines(file: Path, name: str, limits: _Limits) -> Iterator[Row]:
     """Read JSON lines from a gzip file. A truncated file gives the rows before its end."""
-    most = limits.unpacked(file.stat().st_size)
-    with gzip.open(file, "rb") as lines:
-        try:
-            yield from _lines(_Unpacked(lines, most), name, limits)
-        except _Expanding:
-            yield name, f"{BROKEN_FILE}: {limits.expanding()}"
-        except (OSError, EOFError, zlib.error) as error:
-            yield name, f"{BROKEN_FILE}: {_first_line(error)}"
+    try:
+        with _Unpacked(file, limits) as lines:
+            yield from _lines(lines, name, limits)
+    except (OSError, EOFError, zlib.error) as error:
+        yield name, f"{BROKEN_FILE}: {_first_line(error)}"
 
 
 def _read_lines(file: Path, name: str, limits: _Limits) -> Iterator[Row]:
@@ -432,18 +422,17 @@ def _read_parquet(file: Path, name: str, limits: _Limits) -> Iterator[Row]:
                 # A byte can stand for millions of values that are null.
                 unpacked = sum(max(column.total_uncompressed_size, column.num_values) for column in columns)
                 if unpacked > limits.unpacked(sum(column.total_compressed_size for column in columns)):
-                    ratio = f"{limits.expansion:g} times their size (`max_expansion`)"
-                    raise ValueError(f"they unpack to more than {ratio}")
+                    raise ValueError(
+                        f"they unpack to more than {limits.expansion:g} times their size (`max_expansion`)"
+                    )
                 for batch in opened.iter_batches(batch_size=BATCH, row_groups=[group]):
                     for bytes_of_row, row in _batch_rows(batch, limits):
                         left -= bytes_of_row
                         if left < 0:
-                            raise _Expanding
+                            yield name, f"{BROKEN_FILE}: {limits.expanding()}; it is read up to row {number}"
+                            return
                         number += 1
                         yield f"{name} row {number}", row
-            except _Expanding:
-                yield name, f"{BROKEN_FILE}: {limits.expanding()}; it is read up to row {number}"
-                return
             except Exception as error:
                 lost = f"rows {number + 1} to {done + size} of {sum(sizes)} cannot be decoded"
                 yield name, f"{BROKEN_FILE}: {lost} ({_first_line(error)})"
@@ -571,21 +560,21 @@ def write_rows(out: Path, rows: Sequence[dict[str, Any]]) -> None:
 
         columns = {}
         for name in dict.fromkeys(name for row in rows for name in row):
+            cells = [row.get(name) for row in rows]
+            lists = [cell for cell in cells if isinstance(cell, list)]
+            keys = {key for cell in lists for item in cell if isinstance(item, dict) for key in item}
+            # Tools, and the arguments of calls, as JSON text: objects of a column would get each other's keys.
+            if keys & _MESSAGE_KEYS:
+                cells = [_with_text_arguments(cell) for cell in cells]
+            elif keys & _CHAT_KEYS:
+                cells = [_json_text(cell) for cell in cells]
             try:
-                columns[name] = arrow.array(_as_column([row.get(name) for row in rows]))
+                columns[name] = arrow.array(cells)
             except (arrow.ArrowException, TypeError, ValueError, OverflowError) as error:
                 raise InputError(
                     f"{out}: column {name} cannot be written as parquet ({error}); write .jsonl instead"
                 ) from error
         parquet.write_table(arrow.table(columns), file)
-
-
-def _as_column(cells: list[Any]) -> list[Any]:
-    """The cells with tools, and the arguments of calls, as JSON text: objects of a column would get each other's keys."""
-    keys = {key for cell in cells if isinstance(cell, list) for item in cell if isinstance(item, dict) for key in item}
-    if keys & _MESSAGE_KEYS:
-        return [_with_text_arguments(cell) for cell in cells]
-    return cells if keys.isdisjoint(_CHAT_KEYS) else [_json_text(cell) for cell in cells]
 
 
 def _with_text_arguments(value: Any) -> Any:

@@ -45,7 +45,14 @@ def inspect_rows(
         _show(row, kind, renderer, console)
     if not rows:
         problems.require_any(", ".join(source.path for source in recipe.train))
-    console.print(_lengths(rows, kind))
+    table = Table(
+        "", "mean", "median", "95%", "longest", "sum", title=f"{len(rows)} usable rows ({kind})", title_justify="left"
+    )
+    trained = np.array([sum(int(stream.trained.sum()) for stream in row.streams) for row in rows])
+    for name, values in (("tokens per row", np.array([row.tokens for row in rows])), ("trained tokens", trained)):
+        cells: list[Any] = [values.mean(), np.median(values), np.quantile(values, 0.95), values.max(), values.sum()]
+        table.add_row(name, *(f"{cell:,.0f}" for cell in cells))
+    console.print(table)
     for line in problems.summary() or ["no row has a problem"]:
         console.print(line, markup=False)
 
@@ -101,15 +108,3 @@ def _show(row: TokenRow, kind: str, renderer: Renderer, console: Console) -> Non
             style = TRAINED if stream.trained[start] else "dim"
             text.append(renderer.tokenizer.decode(stream.ids[start:stop], skip_special_tokens=False), style)
         console.print(text)
-
-
-def _lengths(rows: list[TokenRow], kind: str) -> Table:
-    lengths = np.array([row.tokens for row in rows])
-    trained = np.array([sum(int(stream.trained.sum()) for stream in row.streams) for row in rows])
-    table = Table(
-        "", "mean", "median", "95%", "longest", "sum", title=f"{len(rows)} usable rows ({kind})", title_justify="left"
-    )
-    for name, values in (("tokens per row", lengths), ("trained tokens", trained)):
-        cells: list[Any] = [values.mean(), np.median(values), np.quantile(values, 0.95), values.max(), values.sum()]
-        table.add_row(name, *(f"{cell:,.0f}" for cell in cells))
-    return table

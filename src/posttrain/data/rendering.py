@@ -246,10 +246,7 @@ class Renderer:
         first: list[Message] = [{"role": "user", "content": "first"}]
         shown = [schema(_PROBE, "A probe.", {})]
         call = ToolCall(_PROBE, {}).message(call_id(0, 0))
-        called: list[Message] = [
-            *first,
-            {"role": "assistant", "content": _THOUGHT if thought else "", "tool_calls": [call]},
-        ]
+        called = [*first, {"role": "assistant", "content": _THOUGHT if thought else "", "tool_calls": [call]}]
         result = {"role": "tool", "name": _PROBE, "tool_call_id": call["id"], "content": "second"}
         before = self.text(called, shown, answering=False)
         after = self.text([*called, result], shown)
@@ -273,8 +270,11 @@ class Renderer:
         elif self._needs_ids:
             messages = with_short_ids(messages)
         messages = [self.with_reasoning(message) for message in messages]
-        rendered = _fold_system(messages) if self.folds_system else messages
-        return self._templated(rendered, list(tools) or None, answering)
+        if self.folds_system and [one["role"] for one in messages[:2]] == ["system", "user"]:
+            texts = [one["content"] for one in messages[:2]]
+            if all(isinstance(text, str) for text in texts):
+                messages = [{**messages[1], "content": "\n\n".join(texts)}, *messages[2:]]
+        return self._templated(messages, list(tools) or None, answering)
 
     # -- tools --------------------------------------------------------------------------------------------------------
 
@@ -464,16 +464,6 @@ def _characters(value: Any) -> int:
         return len(value)
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return sum(map(_characters, inner))
-
-
-def _fold_system(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with a leading system message prepended to the user message that follows it."""
-    if len(messages) < 2 or (messages[0]["role"], messages[1]["role"]) != ("system", "user"):
-        return list(messages)
-    system, user = messages[0]["content"], messages[1]["content"]
-    if not (isinstance(system, str) and isinstance(user, str)):
-        return list(messages)
-    return [{**messages[1], "content": f"{system}\n\n{user}"}, *messages[2:]]
 
 
 LossOn = Literal["assistant", "last_assistant", "all"]

@@ -212,23 +212,8 @@ _NODES = 8
 """Parts of the body of a loop or macro for each unit."""
 _MOST_BITS = 4_096
 _SHALLOW = {
-    *(
-        "abs",
-        "attr",
-        "batch",
-        "count",
-        "d",
-        "default",
-        "first",
-        "float",
-        "int",
-        "items",
-        "last",
-        "length",
-        "list",
-        "map",
-    ),
-    *("random", "reject", "rejectattr", "reverse", "round", "select", "selectattr", "slice"),
+    *("abs", "attr", "batch", "count", "d", "default", "first", "float", "int", "items", "last"),
+    *("length", "list", "map", "random", "reject", "rejectattr", "reverse", "round", "select", "selectattr", "slice"),
 }
 """Filters that do not read what is nested in their value."""
 _SLOW = ("dictsort", "groupby", "sort", "title", "unique")
@@ -236,21 +221,8 @@ _SLOW = ("dictsort", "groupby", "sort", "title", "unique")
 _REMOVED = ("pprint", "striptags", "sum", "urlize", "wordwrap", "xmlattr")
 """Filters whose cost is not proportional to the sizes of their values. No published template uses them."""
 _COMPARING = (
-    "!=",
-    "<",
-    "<=",
-    "==",
-    ">",
-    ">=",
-    "eq",
-    "equalto",
-    "ge",
-    "greaterthan",
-    "gt",
-    "in",
-    "le",
-    "lessthan",
-    "lower",
+    *("!=", "<", "<=", "==", ">", ">="),
+    *("eq", "equalto", "ge", "greaterthan", "gt", "in", "le", "lessthan", "lower"),
 )
 _MULTIPLYING = ("expandtabs", "join", "replace", "translate")
 """Methods of texts whose result can have the product of the sizes of their arguments."""

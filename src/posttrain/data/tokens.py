@@ -112,40 +112,40 @@ def _notes(example: Example, renderer: Renderer) -> list[str]:
     """How the row differs from its file, or from `model.thinking`."""
     if isinstance(example, TextExample):
         return []
-    prompt: list[Any]
     if isinstance(example, ConversationExample):
-        prompt, answers = [], example.messages
+        answers = example.messages
     elif isinstance(example, UnpairedExample):
-        prompt, answers = example.prompt, example.completion
+        answers = example.completion
     else:
         assert isinstance(example, PairExample)
-        prompt, answers = example.prompt, [*example.chosen, *example.rejected]
+        answers = [*example.chosen, *example.rejected]
+    prompt = getattr(example, "prompt", [])
     problem = renderer.thinking_problem(answers)
     return [*renderer.notes([*prompt, *answers], example.tools or []), *([problem] if problem else [])]
 
 
 def _row(example: Example, renderer: Renderer, loss_on: LossOn) -> TokenRow:
+    more: dict[str, Any] = {}
     if isinstance(example, ConversationExample):
         streams = render_conversation(renderer, example.messages, loss_on, example.tools)
         # The answer that opens a conversation has the same tokens before it in every row.
-        digest = ""
         if loss_on == "all" or example.messages[0]["role"] == "assistant":
             roles = [message["role"] for message in example.messages]
             prompt = example.messages[: roles.index("assistant", 1)]
-            digest = _hash(json.dumps([prompt, example.tools]))
-        return TokenRow(streams, example.origin, example.domain, prompt_digest=digest, weight=example.weight)
-    if isinstance(example, TextExample):
+            more["prompt_digest"] = _hash(json.dumps([prompt, example.tools]))
+    elif isinstance(example, TextExample):
         ids = [*renderer.document(example.text), renderer.tokenizer.eos_token_id]
-        stream = TokenStream(np.array(ids, dtype=np.int64), np.arange(len(ids)) > 0)
-        digest = _hash(example.text)
-        return TokenRow([stream], example.origin, example.domain, prompt_digest=digest, weight=example.weight)
-    if isinstance(example, UnpairedExample):
+        streams = [TokenStream(np.array(ids, dtype=np.int64), np.arange(len(ids)) > 0)]
+        more["prompt_digest"] = _hash(example.text)
+    elif isinstance(example, UnpairedExample):
         streams = _answers(renderer, example.prompt, example.completion, example.tools)
-        return TokenRow(streams, example.origin, example.domain, chosen=example.label, weight=example.weight)
-    assert isinstance(example, PairExample)
-    sides = (_answers(renderer, example.prompt, side, example.tools) for side in (example.chosen, example.rejected))
-    streams = [stream for side in sides for stream in side]
-    return TokenRow(streams, example.origin, example.domain, margin=example.margin or 0.0, weight=example.weight)
+        more["chosen"] = example.label
+    else:
+        assert isinstance(example, PairExample)
+        sides = (_answers(renderer, example.prompt, side, example.tools) for side in (example.chosen, example.rejected))
+        streams = [stream for side in sides for stream in side]
+        more["margin"] = example.margin or 0.0
+    return TokenRow(streams, example.origin, example.domain, weight=example.weight, **more)
 
 
 def _hash(text: str) -> str:

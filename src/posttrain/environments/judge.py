@@ -9,12 +9,14 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
 
+from posttrain.data.messages import unique
 from posttrain.engines.openai import ChatRequestError, chat_client, complete, encodable, require_reachable, shortened
 from posttrain.environments.protocol import Message
 from posttrain.environments.untrusted import Prompt, framed_prompt
@@ -137,19 +139,13 @@ def read_reply(text: str, form: ReplyForm) -> Judgment:
     fenced = re.fullmatch(r"```(?:json)?[ \t]*\n(.*)\n[ \t]*```", text.strip(), re.DOTALL)
     score_key = list(form.properties)[-1]
 
-    def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        """A JSON object; ValueError for a repeated key, of which `json` would keep the last."""
-        if len({key for key, _ in pairs}) < len(pairs):
-            raise ValueError("a key is repeated")
-        return dict(pairs)
-
     def refuse_constant(name: str) -> float:
         raise ValueError(f"{name} is not JSON")
 
     refusal = f'did not reply with one JSON object that has a "{score_key}": {shortened(text)}'
     try:
         content = fenced.group(1) if fenced else text
-        reply = json.loads(content, object_pairs_hook=unique_keys, parse_constant=refuse_constant)
+        reply = json.loads(content, object_pairs_hook=unique, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ValueError(refusal) from error
     if not isinstance(reply, dict) or score_key not in reply:
@@ -228,11 +224,9 @@ def ask_judge(server: JudgeServerRecipe, prompt: Prompt, form: ReplyForm) -> Jud
         return reply.text
 
     def readable(text: str) -> bool:
-        try:
-            read_reply(text, form)
-        except ValueError:
-            return False
-        return True
+        with suppress(ValueError):
+            return bool(read_reply(text, form))
+        return False
 
     if server.cache is None:
         return read_reply(ask(), form)

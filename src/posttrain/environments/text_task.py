@@ -438,16 +438,12 @@ def prompt_table(recipe: TextTaskRecipe) -> PromptTable:
     usable."""
     # Environments run in threads; without the lock, each thread would read the files.
     with _table_lock:
-        versions = tuple(_version(Path(source.path).expanduser()) for source in recipe.prompts)
-        return _prompt_table(recipe.model_dump_json(include={"prompts", "columns"}), versions)
-
-
-def _version(path: Path) -> tuple[str, int, int, int, int] | None:
-    """Path, inode, size and times of a file; None for anything else, such as a hub data set."""
-    if not path.is_file():
-        return None
-    status = path.stat()
-    return str(path.resolve()), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        versions: list[tuple[str, int, int, int, int] | None] = []
+        for path in (Path(source.path).expanduser() for source in recipe.prompts):
+            status = path.stat() if path.is_file() else None  # not of a hub data set
+            times = status and (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+            versions.append(times and (str(path.resolve()), *times))
+        return _prompt_table(recipe.model_dump_json(include={"prompts", "columns"}), tuple(versions))
 
 
 @lru_cache(maxsize=16)

@@ -75,9 +75,7 @@ def framed_prompt(what: str, rubric: str, reply: str, texts: Texts) -> Prompt:
         reply: a description of the JSON object to reply with.
         texts: the untrusted texts, in order. The other arguments are trusted.
     """
-    mark, frames = _frames(texts)
-    body = "\n".join(frames)
-    return _messages(what, rubric, reply, mark, f"{body}\n\nGrade the framed {texts[-1][0]}")
+    return template_prompt(what, rubric, reply, "{texts}", {"texts": texts}, f"Grade the framed {texts[-1][0]}")
 
 
 def template_prompt(
@@ -94,30 +92,19 @@ def template_prompt(
     names = dict.fromkeys(pieces[1::2])
     if unknown := [name for name in names if name not in fields]:
         raise ValueError(f"the template names {{{unknown[0]}}}, which is not among {', '.join(fields)}")
-    mark, frames = _frames([text for name in names for text in fields[name]])
-    remaining = iter(frames)
+    texts = [(name, sanitize(text)) for field in names for name, text in fields[field]]
+    # The delimiter is a digest of the texts that none of them contains.
+    everything, joined = json.dumps(texts), "\n".join(text for pair in texts for text in pair).casefold()
+    marks = (hashlib.blake2b(f"{number}{everything}".encode(), digest_size=8).hexdigest() for number in count())
+    mark = next(mark for mark in marks if mark not in joined)
+    remaining = (f"[{mark} {name}]\n{text}\n[/{mark}]" for name, text in texts)
     frames_of = {name: "\n".join(next(remaining) for _ in fields[name]) for name in names}
     body = ""
     for index, piece in enumerate(pieces):
         part = frames_of[piece] if index % 2 else piece
         joint = "\n" if body and part and not body.endswith("\n") and not part.startswith("\n") else ""
         body += joint + part
-    return _messages(what, rubric, reply, mark, f"{body.strip()}\n\n{request}")
-
-
-def _messages(what: str, rubric: str, reply: str, mark: str, body: str) -> Prompt:
-    task = _TASK.format(what=what, mark=mark, rubric=rubric, reply=reply)
     return [
-        {"role": "system", "content": task},
-        {"role": "user", "content": f"{body}; reply with the JSON object only."},
+        {"role": "system", "content": _TASK.format(what=what, mark=mark, rubric=rubric, reply=reply)},
+        {"role": "user", "content": f"{body.strip()}\n\n{request}; reply with the JSON object only."},
     ]
-
-
-def _frames(texts: Texts) -> tuple[str, list[str]]:
-    """Return the delimiter, a digest of the texts that none of them contains, and each text sanitized and in its frame."""
-    sanitized = [(name, sanitize(text)) for name, text in texts]
-    everything = json.dumps(sanitized)
-    joined = "\n".join(text for pair in sanitized for text in pair).casefold()
-    marks = (hashlib.blake2b(f"{number}{everything}".encode(), digest_size=8).hexdigest() for number in count())
-    mark = next(mark for mark in marks if mark not in joined)
-    return mark, [f"[{mark} {name}]\n{text}\n[/{mark}]" for name, text in sanitized]

@@ -132,18 +132,34 @@ class Comparison:
 
     def sentence(self) -> str:
         """The conclusion: significant differences, other differences, and limits of the data."""
-        significant = []
+        level, significant = LEVEL / max(len(self.tests), 1), []
+
+        def limits(test: PairedTest) -> str:
+            if math.isnan(test.difference.low):
+                return f"{test.text(test.difference.value, signed=True)} on each of {test.n} items"
+            return f"95% interval of B - A: {test.limits}{' pp' if test.kind == 'rate' else ''}"
+
+        def visible(test: PairedTest) -> str:
+            """The difference that could have been seen, for a test without a significant one."""
+            size = test.visible(level)
+            if size == math.inf:
+                return "; a comparison of so few runs or items cannot show any difference"
+            text = test.text(size, signed=True).removeprefix("+")
+            return (
+                "" if math.isnan(size) else f"; only differences of {text} or more are shown by 80% of such comparisons"
+            )
+
         for name, test in self.tests:
             if test.better_side:
                 better, worse = (name, self.base) if test.better_side == "B" else (self.base, name)
                 size = test.text(abs(test.difference.value), signed=True).removeprefix("+")
                 corrected = f"corrected p = {test.p_text}".replace("= <", "< ")
                 significant.append(
-                    f"{better} is better than {worse} in {test.metric} by {size} ({_interval(test)}, {corrected})"
+                    f"{better} is better than {worse} in {test.metric} by {size} ({limits(test)}, {corrected})"
                 )
         others = {
             name: [
-                f"{test.metric} ({_interval(test)}{_visible(test, LEVEL / len(self.tests))})"
+                f"{test.metric} ({limits(test)}{visible(test)})"
                 for side, test in self.tests
                 if side == name and not test.better_side
             ]
@@ -266,7 +282,20 @@ def compare(
         raise InputError(_nothing(first, sides, chosen))
     corrected = iter(holm([entry.test.p for entry in entries if entry.test]))
     entries = [replace(one, test=one.test and one.test.with_correction(next(corrected))) for one in entries]
-    warnings = [*_few_runs(sides), *dict.fromkeys(warnings)]
+    single, fewest = [side.name for side in sides if len(side.runs) == 1], min(len(side.runs) for side in sides)
+    if len(single) == len(sides):
+        few = (
+            "one training run per side: the intervals do not include the variance between training runs; give several "
+            "runs per side, separated by commas"
+        )
+    elif single:
+        few = (
+            f"one training run of {', '.join(single)}: its variance between training runs is unknown, and assumed equal to "
+            "that of the other side"
+        )
+    else:
+        few = f"with only {fewest} training runs on a side, the interval over runs is rough" * (fewest < _FEW_RUNS)
+    warnings = list(dict.fromkeys([few] * bool(few) + warnings))
     return Comparison(first.name, names, chosen, entries, warnings, list(dict.fromkeys(details)))
 
 
@@ -400,41 +429,6 @@ def check_settings(name: str, runs: Sequence[Run]) -> list[str]:
                 f"{name} has {key} {known.get(key)} in {one.path} and {other.get(key)} in {run.path}; use the same settings"
             )
     return []
-
-
-def _few_runs(sides: Sequence[Side]) -> list[str]:
-    counts = {side.name: len(side.runs) for side in sides}
-    single = [name for name, count in counts.items() if count == 1]
-    if len(single) == len(counts):
-        return [
-            "one training run per side: the intervals do not include the variance between training runs; give several "
-            "runs per side, separated by commas"
-        ]
-    if single:
-        return [
-            f"one training run of {', '.join(single)}: its variance between training runs is unknown, and assumed equal to "
-            "that of the other side"
-        ]
-    if min(counts.values()) < _FEW_RUNS:
-        return [f"with only {min(counts.values())} training runs on a side, the interval over runs is rough"]
-    return []
-
-
-def _interval(test: PairedTest) -> str:
-    if math.isnan(test.difference.low):
-        return f"{test.text(test.difference.value, signed=True)} on each of {test.n} items"
-    return f"95% interval of B - A: {test.limits}{' pp' if test.kind == 'rate' else ''}"
-
-
-def _visible(test: PairedTest, level: float) -> str:
-    """The difference that could have been seen at the `level` of a test without a significant one."""
-    size = test.visible(level)
-    if math.isnan(size):
-        return ""
-    if size == math.inf:
-        return "; a comparison of so few runs or items cannot show any difference"
-    text = test.text(size, signed=True).removeprefix("+")
-    return f"; only differences of {text} or more are shown by 80% of such comparisons"
 
 
 def _listed(parts: Sequence[str]) -> str:

@@ -6,8 +6,9 @@ A rubric turns every prediction into a prompt. Each row has a record, and the sc
 import difflib
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -30,7 +31,7 @@ from posttrain.evaluation.results import MetricResult, Results
 from posttrain.evaluation.statistics import item_means
 from posttrain.images import EDGE
 from posttrain.recipe.judge import FIELD, Anchor, JudgeServerRecipe, PointsScale, Rubric
-from posttrain.recipe.sources import Layer, read_text
+from posttrain.recipe.sources import read_text
 from posttrain.recipe.validation import validation_errors
 
 _PACKAGED = Path(__file__).parent.parent / "rubrics"
@@ -52,11 +53,6 @@ class Question:
     form: ReplyForm
     in_part: tuple[str, ...]
     """The truncated fields."""
-
-    @property
-    def digest(self) -> str:
-        """Digest of the prompt, 16 hexadecimal digits."""
-        return digest_of(self.prompt)
 
 
 class MissingField(Exception):
@@ -80,7 +76,16 @@ def load_rubric(name: str) -> Rubric:
         layer = read_text(file.read_text(encoding="utf-8"), str(file))
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--rubric: {file} cannot be read as text ({error}); name a YAML file") from error
-    errors = _anchor_errors(layer)
+    errors: list[str] = []
+    scale = layer.values.get("scale")
+    anchors = scale.get("anchors") if isinstance(scale, dict) else None
+    # Anchors are sections in a list and so have no dotted keys.
+    for index, anchor in enumerate(anchors if isinstance(anchors, list) else []):
+        if isinstance(anchor, dict):
+            try:
+                Anchor.model_validate_json(json.dumps(anchor, default=str), strict=True)
+            except ValidationError as error:
+                errors += validation_errors(error, Anchor, layer.part("scale", "anchors", str(index)))
     try:
         if not errors:
             return Rubric.model_validate_json(json.dumps(layer.values, default=str), strict=True)
@@ -89,67 +94,45 @@ def load_rubric(name: str) -> Rubric:
     raise InputError("\n".join(one if one.startswith(str(file)) else f"{file}: {one}" for one in errors))
 
 
-def score_question(rubric: Rubric, row: Prediction, longest: int) -> Question:
-    """The request to score one prediction, with every text cut to `longest` characters.
+def question(rubric: Rubric, row: Prediction, longest: int, pair: tuple[str, str] | None = None) -> Question:
+    """The request to score a prediction, or to compare the texts of `pair`, with every text cut to `longest` characters.
 
     Raises `MissingField` if the row lacks a field of the template.
     """
-    scale = rubric.scale
+    scale, criteria = rubric.scale, [rubric.measures.strip(), ""]
+    task, request = _SCORE_TASK, "Judge the framed prediction"
+    fields: dict[str, Texts] = {"prediction": [("prediction", row.text)]}
     form: ReplyForm = ClaimsReply()
-    if isinstance(scale, PointsScale):
+    if pair is not None:
+        task, request, form = _COMPARE_TASK, "Compare the framed first and second", ChoiceReply()
+        fields["prediction"] = [("first", pair[0]), ("second", pair[1])]
+    elif isinstance(scale, PointsScale):
         form = PointsReply(scale.anchors[0].points, scale.anchors[-1].points)
-    return _question(rubric, row, _SCORE_TASK, [("prediction", row.text)], form, longest, "Judge the framed prediction")
-
-
-def _question(
-    rubric: Rubric, row: Prediction, task: str, judged: Texts, form: ReplyForm, longest: int, request: str
-) -> Question:
-    fields: dict[str, Texts] = {"prediction": judged}
     for name in set(FIELD.findall(rubric.template)) - {"prediction"}:
-        texts = _prompt(row) if name == "prompt" else [("reference", row.reference or "")]
+        texts = [("reference", row.reference or "")]
+        if name == "prompt":
+            texts = []
+            for message in row.prompt or []:
+                calls = message.get("tool_calls")
+                content = message["content"] + (f"\n{json.dumps(calls, ensure_ascii=False)}" if calls else "")
+                texts.append((message["role"], content))
         if not any(text.strip() for _, text in texts):
             raise MissingField(f"no {name}")
         fields[name] = texts
     cut = {name: [(who, _cut(text, longest)) for who, text in texts] for name, texts in fields.items()}
     in_part = tuple(name for name, texts in sorted(fields.items()) if any(len(text) > longest for _, text in texts))
-    scale, criteria = rubric.scale, [rubric.measures.strip(), ""]
-    compared = isinstance(form, ChoiceReply)
     if isinstance(scale, PointsScale):
-        criteria.append("The points that each alone would get:" if compared else "The points:")
+        criteria.append("The points:" if pair is None else "The points that each alone would get:")
         criteria += [f"{anchor.points}: {anchor.means.strip()}" for anchor in scale.anchors]
     else:
         criteria += [f"A claim: {scale.claim.strip()}", f"A claim is supported when: {scale.supported.strip()}"]
         criteria.append(
-            "The better one has the larger share of claims that are supported."
-            if compared
-            else "List every claim of the framed prediction, and say of each whether it is supported."
+            "List every claim of the framed prediction, and say of each whether it is supported."
+            if pair is None
+            else "The better one has the larger share of claims that are supported."
         )
     prompt = template_prompt(task, "\n".join(criteria), form.instructions, rubric.template, cut, request)
     return Question(prompt, form, in_part)
-
-
-def _anchor_errors(layer: Layer) -> list[str]:
-    """Errors in single anchors, which are sections in a list and so have no dotted keys."""
-    scale = layer.values.get("scale")
-    anchors = scale.get("anchors") if isinstance(scale, dict) else None
-    errors: list[str] = []
-    for index, anchor in enumerate(anchors if isinstance(anchors, list) else []):
-        if isinstance(anchor, dict):
-            try:
-                Anchor.model_validate_json(json.dumps(anchor, default=str), strict=True)
-            except ValidationError as error:
-                part = layer.part("scale", "anchors", str(index))
-                errors += validation_errors(error, Anchor, part)
-    return errors
-
-
-def _prompt(row: Prediction) -> Texts:
-    texts = []
-    for message in row.prompt or []:
-        calls = message.get("tool_calls")
-        content = message["content"] + (f"\n{json.dumps(calls, ensure_ascii=False)}" if calls else "")
-        texts.append((message["role"], content))
-    return texts
 
 
 def _cut(text: str, longest: int) -> str:
@@ -275,28 +258,18 @@ def judge_predictions(predictions: Predictions, options: Options, progress: Prog
     """Score every prediction. Rows without a readable reply have no score and are counted."""
     records, samples = [], []
     for (row,), questions, (reply, *_) in _replies([(row,) for row in predictions.rows], options, progress):
-        score = None if reply.judged is None else reply.judged.score
-        records.append(
-            {
-                **location(row),
-                **options.source(),
-                "prompt_hash": questions[0].digest if questions else None,
-                "score": score,
-                "reason": reply.judged.reason if reply.judged else None,
-                "shown_in_part": list(questions[0].in_part) if questions else [],
-                **failure(reply),
-            }
-        )
+        score, reason = (reply.judged.score, reply.judged.reason) if reply.judged else (None, None)
+        digest = digest_of(questions[0].prompt) if questions else None
+        records.append(_record(row, questions, reply, options, prompt_hash=digest, score=score, reason=reason))
         if score is not None:
             samples.append((row.item, score))
-    results, warnings = empty_results(predictions), record_warnings(records, options.longest)
+    judgement = _judgement(records, options, predictions)
     if samples:
         scale = options.rubric.scale
         bounds = (scale.anchors[0].points, scale.anchors[-1].points) if isinstance(scale, PointsScale) else (0.0, 1.0)
-        scores = item_means("mean", samples, bounds)
-        missing = left_out(records)
-        results.metrics = [MetricResult(options.rubric.name, scores, "higher", len(samples), missing, options.about())]
-    return Judgement(records, results, unanswered(records), warnings)
+        result = MetricResult(options.rubric.name, item_means("mean", samples, bounds), "higher", len(samples))
+        judgement.results.metrics = [replace(result, left_out=_left_out(records), about=options.about())]
+    return judgement
 
 
 Row = tuple[Prediction, ...]
@@ -315,22 +288,12 @@ def questions_of(predictions: Predictions, options: Options, against: Prediction
 def _questions(options: Options, row: Prediction, other: Prediction | None = None) -> list[Question] | str:
     """The request to score `row`, or those to compare it with `other` in both orders (none for equal texts); or the
     reason why there are none."""
+    rubric, longest = options.rubric, options.longest
     try:
         if other is None:
-            return [score_question(options.rubric, row, options.longest)]
+            return [question(rubric, row, longest)]
         orders = [] if row.text == other.text else [(row.text, other.text), (other.text, row.text)]
-        return [
-            _question(
-                options.rubric,
-                row,
-                _COMPARE_TASK,
-                [("first", first), ("second", second)],
-                ChoiceReply(),
-                options.longest,
-                "Compare the framed first and second",
-            )
-            for first, second in orders
-        ]
+        return [question(rubric, row, longest, order) for order in orders]
     except MissingField as error:
         return str(error)
 
@@ -350,50 +313,31 @@ def _replies(
             yield row, those, [next(replies) for _ in those]
 
 
-def location(row: Prediction) -> Record:
-    """Id, sample and origin of a row."""
-    return {"id": row.item, "sample": row.row.get("sample"), "row": row.origin}
-
-
-def failure(reply: Reply) -> Record:
-    """Why there is no score; None if there is one."""
-    return {"left_out": reply.kind or None, "failure": reply.failure or None}
-
-
-def left_out(records: Sequence[Record]) -> dict[str, int]:
+def _left_out(records: Sequence[Record]) -> dict[str, int]:
     """Number of records without a score, by reason."""
-    kinds = [record["left_out"] for record in records if record["left_out"]]
-    return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+    return Counter(record["left_out"] for record in records if record["left_out"])
 
 
-def unanswered(records: Sequence[Record]) -> int:
-    """Number of records without a score because the server did not reply."""
-    return sum(record["left_out"] in (NO_REPLY, NOT_ASKED) for record in records)
-
-
-def empty_results(judged: Predictions, against: Predictions | None = None) -> Results:
-    """Results without metrics for a file, or for one file against another."""
-    files = [judged] if against is None else [judged, against]
-    problems = [line for file in files for line in file.problems.summary()]
-    name = " against ".join(file.path for file in files)
-    return Results(name, len(judged.rows), judged.items, problems, digests=judged.digests())
-
-
-def record_warnings(records: Sequence[Record], longest: int) -> list[str]:
-    """Messages on truncated texts, and on the first rows without a score for each reason."""
+def _judgement(records: list[Record], options: Options, *files: Predictions) -> Judgement:
+    """The records of a file, or of one file against another, without metrics. Its warnings name truncated texts, and the first
+    rows without a score for each reason."""
     warnings = []
     if truncated := sum(bool(record["shown_in_part"]) for record in records):
         warnings.append(
-            f"{truncated} rows have a text of more than {longest:,} characters; the judge did not see its end"
+            f"{truncated} rows have a text of more than {options.longest:,} characters; the judge did not see its end"
         )
-    for kind, count in left_out(records).items():
+    missing = _left_out(records)
+    for kind, count in missing.items():
         rows = [record for record in records if record["left_out"] == kind]
         for record in rows[:3]:  # the failure may quote the reply of a judge
             reason = "".join(character if character.isprintable() else " " for character in record["failure"])
             warnings.append(f"{kind}: {record['row']}: {' '.join(reason.split())}")
         if count > 3:
             warnings.append(f"{kind}: {count - 3:,} more")
-    return warnings
+    problems = [line for file in files for line in file.problems.summary()]
+    name = " against ".join(file.path for file in files)
+    results = Results(name, len(files[0].rows), files[0].items, problems, digests=files[0].digests())
+    return Judgement(records, results, sum(missing.get(kind, 0) for kind in (NO_REPLY, NOT_ASKED)), warnings)
 
 
 def pair_up(one: Predictions, other: Predictions) -> tuple[list[Row], dict[str, int]]:
@@ -401,14 +345,19 @@ def pair_up(one: Predictions, other: Predictions) -> tuple[list[Row], dict[str, 
 
     Rows without `sample` are paired in order within an item. Raises `InputError` if there are no pairs.
     """
-    mine, theirs = _numbered(one.rows), _numbered(other.rows)
+    numbered: list[dict[tuple[str, str], Prediction]] = []
+    for file in (one, other):
+        numbered.append({})
+        counts = Counter[str]()
+        for row in file.rows:
+            sample = row.row.get("sample")
+            numbered[-1].setdefault((row.item, str(counts[row.item] if sample is None else sample)), row)
+            counts[row.item] += 1
+    mine, theirs = numbered
     shared = [key for key in mine if key in theirs]
     pairs: list[Row] = [(mine[key], theirs[key]) for key in shared if mine[key].prompt == theirs[key].prompt]
-    missing = {
-        f"only in {one.path}": len(mine) - len(shared),
-        f"only in {other.path}": len(theirs) - len(shared),
-        "another prompt": len(shared) - len(pairs),
-    }
+    missing = {f"only in {one.path}": len(mine) - len(shared), f"only in {other.path}": len(theirs) - len(shared)}
+    missing["another prompt"] = len(shared) - len(pairs)
     if not pairs:
         raise InputError(
             f"{one.path} and {other.path} have no prediction for the same prompt ({len(mine)} and {len(theirs)} rows, "
@@ -420,74 +369,57 @@ def pair_up(one: Predictions, other: Predictions) -> tuple[list[Row], dict[str, 
 def judge_pairs(
     one: Predictions, other: Predictions, options: Options, progress: Progress = lambda *_: None
 ) -> Judgement:
-    """Win rate of `one` against `other`. Pairs without two readable replies have no value."""
+    """Win rate of `one` against `other`. Pairs without two readable replies have no value.
+
+    `first_shown` of a record: per order, the preference for the text shown first (1, 1/2 or 0).
+    """
     pairs, unpaired = pair_up(one, other)
-    records = [_record(*asked, options) for asked in _replies(pairs, options, progress)]
-    results = empty_results(one, other)
-    missing = {**unpaired, **left_out(records)}
-    if any(record["value"] is not None for record in records):
-        results.metrics = _pair_metrics(pairs, records, missing, options)
-    return Judgement(records, results, unanswered(records), record_warnings(records, options.longest))
-
-
-def _numbered(rows: Sequence[Prediction]) -> dict[tuple[str, str], Prediction]:
-    """Rows by item and sample, or by item and position within the item."""
-    numbered: dict[tuple[str, str], Prediction] = {}
-    counts: dict[str, int] = {}
-    for row in rows:
-        position = counts.get(row.item, 0)
-        counts[row.item] = position + 1
-        sample = row.row.get("sample")
-        numbered.setdefault((row.item, str(position if sample is None else sample)), row)
-    return numbered
-
-
-def _record(pair: Row, questions: list[Question], replies: Sequence[Reply], options: Options) -> Record:
-    """`first_shown`: per order, the preference for the text shown first (1, 1/2 or 0)."""
-    outcome = next((reply for reply in replies if reply.judged is None), Reply(None))
-    judged = [reply.judged for reply in replies if reply.judged is not None]
-    value = None
-    if not outcome.kind:
-        value = (judged[0].score + 1 - judged[1].score) / 2 if judged else 0.5
-    return {
-        **location(pair[0]),
-        "against": pair[1].origin,
-        **options.source(),
-        "prompt_hashes": [question.digest for question in questions],
-        "value": value,
-        "first_shown": [one.score for one in judged] if len(judged) == 2 else None,
-        "reasons": [one.reason for one in judged],
-        "shown_in_part": sorted({name for question in questions for name in question.in_part}),
-        **failure(outcome),
-    }
-
-
-def _pair_metrics(
-    pairs: Sequence[Row], records: Sequence[Record], missing: dict[str, int], options: Options
-) -> list[MetricResult]:
-    judged = [
-        (pair[0].item, record) for pair, record in zip(pairs, records, strict=True) if record["value"] is not None
-    ]
-    values = [record["value"] for _, record in judged]
-    asked = [(item, record["first_shown"]) for item, record in judged if record["first_shown"]]
-    counts = {
-        "wins": sum(value > 0.5 for value in values),
-        "ties": values.count(0.5),
-        "losses": sum(value < 0.5 for value in values),
-        "same text": len(judged) - len(asked),
-    }
+    records: list[Record] = []
+    judged: list[tuple[str, float, list[float]]] = []
+    for pair, questions, replies in _replies(pairs, options, progress):
+        outcome = next((reply for reply in replies if reply.judged is None), Reply(None))
+        read = [reply.judged for reply in replies if reply.judged is not None]
+        value = None if outcome.kind else (read[0].score + 1 - read[1].score) / 2 if read else 0.5
+        shown = [reply.score for reply in read] if len(read) == 2 else []
+        values: Record = {
+            "against": pair[1].origin,
+            "prompt_hashes": [digest_of(question.prompt) for question in questions],
+        }
+        values |= {"value": value, "first_shown": shown or None, "reasons": [reply.reason for reply in read]}
+        records.append(_record(pair[0], questions, outcome, options, **values))
+        if value is not None:
+            judged.append((pair[0].item, value, shown))
+    judgement = _judgement(records, options, one, other)
+    if not judged:
+        return judgement
+    won, asked = [value for _, value, _ in judged], [(item, shown) for item, _, shown in judged if shown]
+    counts = {"wins": sum(value > 0.5 for value in won), "ties": won.count(0.5)}
+    counts |= {"losses": sum(value < 0.5 for value in won), "same text": len(judged) - len(asked)}
     about = {**options.about(), "scale": "1: this file wins, 1/2: tie, 0: the other file wins; mean of both orders"}
-    rated = item_means("rate", ((item, record["value"]) for item, record in judged))
+    rated = item_means("rate", ((item, value) for item, value, _ in judged))
+    missing = {**unpaired, **_left_out(records)}
     metrics = [MetricResult("win_rate", rated, "higher", len(judged), missing, {**about, **counts})]
-    if not asked:
-        return metrics
-    bias: Iterable[tuple[str, float]] = ((item, sum(shown) - 1) for item, shown in asked)
-    agreed = ((item, float(shown[0] + shown[1] == 1)) for item, shown in asked)
-    metrics.append(
-        MetricResult("position_bias", item_means("mean", bias, (-1.0, 1.0)), "neither", len(asked), {}, _BIAS)
-    )
-    metrics.append(MetricResult("orders_agree", item_means("rate", agreed), "higher", len(asked), {}, _AGREE))
-    return metrics
+    if asked:
+        bias = item_means("mean", ((item, sum(shown) - 1) for item, shown in asked), (-1.0, 1.0))
+        agreed = item_means("rate", ((item, float(sum(shown) == 1)) for item, shown in asked))
+        metrics.append(MetricResult("position_bias", bias, "neither", len(asked), {}, _BIAS))
+        metrics.append(MetricResult("orders_agree", agreed, "higher", len(asked), {}, _AGREE))
+    judgement.results.metrics = metrics
+    return judgement
+
+
+def _record(row: Prediction, questions: list[Question], reply: Reply, options: Options, **values: Any) -> Record:
+    """Where a row is from, how it was judged, the `values`, and why it has no score; None if it has one."""
+    return {
+        "id": row.item,
+        "sample": row.row.get("sample"),
+        "row": row.origin,
+        **options.source(),
+        **values,
+        "shown_in_part": sorted({name for question in questions for name in question.in_part}),
+        "left_out": reply.kind or None,
+        "failure": reply.failure or None,
+    }
 
 
 _BIAS = {

@@ -257,7 +257,12 @@ def conditional(
             left_out[score or f"empty {of}"] += 1
         else:
             nats.append((item, score))
-    counted = _finite(nats, left_out, name)
+    counted = [(item, text) for item, text in nats if math.isfinite(text[0])]
+    if len(counted) < len(nats):
+        left_out["not a finite number"] = len(nats) - len(counted)
+    if not counted:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items()) or "there are no rows"
+        raise InputError(f"{name}: no text could be scored ({reasons}); add the missing fields to the rows")
     scores = item_sums("perplexity", counted)
     tokens = int(sum(count for _, (_, count) in counted))
     about = {**model.map(attribute, ["about"])[0], "tokens": tokens}
@@ -266,17 +271,6 @@ def conditional(
 
 def _dtype(model: Any) -> str:
     return str(next(model.parameters()).dtype).removeprefix("torch.")
-
-
-def _finite(nats: Sequence[tuple[str, Nats]], left_out: dict[str, int], name: str) -> list[tuple[str, Nats]]:
-    """The (item, nats) pairs with finite numbers. The others are counted."""
-    counted = [(item, text) for item, text in nats if math.isfinite(text[0])]
-    if len(counted) < len(nats):
-        left_out["not a finite number"] = len(nats) - len(counted)
-    if not counted:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items()) or "there are no rows"
-        raise InputError(f"{name}: no text could be scored ({reasons}); add the missing fields to the rows")
-    return counted
 
 
 class Rewards(Protocol):
@@ -312,45 +306,34 @@ def evaluate_rewards(
     return results
 
 
-def rewards_of(rows: Sequence[Prediction], model: ModelWorkers[Rewards]) -> tuple[list[float | None], dict[str, int]]:
-    """The reward of each row, normalized if the model has statistics (None: it has none), and the Nones by reason."""
+def _mean_reward(name: str, path: str, predictions: Predictions, model: ModelWorkers[Rewards]) -> MetricResult:
     left_out = Counter[str]()
-    usable = []
-    for place, row in enumerate(rows):
+    usable: list[tuple[str, tuple[list[Message], bool]]] = []
+    for row in predictions.rows:
         if row.prompt is None or not row.text.strip():
             left_out["no prompt" if row.prompt is None else "empty prediction"] += 1
         else:
-            usable.append((place, ([*row.prompt, {"role": "assistant", "content": row.text}], row.cut_off)))
-    raw = model.map(_raw_rewards, [answer for _, answer in usable]) if usable else []
-    mean, std = model.map(attribute, ["statistics"])[0] or (0.0, 1.0)
-    rewards: list[float | None] = [None] * len(rows)
-    for (place, _), reward in zip(usable, raw, strict=True):
-        if math.isfinite(reward):
-            rewards[place] = (reward - mean) / std
-        else:
-            left_out["reward is not a finite number"] += 1
-    return rewards, left_out
-
-
-def _raw_rewards(model: Rewards, answers: list[tuple[list[Message], bool]]) -> list[float]:
-    return model.scores([messages for messages, _ in answers], [cut_off for _, cut_off in answers])
-
-
-def _mean_reward(name: str, path: str, predictions: Predictions, model: ModelWorkers[Rewards]) -> MetricResult:
-    rewards, left_out = rewards_of(predictions.rows, model)
-    values = [(row.item, reward) for row, reward in zip(predictions.rows, rewards, strict=True) if reward is not None]
-    if not values:
+            usable.append((row.item, ([*row.prompt, {"role": "assistant", "content": row.text}], row.cut_off)))
+    rewards = model.map(_raw_rewards, [answer for _, answer in usable]) if usable else []
+    raw = [(item, reward) for (item, _), reward in zip(usable, rewards, strict=True) if math.isfinite(reward)]
+    if len(raw) < len(usable):
+        left_out["reward is not a finite number"] = len(usable) - len(raw)
+    if not raw:
         reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
         raise InputError(f"{path}: no prediction could be scored ({reasons}); add the missing fields to the rows")
     statistics = model.map(attribute, ["statistics"])[0]
     mean, std = statistics or (0.0, 1.0)
-    average = math.fsum(reward for _, reward in values) / len(values)
-    about = {"model": path, "mean of raw rewards": mean + std * average}
+    about = {"model": path, "mean of raw rewards": math.fsum(reward for _, reward in raw) / len(raw)}
     if statistics is None:
         title, about["normalized"] = f"raw_{name}", "no: the model has no stored reward statistics"
     else:
         title, about["normalized"] = name, f"(r - {mean:.4g}) / {std:.4g}, stored with the model"
-    return MetricResult(title, item_means("mean", values), "higher", len(values), left_out, about)
+    scores = item_means("mean", ((item, (reward - mean) / std) for item, reward in raw))
+    return MetricResult(title, scores, "higher", len(raw), left_out, about)
+
+
+def _raw_rewards(model: Rewards, answers: list[tuple[list[Message], bool]]) -> list[float]:
+    return model.scores([messages for messages, _ in answers], [cut_off for _, cut_off in answers])
 
 
 def _metric_names(models: Sequence[str]) -> list[str]:

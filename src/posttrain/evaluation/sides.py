@@ -1,17 +1,19 @@
 """The sides of a comparison: run directories, results files, and files of predictions or scores, as item scores."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from posttrain.data.files import read_rows
 from posttrain.data.messages import UnusableRow, as_messages
 from posttrain.data.problems import Problems
 from posttrain.episode import Episode, Outcome, reports_success, score_names
 from posttrain.errors import InputError
-from posttrain.evaluation.predictions import PredictionColumns, column_names, item_of, read_predictions
+from posttrain.evaluation.predictions import Prediction, PredictionColumns, column_names, item_of, read_predictions
 from posttrain.evaluation.results import MetricResult, read_results
 from posttrain.evaluation.statistics import ItemScores, item_means
 from posttrain.evaluation.text_metrics import corpus_metric, exact_match
@@ -213,7 +215,7 @@ def episode_metrics(episodes: Sequence[Episode], reward: str) -> dict[str, Metri
         metrics["return"] = item_means("mean", ((str(e.seed), e.total_reward) for e in played))
     for name in score_names(episodes):
         values = [(str(e.seed), e.scores[name]) for e in episodes if name in e.scores]
-        metrics[name] = item_means(_kind([value for _, value in values]), values)
+        metrics[name] = item_means(None, values)
     about = {"return": {"reward": reward}} if reward else {}
     return {
         name: MetricResult(name, scores, texts=len(scores), about=about.get(name, {}))
@@ -231,7 +233,10 @@ def _read_rows(path: str, metrics: Sequence[str] | None, columns: PredictionColu
         try:
             if isinstance(row, str):
                 raise UnusableRow(*row.split(": ", 1))
-            rows.append((item_of(row, _prompt(row, columns.prompt), origin, columns), row))
+            prompt = row.get(columns.prompt)
+            with suppress(UnusableRow):  # a prompt that is no conversation identifies the row unchanged
+                prompt = None if prompt is None else as_messages(prompt, columns.prompt, "user")
+            rows.append((item_of(row, prompt, origin, columns), row))
         except UnusableRow as problem:
             problems.add_text(str(problem), origin)
     scored, without_number = _numbers(rows, columns)
@@ -249,11 +254,11 @@ def _read_rows(path: str, metrics: Sequence[str] | None, columns: PredictionColu
         return Run(path, scored, {}, None, details)
     predictions = read_predictions(path, columns)
     scores = dict(scored) if metrics is not None else {}
-    computed: tuple[Literal["exact", "bleu", "chrf"], ...] = ("exact", "bleu", "chrf")
-    for name in computed:
-        wanted = metrics is None or name in metrics
-        if wanted and name not in scores and any(row.reference is not None for row in predictions.rows):
-            scores[name] = exact_match(predictions.rows) if name == "exact" else corpus_metric(name, predictions.rows)
+    computed: dict[str, Callable[[Sequence[Prediction]], MetricResult]]
+    computed = {"exact": exact_match, "bleu": partial(corpus_metric, "bleu"), "chrf": partial(corpus_metric, "chrf")}
+    for name, measure in computed.items() if any(row.reference is not None for row in predictions.rows) else ():
+        if (metrics is None or name in metrics) and name not in scores:
+            scores[name] = measure(predictions.rows)
     dropped = [f"{path}: {line}" for line in predictions.warnings()]
     return Run(path, scores, predictions.digests(), None, dropped)
 
@@ -271,20 +276,8 @@ def _numbers(
     for name in names:
         values = [(item, float(row[name])) for item, row in rows if _is_number(row.get(name))]
         lost[name] = len(rows) - len(values)
-        metrics[name] = MetricResult(name, item_means(_kind([value for _, value in values]), values), texts=len(values))
+        metrics[name] = MetricResult(name, item_means(None, values), texts=len(values))
     return metrics, lost
-
-
-def _prompt(row: dict[str, Any], name: str) -> Any:
-    """The prompt as messages, or unchanged if it is not a conversation."""
-    try:
-        return None if row.get(name) is None else as_messages(row[name], name, "user")
-    except UnusableRow:
-        return row[name]
-
-
-def _kind(values: Sequence[float]) -> Literal["rate", "mean"]:
-    return "rate" if set(values) <= {0.0, 1.0} else "mean"
 
 
 def _is_number(value: Any) -> bool:

@@ -239,12 +239,18 @@ class ItemScores:
 
 
 def item_means(
-    kind: Literal["rate", "mean"], samples: Iterable[tuple[str, float]], bounds: tuple[float, float] | None = None
+    kind: Literal["rate", "mean"] | None,
+    samples: Iterable[tuple[str, float]],
+    bounds: tuple[float, float] | None = None,
 ) -> ItemScores:
-    """Mean over the samples of each item, so that all items have the same weight; `bounds` are those of the result."""
+    """Mean over the samples of each item, so that all items have the same weight; `bounds` are those of the result.
+
+    `kind` None: a rate if all samples are 0 or 1.
+    """
     by_item: dict[str, list[float]] = {}
     for item, value in samples:
         by_item.setdefault(item, []).append(float(value))
+    kind = kind or ("rate" if {value for values in by_item.values() for value in values} <= {0.0, 1.0} else "mean")
     items = {item: np.array([math.fsum(values) / len(values), 1.0]) for item, values in by_item.items()}
     return ItemScores(kind, items, bounds)
 

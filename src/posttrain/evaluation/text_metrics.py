@@ -68,8 +68,7 @@ def verified(rows: Sequence[Prediction], verifier: str) -> MetricResult:
             f"--verifier {verifier}: no prediction could be scored ({first}); rows need the fields that the verifier reads, "
             "a reference and often `metadata`"
         )
-    kind: Literal["rate", "mean"] = "rate" if {value for _, value in values} <= {0.0, 1.0} else "mean"
-    return MetricResult("verifier", item_means(kind, values), "higher", len(values), left_out, {"verifier": verifier})
+    return MetricResult("verifier", item_means(None, values), "higher", len(values), left_out, {"verifier": verifier})
 
 
 def _rewarded(where: str) -> Callable[[Prediction], float]:
@@ -174,30 +173,22 @@ def _compute(
     if name == "exact":
         return [exact_match(rows)]
     if name == "verifier":
-        assert options.verifier is not None
-        return [verified(rows, options.verifier)]
+        return [verified(rows, str(options.verifier))]
     from posttrain.evaluation.model_metrics import Encoder, LanguageModel, attribute, bert_scores, conditional
 
     if name == "bertscore":
-        assert options.encoder is not None
-        load = partial(Encoder, options.encoder, options.layer, options.models)
+        load = partial(Encoder, str(options.encoder), options.layer, options.models)
         with ModelWorkers(load, options.models.processes) as encoder:
             return bert_scores(rows, encoder)
-    assert options.model is not None
     results: list[MetricResult] = []
-    with ModelWorkers(partial(LanguageModel, options.model, options.models), options.models.processes) as model:
-        model.map(attribute, ["about"])  # load the model first, so that a failure is reported once and not three times
-        computations: dict[str, Callable[[], MetricResult]] = {
-            "perplexity_prediction": lambda: conditional(rows, model, "prediction")
-        }
-        if any(row.reference is not None for row in rows):
-            computations = {
-                "perplexity_reference": lambda: conditional(rows, model, "reference"),
-                **computations,
-            }
-        for title, compute in computations.items():
+    texts: list[Literal["reference", "prediction"]] = ["prediction"]
+    if any(row.reference is not None for row in rows):
+        texts = ["reference", "prediction"]
+    with ModelWorkers(partial(LanguageModel, str(options.model), options.models), options.models.processes) as model:
+        model.map(attribute, ["about"])  # load the model first, so that a failure is reported once
+        for of in texts:
             try:
-                results.append(compute())
+                results.append(conditional(rows, model, of))
             except InputError as error:
-                failed[title] = str(error)
+                failed[f"perplexity_{of}"] = str(error)
     return results

@@ -54,7 +54,11 @@ def run_verdict(run: RunDirectory) -> Verdict | None:
             test = paired_test(before.name, before.better, [before.scores], [after.scores], items)
             test = test.with_correction(test.p)
             what, lost = _lost(log, test)
-            text = f"{_change(test)} on {counted(test.n, _item(recipe))}{what}"
+            limits = "" if math.isnan(test.difference.low) else f" {test.limits}"
+            change = (
+                f"{test.text(test.a)} to {test.text(test.b)}, {test.text(test.difference.value, signed=True)}{limits}"
+            )
+            text = f"{test.metric} went from {change}, p = {test.p_text}, on {counted(test.n, _item(recipe))}{what}"
     if any(line.get("chosen") == UNIMPROVED for line in log):
         by = " by the audit" if getattr(recipe, "export", None) == BY_AUDIT else ""
         gamed = [str(line["message"]) for line in log if line["kind"] == "audit" and line.get("alarm")][-1:]
@@ -126,12 +130,6 @@ def _item(recipe: Any) -> str:
     return "held-out row" if recipe.tested_key.startswith("data.") else "held-out task"
 
 
-def _change(test: PairedTest) -> str:
-    values = f"{test.metric} went from {test.text(test.a)} to {test.text(test.b)}"
-    limits = "" if math.isnan(test.difference.low) else f" {test.limits}"
-    return f"{values}, {test.text(test.difference.value, signed=True)}{limits}, p = {test.p_text},"
-
-
 def _reasons(log: Log, recipe: Any, test: PairedTest | None) -> list[str]:
     """The three most likely reasons by the run's own metrics, the strongest first."""
     found = sorted([*_guarded(log, recipe), *_of_run(log, recipe, test)], key=lambda reason: -reason[0])
@@ -197,11 +195,8 @@ def _of_run(log: Log, recipe: Any, test: PairedTest | None) -> Iterator[tuple[fl
     if getattr(recipe, "export", None) == BY_AUDIT and (missing := unaudited(log)):
         yield 1.5, missing
     if test is not None and moved > 0 and test.difference.value <= 0:
-        which = (
-            "the audit of the best checkpoint"
-            if getattr(recipe, "export", None) == BY_AUDIT
-            else "the held-out measure"
-        )
+        audited = getattr(recipe, "export", None) == BY_AUDIT
+        which = "the audit of the best checkpoint" if audited else "the held-out measure"
         yield (
             0.9,
             f"the training return rose from {first:.3g} to {last:.3g} and {which} did not: the reward may be gamed, or the "
