@@ -22,7 +22,7 @@ from posttrain.credit.units.rendering import (
     prefix_lengths,
     render_coalition,
 )
-from posttrain.credit.units.segment import episode_answers, segment
+from posttrain.credit.units.segment import segment, stream_answers
 from posttrain.credit.units.spans import Spans
 from posttrain.episode import Advantages, Episode, RewardStreams, Stream
 from posttrain.errors import InputError, RunError
@@ -43,7 +43,7 @@ from posttrain.training.reward_scorer import OF_UNITS, RewardScorer
 from posttrain.training.rows import stream_of
 from posttrain.training.unit_normalizer import open_normalizer
 from posttrain.training.unit_rewards import entropies_under
-from posttrain.training.updater import Sample, on_stream, pack
+from posttrain.training.updater import Sample, pack
 
 _KEY = "reward.tokens_per_batch"
 
@@ -305,14 +305,10 @@ class UnitCreditor:
         entropies: Sequence[np.ndarray | None] = [None] * len(episodes)
         if isinstance(segmenter, EntropyUnits):
             with self.policy.as_reference():
-                sampled_entropies = self.policy.compute(
-                    entropies_under, self.policy.model, samples, self.tokens_per_batch
-                )
-            entropies = [
-                on_stream(values, s.stream.sampled) for values, s in zip(sampled_entropies, samples, strict=True)
-            ]
+                entropies = self.policy.compute(entropies_under, self.policy.model, samples, self.tokens_per_batch)
+        ends = self.policy.end_tokens
         return [
-            segment(segmenter, episode_answers(e, self.decode, None if values is None else [values]), self.decode)
+            segment(segmenter, stream_answers(e.streams[0], ends, self.decode, values), self.decode)
             for e, values in zip(episodes, entropies, strict=True)
         ]
 
