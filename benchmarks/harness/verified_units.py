@@ -224,7 +224,7 @@ def unit_credit(estimator: str, parts: Sequence[str], spans: Spans, policy: Poli
     values = np.array([verify("".join(parts[:k]), policy).reward for k in range(len(parts) + 1)])
     if estimator == "prefix":
         return kind(spans, estimators.prefix(values), whole.reward, float(values[0]))
-    return kind(spans, np.where(spans.is_unit, estimators.trunc(values), 0.0), whole.reward, 0.0)
+    return kind(spans, np.where(spans.is_unit, values[-1] - values[:-1], 0.0), whole.reward, 0.0)
 
 
 def step_quality(part: str, whole: Verdict, reached: bool) -> float:

@@ -35,7 +35,6 @@ from posttrain.recipe.units import (
     LearnedCredit,
     LeaveOneOutCredit,
     PrefixCredit,
-    TruncationCredit,
     UnitCreditRecipe,
 )
 from posttrain.training.controllers import RAW, RunningStatistics, scaled
@@ -317,10 +316,9 @@ class UnitCreditor:
     ) -> tuple[list[np.ndarray], list[float]]:
         """Per answer: the credits [K] of its units, and the value of an empty answer."""
         recipe = self.settings
-        if isinstance(recipe, PrefixCredit | TruncationCredit):
+        if isinstance(recipe, PrefixCredit):
             values = valuer.prefixes(answers, recipe.probe == "one_pass")
-            estimate = estimators.prefix if isinstance(recipe, PrefixCredit) else estimators.trunc
-            return [estimate(prefixes) for prefixes in values], [float(prefixes[0]) for prefixes in values]
+            return [estimators.prefix(prefixes) for prefixes in values], [float(prefixes[0]) for prefixes in values]
         if isinstance(recipe, LeaveOneOutCredit):
             members = [[*estimators.leave_one_out_coalitions(len(a.units)), 0] for a in answers]
             values_of = valuer.coalitions(answers, members)
@@ -331,13 +329,7 @@ class UnitCreditor:
             blanked = valuer.blanked(answers)
             credits = [np.where(a.units.is_unit, a.outcome - v, 0.0) for a, v in zip(answers, blanked, strict=True)]
             return credits, [0.0] * len(answers)
-        if isinstance(recipe, LearnedCredit):
-            return [self._learned(episode, valuer.scale) for episode in episodes], [0.0] * len(answers)
-        if recipe.type == "outcome":
-            credits = [estimators.last(a.outcome, len(a.units)) for a in answers]
-        else:
-            credits = [estimators.even(a.outcome, a.units.is_unit) for a in answers]
-        return credits, [0.0] * len(answers)
+        return [self._learned(episode, valuer.scale) for episode in episodes], [0.0] * len(answers)
 
     def _learned(self, episode: Episode, scale: Callable[[float], float]) -> np.ndarray:
         """Unit rewards [K], normalized by position (without a fit, like outcomes) and clipped like outcomes."""
