@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from posttrain.credit.units.mixing import UnitAdvantages
-from posttrain.credit.units.rendering import render_coalition
+from posttrain.credit.units.rendering import with_units
 from posttrain.credit.units.spans import Spans
 from posttrain.errors import InputError, RunError
 from posttrain.models.reward import RewardModel
@@ -80,9 +80,9 @@ def test_one_pass_equals_separate_passes(model):
 def test_the_whole_answer_rendered_is_the_answer(model):
     ids = UnitValuer(model, 30, scale).ids
     for answer in answers(model):
-        every = (1 << len(answer.units)) - 1
-        np.testing.assert_array_equal(render_coalition(answer.stream, answer.units, every, ids), answer.stream.ids)
-        empty = render_coalition(answer.stream, answer.units, 0, ids)
+        every = np.ones(len(answer.units), dtype=bool)
+        np.testing.assert_array_equal(with_units(answer.stream, answer.units, every, ids), answer.stream.ids)
+        empty = with_units(answer.stream, answer.units, ~every, ids)
         assert empty[-1] == model.end_token  # also of the answer that was cut off
         kept = answer.stream.ids[~answer.stream.sampled]
         assert [token for token in empty.tolist() if token != model.end_token] == [
@@ -90,17 +90,16 @@ def test_the_whole_answer_rendered_is_the_answer(model):
         ]
 
 
-def test_values_of_coalitions_are_the_scores_of_their_texts(model):
+def test_values_without_units_are_the_scores_of_their_texts(model):
     made = answers(model)
     valuer = UnitValuer(model, 64, scale)
-    members = [[0, 1, 5, 14]] * 3
-    for answer, found in zip(made, valuer.coalitions(made, members), strict=True):
-        assert found[15] == answer.outcome
-        for one in members[0]:
-            ids = render_coalition(answer.stream, answer.units, one, valuer.ids)
+    for answer, found in zip(made, valuer.without(made), strict=True):
+        units = np.arange(len(answer.units))
+        for kept, value in zip([*(units != unit for unit in units), units < 0], found, strict=True):
+            ids = with_units(answer.stream, answer.units, kept, valuer.ids)
             with torch.no_grad():
                 alone = scale(float(model.rewards([ids], [np.arange(len(ids)) > 1])))
-            assert found[one] == pytest.approx(alone, abs=1e-5)
+            assert value == pytest.approx(alone, abs=1e-5)
 
 
 def recipe(tiny_model, folder, reward_model, unit_credit, **changes):

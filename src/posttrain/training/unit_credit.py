@@ -20,7 +20,7 @@ from posttrain.credit.units.rendering import (
     RenderingTokens,
     blanked_prefix,
     prefix_lengths,
-    render_coalition,
+    with_units,
 )
 from posttrain.credit.units.segment import segment, stream_answers
 from posttrain.credit.units.spans import Spans
@@ -98,13 +98,13 @@ class UnitValuer:
                 values.append(self._score(answer, ended))
         return [np.append(prefix, answer.outcome) for prefix, answer in zip(values, answers, strict=True)]
 
-    def coalitions(self, answers: Sequence[JudgedAnswer], members: Sequence[Sequence[int]]) -> list[dict[int, float]]:
-        """Per answer: the values of its coalitions of units, and of the whole answer, R."""
+    def without(self, answers: Sequence[JudgedAnswer]) -> list[np.ndarray]:
+        """Per answer [K + 1] float64: the values without unit 0, 1, ..., K - 1, and without all of them."""
         values = []
-        for answer, coalitions in zip(answers, members, strict=True):
-            texts = (render_coalition(answer.stream, answer.units, coalition, self.ids) for coalition in coalitions)
-            scores = dict(zip(coalitions, self._score(answer, texts).tolist(), strict=True))
-            values.append(scores | {(1 << len(answer.units)) - 1: answer.outcome})
+        for answer in answers:
+            kept = np.vstack([~np.eye(len(answer.units), dtype=bool), np.zeros(len(answer.units), dtype=bool)])
+            texts = (with_units(answer.stream, answer.units, row, self.ids) for row in kept)
+            values.append(self._score(answer, texts))
         return values
 
     def blanked(self, answers: Sequence[JudgedAnswer]) -> list[np.ndarray]:
@@ -320,11 +320,9 @@ class UnitCreditor:
             values = valuer.prefixes(answers, recipe.probe == "one_pass")
             return [estimators.prefix(prefixes) for prefixes in values], [float(prefixes[0]) for prefixes in values]
         if isinstance(recipe, LeaveOneOutCredit):
-            members = [[*estimators.leave_one_out_coalitions(len(a.units)), 0] for a in answers]
-            values_of = valuer.coalitions(answers, members)
-            without = [np.array([of[m] for m in asked[:-1]]) for of, asked in zip(values_of, members, strict=True)]
-            credits = [estimators.loo(a.outcome, values) for a, values in zip(answers, without, strict=True)]
-            return credits, [of[0] for of in values_of]
+            values = valuer.without(answers)
+            credits = [estimators.loo(a.outcome, own[:-1]) for a, own in zip(answers, values, strict=True)]
+            return credits, [float(own[-1]) for own in values]
         if isinstance(recipe, CompatibleCredit):
             blanked = valuer.blanked(answers)
             credits = [np.where(a.units.is_unit, a.outcome - v, 0.0) for a, v in zip(answers, blanked, strict=True)]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.credit.units.estimators import full_coalition, leave_one_out_coalitions, loo, prefix
+from posttrain.credit.units.estimators import loo, prefix
 from posttrain.seeds import random_stream
 
 OR, AND = (0.0, 1.0, 1.0, 1.0), (0.0, 0.0, 0.0, 1.0)
@@ -21,11 +21,12 @@ def drawn(units, seed):
 
 def beginnings(values, units):
     """[K + 1]: the values of the first 0, 1, ..., K units."""
-    return np.array([values[full_coalition(k)] for k in range(units + 1)])
+    return np.array([values[(1 << k) - 1] for k in range(units + 1)])
 
 
 def lacking(values, units):
-    return np.array([values[members] for members in leave_one_out_coalitions(units)])
+    """[K]: the values without unit 0, 1, ..., K - 1."""
+    return np.array([values[((1 << units) - 1) & ~(1 << k)] for k in range(units)])
 
 
 def additive(worth, empty):

@@ -13,7 +13,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from posttrain.credit.assign import compute_advantages
-from posttrain.credit.units.estimators import full_coalition, leave_one_out_coalitions, loo, prefix
+from posttrain.credit.units.estimators import loo, prefix
 from posttrain.credit.units.mixing import UnitAdvantages, UnitRewards, with_unit_advantages, with_unit_rewards
 from posttrain.credit.units.spans import Spans
 from posttrain.episode import Advantages, RewardStreams
@@ -21,6 +21,7 @@ from posttrain.recipe.credit import CreditRecipe
 from posttrain.seeds import derive_seed
 from tests.credit.decision_process import STATES, Trajectory, episode, joint_samples
 from tests.credit.test_unbiased import LOG_POLICY, error_of_direction, relative_error
+from tests.credit.units.test_estimators import beginnings, lacking
 
 EMPTY = 0.75
 """What an empty answer is worth, where it is worth something."""
@@ -65,12 +66,11 @@ def coalition_values(t: Trajectory, kind: str) -> dict[int, float]:
     for members in range(1 << len(ends(t, kind))):
         kept = [token for place, token in enumerate(t.ids) if place not in places or members >> places[place] & 1]
         found[members] = opinion(*kept)
-    return found | {0: EMPTY, full_coalition(len(ends(t, kind))): t.total}
+    return found | {0: EMPTY, (1 << len(ends(t, kind))) - 1: t.total}
 
 
 def by_loo(t: Trajectory, kind: str) -> np.ndarray:
-    known = coalition_values(t, kind)
-    return loo(t.total, np.array([known[members] for members in leave_one_out_coalitions(len(ends(t, kind)))]))
+    return loo(t.total, lacking(coalition_values(t, kind), len(ends(t, kind))))
 
 
 def by_prefix(t: Trajectory, kind: str) -> np.ndarray:
@@ -263,8 +263,7 @@ def of_independent_units(credit, additive=False) -> np.ndarray:
 
 
 def credits(known) -> dict[str, np.ndarray]:
-    along = np.array([known[full_coalition(k)] for k in range(4)])
-    without = np.array([known[members] for members in leave_one_out_coalitions(3)])
+    along, without = beginnings(known, 3), lacking(known, 3)
     return {
         "return": np.full(3, known[7]),
         "trunc": trunc(along),

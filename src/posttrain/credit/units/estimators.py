@@ -1,7 +1,7 @@
 """Estimators of unit credit from reward-model values.
 
 `values` [K + 1] are the normalized values of an answer's prefixes: Phi_0 of the empty answer, Phi_k of the answer up to
-and including unit k, and Phi_K = R of the whole answer. A coalition of units is an int whose bit k is set for unit k.
+and including unit k, and Phi_K = R of the whole answer.
 """
 
 import numpy as np
@@ -17,16 +17,6 @@ def prefix(values: np.ndarray) -> np.ndarray:
     because the sum would otherwise depend on them. Biased as an advantage, which would ignore effects on later units.
     """
     return np.diff(np.asarray(values, dtype=np.float64))
-
-
-def full_coalition(units: int) -> int:
-    """The coalition of all units."""
-    return (1 << units) - 1
-
-
-def leave_one_out_coalitions(units: int) -> list[int]:
-    """[K]: the coalitions without unit 0, 1, ..., K - 1."""
-    return [full_coalition(units) & ~(1 << k) for k in range(units)]
 
 
 def loo(outcome: float, without: np.ndarray) -> np.ndarray:
