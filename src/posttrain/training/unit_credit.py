@@ -305,9 +305,9 @@ class UnitCreditor:
         if isinstance(segmenter, EntropyUnits):
             with self.policy.as_reference():
                 entropies = self.policy.compute(entropies_under, self.policy.model, samples, self.tokens_per_batch)
-        ends = self.policy.end_tokens
+        given = self.policy.end_tokens, self.decode
         return [
-            segment(segmenter, stream_answers(e.streams[0], ends, self.decode, values), self.decode)
+            segment(segmenter, stream_answers(e.streams[0], *given, values), self.decode)
             for e, values in zip(episodes, entropies, strict=True)
         ]
 
