@@ -14,9 +14,9 @@ from posttrain.credit.assign import sampled_rewards, to_streams
 from posttrain.credit.critic import ValueCredit
 from posttrain.credit.units import estimators
 from posttrain.credit.units.mixing import UnitAdvantages, UnitRewards, with_unit_advantages, with_unit_rewards
-from posttrain.credit.units.segment import episode_answers, segment
+from posttrain.credit.units.segment import segment, stream_answers
 from posttrain.credit.units.spans import Spans
-from posttrain.episode import Advantages, Episode, RewardStreams
+from posttrain.episode import Advantages, Episode, RewardStreams, StopReason
 from posttrain.recipe.units import StepUnits
 from posttrain.seeds import random_stream
 from posttrain_environments.rationales.dataset import identity
@@ -200,9 +200,10 @@ def verified_unit_groups(
 
 def unit_parts(episode: Episode, tokenizer: str) -> tuple[list[str], Spans]:
     """The texts of the parts of an answer, which are units except before the first and after the last step, and their spans."""
-    decode = decoder(tokenizer)
-    spans = segment(SEGMENTER, episode_answers(episode, decode), decode)
-    ids = episode.streams[0].ids[episode.streams[0].sampled]
+    decode, stream = decoder(tokenizer), episode.streams[0]
+    ends = {int(stream.ids[turn.stop - 1]) for turn in episode.turns if turn.stop_reason is StopReason.END_TOKEN}
+    spans = segment(SEGMENTER, stream_answers(stream, ends, decode), decode)
+    ids = stream.ids[stream.sampled]
     return [decode(ids[start:stop]).replace("<|im_end|>", "") for start, stop in spans], spans
 
 
@@ -223,7 +224,7 @@ def unit_credit(estimator: str, parts: Sequence[str], spans: Spans, policy: Poli
     values = np.array([verify("".join(parts[:k]), policy).reward for k in range(len(parts) + 1)])
     if estimator == "prefix":
         return kind(spans, estimators.prefix(values), whole.reward, float(values[0]))
-    return kind(spans, np.where(spans.is_unit, estimators.trunc(values), 0.0), whole.reward, 0.0)
+    return kind(spans, np.where(spans.is_unit, values[-1] - values[:-1], 0.0), whole.reward, 0.0)
 
 
 def step_quality(part: str, whole: Verdict, reached: bool) -> float:

@@ -7,7 +7,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from posttrain.credit.assign import compute_advantages
-from posttrain.credit.units.estimators import even, last, loo, prefix, trunc
+from posttrain.credit.units.estimators import loo, prefix
 from posttrain.credit.units.mixing import UnitAdvantages, UnitRewards, with_unit_advantages, with_unit_rewards
 from posttrain.credit.units.spans import Spans
 from posttrain.episode import Episode, Outcome, RewardStreams, Stream
@@ -49,7 +49,7 @@ def _prefix(task: Task, answers: np.ndarray, draws: np.random.Generator) -> list
 
 
 def _trunc(task: Task, answers: np.ndarray, draws: np.random.Generator) -> list[np.ndarray]:
-    return [trunc(own) for own in worths(task, answers, _BEGINNINGS)]
+    return [own[-1] - own[:-1] for own in worths(task, answers, _BEGINNINGS)]
 
 
 def _loo(task: Task, answers: np.ndarray, draws: np.random.Generator) -> list[np.ndarray]:
@@ -58,11 +58,11 @@ def _loo(task: Task, answers: np.ndarray, draws: np.random.Generator) -> list[np
 
 
 def _even(task: Task, answers: np.ndarray, draws: np.random.Generator) -> list[np.ndarray]:
-    return [even(outcome, SPANS.is_unit) for outcome in task.worth(answers).tolist()]
+    return [np.full(UNITS, outcome / UNITS) for outcome in task.worth(answers).tolist()]
 
 
 def _last(task: Task, answers: np.ndarray, draws: np.random.Generator) -> list[np.ndarray]:
-    return [last(outcome, UNITS) for outcome in task.worth(answers).tolist()]
+    return [np.append(np.zeros(UNITS - 1), outcome) for outcome in task.worth(answers).tolist()]
 
 
 WAYS = [

@@ -117,11 +117,11 @@ def _servers() -> list[tuple[str, int, dict[str, str], str]]:
     make_run(runs, "first", seed=1)
     page = models.SERVERS.enter_context(served(runs))
     tokenizer = make_tokenizer()
-    _, url, key = models.SERVERS.enter_context(agents.served(agents.RecordingEngine(tokenizer), tokenizer))
+    _, agent = models.SERVERS.enter_context(agents.served(agents.RecordingEngine(tokenizer), tokenizer))
     return [
         ("view", int(page.root.rpartition(":")[2]), {"Cookie": page.cookie()}, "/run/first"),
         ("serve", models.served_port(), {"Authorization": f"Bearer {models.KEY}"}, "/v1/models"),
-        ("agents", int(url.rpartition(":")[2]), {"Authorization": f"Bearer {key}"}, "/v1/models"),
+        ("agents", agent.base_url.port, {"Authorization": f"Bearer {agent.api_key}"}, "/v1/models"),
     ]
 
 

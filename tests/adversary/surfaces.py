@@ -371,13 +371,14 @@ def agent_calls(seed: int, folder: Path) -> None:
     tokenizer = make_tokenizer()
     engine = RecordingEngine(tokenizer, texts=[draw.choice([CALL, "ok", *broken]) for _ in range(99)])
     answered = 0
-    with served(engine, tokenizer) as (session, url, key):
+    with served(engine, tokenizer) as (session, client):
+        key, host, port = client.api_key, client.base_url.host, client.base_url.port
         for _ in range(15):
             data = bytearray(json.dumps(changed(valid | {"stream": draw.random() < 0.5})).encode())
             if draw.random() < 0.2:
                 data[draw.randrange(len(data))] = draw.randrange(256)
             given = draw.choice([key, key, key, key, key + "x", ""])
-            connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
+            connection = http.client.HTTPConnection(host, port, timeout=30)
             with closing(connection):
                 connection.request("POST", "/v1/chat/completions", bytes(data), {"Authorization": f"Bearer {given}"})
                 response = connection.getresponse()

@@ -213,7 +213,8 @@ def test_a_replica_has_separate_weights_and_shares_frozen_ones(tiny_model):
 def play(policy, slots, episodes=24, per_seed=1):
     engine, renderer = LocalEngine(policy, slots=slots), Renderer(policy.tokenizer, policy.end_tokens)
     environment, rollout = make_env(Letters, max_turns=4), RolloutRecipe(tokens_per_turn=5, tokens_per_episode=700)
-    player = RolloutWorker(engine, renderer, environment, rollout, SamplingRecipe(), version=0)
+    limits = {"rollout": rollout, "sampling": SamplingRecipe()}
+    player = RolloutWorker(engine=engine, renderer=renderer, environment=environment, **limits)
     places = [EpisodeRequest(i // per_seed, i // per_seed, i % per_seed, (0, "test", i)) for i in range(episodes)]
     return collect_episodes(player, places), engine.counters
 

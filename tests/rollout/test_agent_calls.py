@@ -37,7 +37,7 @@ CALL = '<tool_call>{"name": "look", "arguments": {"arm": "dragon"}}</tool_call>'
 
 
 class RecordingEngine:
-    """An engine that records what it samples; `inner` samples, or else it answers with the next of `texts`."""
+    """Records what it samples. `inner` samples, or else it answers with the next of `texts`, or with a number."""
 
     def __init__(self, tokenizer, inner=None, texts=()):
         self.tokenizer, self.inner, self.texts = tokenizer, inner, list(texts)
@@ -54,7 +54,8 @@ class RecordingEngine:
         if self.inner is not None:
             completion = await self.inner.generate(request)
         else:
-            ids = (*self.tokenizer(self.texts.pop(0))["input_ids"], self.tokenizer.eos_token_id)
+            text = self.texts.pop(0) if self.texts else f"answer {len(self.sampled)}"
+            ids = (*self.tokenizer(text)["input_ids"], self.tokenizer.eos_token_id)
             completion = Completion(
                 ids, tuple(-0.1 * (i + 1) for i in range(len(ids))), (3,) * len(ids), StopReason.END_TOKEN
             )

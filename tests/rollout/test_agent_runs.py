@@ -23,17 +23,6 @@ AGENT = f"{shlex.quote(sys.executable)} -I -S {shlex.quote(str(Path(__file__).pa
 LETTERS = f"{Path(small.__file__).parent / 'letters.py'}"
 
 
-class CountedEngine(RecordingEngine):
-    """Answers every call with the number of its request."""
-
-    def __init__(self):
-        super().__init__(TOKENIZER)
-
-    async def generate(self, request):
-        self.texts.append(f"answer {len(self.sampled)}")
-        return await super().generate(request)
-
-
 def length(answer, row_id=None):
     """A reward function."""
     return {"score": len(answer), "letters": 3}
@@ -42,7 +31,7 @@ def length(answer, row_id=None):
 def play(kind, seeds=(3,), engine=None, failures=None, command=f"{AGENT} {{kind}}", **settings):
     agent = AgentRecipe(command=command.replace("{kind}", kind), **settings)
     rollout = RolloutRecipe(failures=failures or FailureRecipe())
-    with agent_worker(engine or CountedEngine(), make_env(LETTERS, max_turns=1), agent, rollout) as worker:
+    with agent_worker(engine or RecordingEngine(TOKENIZER), make_env(LETTERS, max_turns=1), agent, rollout) as worker:
         requests = [EpisodeRequest(seed, i, 0, (0, "test", i)) for i, seed in enumerate(seeds)]
         episodes = collect_episodes(worker, requests)
         started = time.monotonic()
@@ -76,7 +65,7 @@ def test_a_command_that_does_not_exist():
 
 
 def test_retries_start_another_agent():
-    engine = CountedEngine()
+    engine = RecordingEngine(TOKENIZER)
     (episode,) = play("crash", engine=engine, failures=FailureRecipe(action="retry", retries=2))
     assert len(engine.sampled) == 3
     assert len({request.seed for request, _ in engine.sampled}) == 3
@@ -90,12 +79,12 @@ def test_a_call_after_the_end_is_refused_and_counted():
 
 
 def test_the_engine_may_fail_the_run():
-    class Broken(CountedEngine):
+    class Broken(RecordingEngine):
         async def generate(self, request):
             raise RunError("the engine failed")
 
     with pytest.raises(RunError, match="the engine failed"):
-        play("hang", engine=Broken())
+        play("hang", engine=Broken(TOKENIZER))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +108,7 @@ def test_what_rewards_an_agent(kind, settings, reward, info):
 
 
 def test_agents_in_parallel_with_several_conversations():
-    engine = CountedEngine()
+    engine = RecordingEngine(TOKENIZER)
     episodes = play("conversation", seeds=range(6), engine=engine)
     assert [episode.info["streams"] for episode in episodes] == [2] * 6
     assert sum(episode.sampled_tokens for episode in episodes) == sum(len(c.ids) for _, c in engine.sampled)

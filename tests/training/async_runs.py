@@ -62,8 +62,15 @@ class OneThread:
         weights.load_into(self.replica)
         self.engine.load_weights(weights.version)
         renderer, rollout = Renderer(self.replica.tokenizer, self.replica.end_tokens), self.recipe.rollout
-        settings = (self.manager.environment, rollout, rollout.sampling, weights.version, self.manager.scorer)
-        worker = RolloutWorker(self.engine, renderer, *settings)
+        worker = RolloutWorker(
+            engine=self.engine,
+            renderer=renderer,
+            environment=self.manager.environment,
+            rollout=rollout,
+            sampling=rollout.sampling,
+            version=weights.version,
+            scorer=self.manager.scorer,
+        )
         before = replace(self.engine.counters)
         batch = collect(worker, self.tasks, step)
         batch.counters = counters_since(before, self.engine)

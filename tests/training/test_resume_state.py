@@ -111,7 +111,7 @@ def checkpoints_by_a_thread(models, runs):
 
 
 STEP, SAVE = "posttrain.training.updater:Optimizer.step", "torch:save"
-COALITIONS = "posttrain.training.unit_credit:UnitValuer.coalitions"
+WITHOUT = "posttrain.training.unit_credit:UnitValuer.without"
 DEATHS = [
     (ppo, "posttrain.training.critic:CriticUpdater.update", 4),
     (ppo, "posttrain.training.critic:CriticLearner.estimate_values", 3),
@@ -123,12 +123,12 @@ DEATHS = [
     (distill, "posttrain.training.teacher:ModelScorer.score", 3),
     (distill, STEP, 5),
     (distill, "pathlib:Path.rename", 4),
-    (units, COALITIONS, 2),
+    (units, WITHOUT, 2),
     (units, "posttrain.training.unit_credit:UnitCreditor.credit", 2),
     (units, "posttrain.training.unit_credit:UnitCreditor._spans", 1),
     (units, "posttrain.training.rl:write_episodes", 2),
     (units, "posttrain.training.updater:Updater.update", 3),
-    (units_ahead, COALITIONS, 2),
+    (units_ahead, WITHOUT, 2),
     (moving_reference, STEP, 5),
     (rows_in_rl, "posttrain.training.rows:FixedRows.batch", 6),
     (running_statistics, "posttrain.training.updater:Updater.update", 2),

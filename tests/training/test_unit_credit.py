@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from posttrain.credit.units.mixing import UnitAdvantages
-from posttrain.credit.units.rendering import render_coalition
+from posttrain.credit.units.rendering import with_units
 from posttrain.credit.units.spans import Spans
 from posttrain.errors import InputError, RunError
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe
-from posttrain.recipe.units import ShareCredit, StoredUnits, WholeUnits
+from posttrain.recipe.units import StoredUnits, WholeUnits
 from posttrain.rollout.store import episodes_file, read_episodes
 from posttrain.training.rows import stream_of
-from posttrain.training.unit_credit import JudgedAnswer, UnitCreditor, UnitValuer, unit_metrics
+from posttrain.training.unit_credit import JudgedAnswer, UnitValuer, unit_metrics
 from tests.training import small
 from tests.training.test_text_task_rl import run, values
 
@@ -80,9 +80,9 @@ def test_one_pass_equals_separate_passes(model):
 def test_the_whole_answer_rendered_is_the_answer(model):
     ids = UnitValuer(model, 30, scale).ids
     for answer in answers(model):
-        every = (1 << len(answer.units)) - 1
-        np.testing.assert_array_equal(render_coalition(answer.stream, answer.units, every, ids), answer.stream.ids)
-        empty = render_coalition(answer.stream, answer.units, 0, ids)
+        every = np.ones(len(answer.units), dtype=bool)
+        np.testing.assert_array_equal(with_units(answer.stream, answer.units, every, ids), answer.stream.ids)
+        empty = with_units(answer.stream, answer.units, ~every, ids)
         assert empty[-1] == model.end_token  # also of the answer that was cut off
         kept = answer.stream.ids[~answer.stream.sampled]
         assert [token for token in empty.tolist() if token != model.end_token] == [
@@ -90,17 +90,16 @@ def test_the_whole_answer_rendered_is_the_answer(model):
         ]
 
 
-def test_values_of_coalitions_are_the_scores_of_their_texts(model):
+def test_values_without_units_are_the_scores_of_their_texts(model):
     made = answers(model)
     valuer = UnitValuer(model, 64, scale)
-    members = [[0, 1, 5, 14]] * 3
-    for answer, found in zip(made, valuer.coalitions(made, members), strict=True):
-        assert found[15] == answer.outcome
-        for one in members[0]:
-            ids = render_coalition(answer.stream, answer.units, one, valuer.ids)
+    for answer, found in zip(made, valuer.without(made), strict=True):
+        units = np.arange(len(answer.units))
+        for kept, value in zip([*(units != unit for unit in units), units < 0], found, strict=True):
+            ids = with_units(answer.stream, answer.units, kept, valuer.ids)
             with torch.no_grad():
                 alone = scale(float(model.rewards([ids], [np.arange(len(ids)) > 1])))
-            assert found[one] == pytest.approx(alone, abs=1e-5)
+            assert value == pytest.approx(alone, abs=1e-5)
 
 
 def recipe(tiny_model, folder, reward_model, unit_credit, **changes):
@@ -114,17 +113,12 @@ def recipe(tiny_model, folder, reward_model, unit_credit, **changes):
 REWARDED = [
     {"type": "prefix", "segmenter": TOKENS},
     {"type": "prefix", "segmenter": {"type": "entropy", "threshold": 5.93}, "probe": "separate", "placement": "even"},
-    {"type": "even", "segmenter": TOKENS},
-    {"type": "outcome", "segmenter": TOKENS},
     {"type": "drca_published", "segmenter": TOKENS},
 ]
-ADVANTAGES = [
-    {"type": "trunc", "segmenter": TOKENS},
-    {"type": "loo", "segmenter": {"type": "entropy", "threshold": 5.93}},
-]
+ADVANTAGES = [{"type": "loo", "segmenter": {"type": "entropy", "threshold": 5.93}}]
 
 
-QUICK = (REWARDED[1], REWARDED[2], *ADVANTAGES)
+QUICK = (REWARDED[1], *ADVANTAGES)
 """Each segmenter, probe and placement, and each kind without a test of its own."""
 
 
@@ -135,9 +129,9 @@ def test_every_credit_trains(credit, tiny_model, reward_model, tmp_path):
     assert line["units/per_answer"] > 1
     assert np.isfinite(line["units/spread"])
     assert line["optimizer/gradient_norm"] > 0
-    if credit["type"] in ("prefix", "even", "outcome"):
+    if credit["type"] == "prefix":
         assert line["units/residual"] < 1e-5
-    assert (line["units/forwards"] > 0) == (credit["type"] not in ("even", "outcome"))
+    assert line["units/forwards"] > 0
 
 
 def trained_bits(tiny_model, folder, judge, credit):
@@ -161,15 +155,6 @@ def test_beta_0_is_plain_ppo_to_the_bit(kind, tiny_model, reward_model, unit_rew
     else:
         found = trained_bits(tiny_model, tmp_path, reward_model, {"type": kind, "beta": 0, "segmenter": TOKENS})
     assert found == plain_bits
-
-
-def test_unit_credit_of_type_outcome_equals_plain_credit(tiny_model, reward_model, tmp_path):
-    found = []
-    for name, credit in (("plain", None), ("units", {"type": "outcome", "segmenter": TOKENS, "beta": 0.5})):
-        directory, _ = run(recipe(tiny_model, tmp_path, reward_model, credit, name=name))
-        advantages = read_episodes(episodes_file(directory.episodes, 1, "train")).advantages
-        found.append(np.concatenate([stream for episode in advantages.values for stream in episode]))
-    np.testing.assert_allclose(found[0], found[1], atol=1e-4)
 
 
 def test_rewards_of_units_are_placed_in_their_units(tiny_model, unit_reward_model, tmp_path):
@@ -223,15 +208,6 @@ def test_remax_compares_rewards_in_one_unit(tiny_model, reward_model, tmp_path):
 
 THINKING = Spans(np.array([0, 4, 7, 11, 13]), np.array([False, True, True, False]))
 """Four tokens of thinking, two units of three and four tokens, and a closing remark of two."""
-
-
-@pytest.mark.parametrize(("kind", "expected"), [("even", [0, 1.5, 1.5, 0]), ("outcome", [0, 0, 0, 3])])
-def test_shares_of_the_outcome_go_to_units(kind, expected):
-    creditor = object.__new__(UnitCreditor)
-    creditor.settings = ShareCredit(type=kind)
-    answer = JudgedAnswer(stream_of(np.arange(3, 18), np.arange(15) >= 2), THINKING, 3.0, "an answer")
-    (credits,), _ = creditor._values([], [answer], None)
-    np.testing.assert_array_equal(credits, expected)
 
 
 def test_metrics_are_those_of_units():

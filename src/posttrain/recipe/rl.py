@@ -191,7 +191,7 @@ class RlRecipe(SampledRecipe):
             raise ValueError(
                 f"`credit.type: {self.credit.type}` adds up the rewards of {what}, so the position of the rewards of "
                 f"`unit_credit.type: {self.unit_credit.type}` has no effect; use gae, reinforce, "
-                "reinforce_pp or optimal_token_baseline, or give units advantages with loo or trunc"
+                "reinforce_pp or optimal_token_baseline, or give units advantages with loo"
             )
         if self.loss.averages_advantages:
             mean = f"`loss.type: {self.loss.type}` gives every token the mean advantage of its stream"

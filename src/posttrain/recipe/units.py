@@ -116,25 +116,15 @@ class _Placed(BaseConfig):
     """Where in a unit its reward is placed. `end`: at its last token. `even`: spread evenly over its tokens, so later tokens of the unit see only part of it."""
 
 
-class _Probed(BaseConfig):
-    probe: Literal["one_pass", "separate"] = "one_pass"
-    """`one_pass`: compute the values after all units of an answer in one forward pass of the reward model. `separate`: one pass per unit; same values, for architectures where one pass is not supported."""
-
-    texts: ClassVar[str] = "K texts for the reward model"
-
-
-class PrefixCredit(_Probed, _Placed, _Read):
+class PrefixCredit(_Placed, _Read):
     """Increase of the reward-model score with each unit. A reward stream; units sum to the outcome minus the value of an empty answer."""
 
     type: Literal["prefix"]
     """`prefix`: value after the unit - value before it."""
+    probe: Literal["one_pass", "separate"] = "one_pass"
+    """`one_pass`: compute the values after all units of an answer in one forward pass of the reward model. `separate`: one pass per unit; same values, for architectures where one pass is not supported."""
 
-
-class ShareCredit(_Placed, _Read):
-    """The outcome distributed over units. Reward streams that sum to the outcome."""
-
-    type: Literal["even", "outcome"]
-    """`even`: equal shares. `outcome`: everything to the end of the answer."""
+    texts: ClassVar[str] = "K texts for the reward model"
 
 
 class LearnedCredit(_Placed, _Mixed):
@@ -152,13 +142,6 @@ class LearnedCredit(_Placed, _Mixed):
     """Which fit of the file to use, as `model > dataset > method > aggregate > threshold`. Not needed if it has only one."""
 
 
-class TruncationCredit(_Probed, _Read):
-    """Remaining value at the start of the unit. An advantage."""
-
-    type: Literal["trunc"]
-    """`trunc`: outcome - value of the answer up to the unit."""
-
-
 class LeaveOneOutCredit(_Read):
     """Loss of value without the unit. An advantage; redundant units get 0."""
 
@@ -169,7 +152,7 @@ class LeaveOneOutCredit(_Read):
 
 
 class CompatibleCredit(_Read):
-    """The published DRCA, for comparison: `trunc` with blanks, used as a reward although it is an advantage, so later units are counted several times."""
+    """The published DRCA, for comparison: the outcome minus the value of the answer up to the unit, with blanks for it. It is used as a reward although it is an advantage, so later units are counted several times."""
 
     type: Literal["drca_published"]
     """`drca_published`: the published DRCA."""
@@ -179,13 +162,13 @@ class CompatibleCredit(_Read):
     texts: ClassVar[str] = "K texts for the reward model"
 
 
-CausalCredit = PrefixCredit | ShareCredit | LearnedCredit | CompatibleCredit
+CausalCredit = PrefixCredit | LearnedCredit | CompatibleCredit
 """Credit that is a reward stream."""
-HindsightCredit = TruncationCredit | LeaveOneOutCredit
+HindsightCredit = LeaveOneOutCredit
 """Credit that is an advantage."""
 
 UnitCreditRecipe = Annotated[
-    PrefixCredit | ShareCredit | LearnedCredit | TruncationCredit | LeaveOneOutCredit | CompatibleCredit,
+    PrefixCredit | LearnedCredit | LeaveOneOutCredit | CompatibleCredit,
     Field(discriminator="type"),
 ]
 

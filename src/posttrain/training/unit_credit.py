@@ -20,8 +20,8 @@ from posttrain.credit.units.mixing import (
     with_unit_rewards,
 )
 from posttrain.credit.units.normalizer import Normalizer, fit_key, parse_key, read_normalizer, same
-from posttrain.credit.units.rendering import RenderingTokens, blanked_prefix, prefix_lengths, render_coalition
-from posttrain.credit.units.segment import episode_answers, segment
+from posttrain.credit.units.rendering import RenderingTokens, blanked_prefix, prefix_lengths, with_units
+from posttrain.credit.units.segment import segment, stream_answers
 from posttrain.credit.units.spans import Spans
 from posttrain.episode import Advantages, Episode, RewardStreams, Stream
 from posttrain.errors import InputError, RunError
@@ -34,14 +34,13 @@ from posttrain.recipe.units import (
     LearnedCredit,
     LeaveOneOutCredit,
     PrefixCredit,
-    TruncationCredit,
     UnitCreditRecipe,
 )
 from posttrain.training.controllers import RAW, RunningStatistics, scaled
 from posttrain.training.reward_scorer import OF_UNITS, RewardScorer
 from posttrain.training.rows import stream_of
 from posttrain.training.unit_rewards import WEAK, entropies_under
-from posttrain.training.updater import Sample, Samples, on_stream, pack
+from posttrain.training.updater import Sample, Samples, pack
 
 _KEY = "reward.tokens_per_batch"
 
@@ -94,13 +93,13 @@ class UnitValuer:
                 values.append(self._score(answer, ended))
         return [np.append(prefix, answer.outcome) for prefix, answer in zip(values, answers, strict=True)]
 
-    def coalitions(self, answers: Sequence[JudgedAnswer], members: Sequence[Sequence[int]]) -> list[dict[int, float]]:
-        """Per answer: the values of its coalitions of units, and of the whole answer, R."""
+    def without(self, answers: Sequence[JudgedAnswer]) -> list[np.ndarray]:
+        """Per answer [K + 1] float64: the values without unit 0, 1, ..., K - 1, and without all of them."""
         values = []
-        for answer, coalitions in zip(answers, members, strict=True):
-            texts = (render_coalition(answer.stream, answer.units, coalition, self.ids) for coalition in coalitions)
-            scores = dict(zip(coalitions, self._score(answer, texts).tolist(), strict=True))
-            values.append(scores | {(1 << len(answer.units)) - 1: answer.outcome})
+        for answer in answers:
+            kept = np.vstack([~np.eye(len(answer.units), dtype=bool), np.zeros(len(answer.units), dtype=bool)])
+            texts = (with_units(answer.stream, answer.units, row, self.ids) for row in kept)
+            values.append(self._score(answer, texts))
         return values
 
     def blanked(self, answers: Sequence[JudgedAnswer]) -> list[np.ndarray]:
@@ -323,14 +322,10 @@ class UnitCreditor:
         entropies: Sequence[np.ndarray | None] = [None] * len(episodes)
         if isinstance(segmenter, EntropyUnits):
             with self.policy.as_reference():
-                sampled_entropies = self.policy.compute(
-                    entropies_under, self.policy.model, samples, self.tokens_per_batch
-                )
-            entropies = [
-                on_stream(values, s.stream.sampled) for values, s in zip(sampled_entropies, samples, strict=True)
-            ]
+                entropies = self.policy.compute(entropies_under, self.policy.model, samples, self.tokens_per_batch)
+        given = self.policy.end_tokens, self.decode
         return [
-            segment(segmenter, episode_answers(e, self.decode, None if values is None else [values]), self.decode)
+            segment(segmenter, stream_answers(e.streams[0], *given, values), self.decode)
             for e, values in zip(episodes, entropies, strict=True)
         ]
 
@@ -339,32 +334,23 @@ class UnitCreditor:
     ) -> tuple[list[np.ndarray], list[float]]:
         """Per answer: the credits [K] of its units, and the value of an empty answer."""
         recipe = self.settings
-        if isinstance(recipe, PrefixCredit | TruncationCredit):
+        if isinstance(recipe, PrefixCredit):
             values = valuer.prefixes(answers, recipe.probe == "one_pass")
-            estimate = estimators.prefix if isinstance(recipe, PrefixCredit) else estimators.trunc
-            return [estimate(prefixes) for prefixes in values], [float(prefixes[0]) for prefixes in values]
+            return [estimators.prefix(prefixes) for prefixes in values], [float(prefixes[0]) for prefixes in values]
         if isinstance(recipe, LeaveOneOutCredit):
-            members = [[*estimators.leave_one_out_coalitions(len(a.units)), 0] for a in answers]
-            values_of = valuer.coalitions(answers, members)
-            without = [np.array([of[m] for m in asked[:-1]]) for of, asked in zip(values_of, members, strict=True)]
-            credits = [estimators.loo(a.outcome, values) for a, values in zip(answers, without, strict=True)]
-            return credits, [of[0] for of in values_of]
+            values = valuer.without(answers)
+            credits = [estimators.loo(a.outcome, own[:-1]) for a, own in zip(answers, values, strict=True)]
+            return credits, [float(own[-1]) for own in values]
         if isinstance(recipe, CompatibleCredit):
             blanked = valuer.blanked(answers)
             credits = [np.where(a.units.is_unit, a.outcome - v, 0.0) for a, v in zip(answers, blanked, strict=True)]
             return credits, [0.0] * len(answers)
-        if isinstance(recipe, LearnedCredit):
-            raw = [np.array([reward for _, reward in e.turns[-1].info[OF_UNITS]], dtype=np.float64) for e in episodes]
-            if self.normalizer is None:  # normalized like outcomes
-                credits = [np.array([valuer.scale(reward) for reward in rewards.tolist()]) for rewards in raw]
-            else:  # by position, and clipped like outcomes
-                most = math.inf if valuer.clip is None else valuer.clip
-                credits = [np.clip(self.normalizer.normalize(rewards), -most, most) for rewards in raw]
-            return credits, [0.0] * len(answers)
-        if recipe.type == "outcome":
-            credits = [estimators.last(a.outcome, len(a.units)) for a in answers]
-        else:
-            credits = [estimators.even(a.outcome, a.units.is_unit) for a in answers]
+        raw = [np.array([reward for _, reward in e.turns[-1].info[OF_UNITS]], dtype=np.float64) for e in episodes]
+        if self.normalizer is None:  # normalized like outcomes
+            credits = [np.array([valuer.scale(reward) for reward in rewards.tolist()]) for rewards in raw]
+        else:  # by position, and clipped like outcomes
+            most = math.inf if valuer.clip is None else valuer.clip
+            credits = [np.clip(self.normalizer.normalize(rewards), -most, most) for rewards in raw]
         return credits, [0.0] * len(answers)
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.credit.units.estimators import even, full_coalition, last, leave_one_out_coalitions, loo, prefix, trunc
+from posttrain.credit.units.estimators import loo, prefix
 from posttrain.seeds import random_stream
 
 OR, AND = (0.0, 1.0, 1.0, 1.0), (0.0, 0.0, 0.0, 1.0)
@@ -21,11 +21,12 @@ def drawn(units, seed):
 
 def beginnings(values, units):
     """[K + 1]: the values of the first 0, 1, ..., K units."""
-    return np.array([values[full_coalition(k)] for k in range(units + 1)])
+    return np.array([values[(1 << k) - 1] for k in range(units + 1)])
 
 
 def lacking(values, units):
-    return np.array([values[members] for members in leave_one_out_coalitions(units)])
+    """[K]: the values without unit 0, 1, ..., K - 1."""
+    return np.array([values[((1 << units) - 1) & ~(1 << k)] for k in range(units)])
 
 
 def additive(worth, empty):
@@ -38,9 +39,7 @@ def additive(worth, empty):
 
 
 def test_by_hand():
-    values = np.array([0.5, 2.0, 1.0, 4.0])
-    np.testing.assert_array_equal(prefix(values), [1.5, -1.0, 3.0])
-    np.testing.assert_array_equal(trunc(values), [3.5, 2.0, 3.0])
+    np.testing.assert_array_equal(prefix(np.array([0.5, 2.0, 1.0, 4.0])), [1.5, -1.0, 3.0])
 
 
 @given(sizes, seeds)
@@ -48,21 +47,7 @@ def test_by_hand():
 def test_prefix_sums_to_the_outcome_above_that_of_an_empty_answer(units, seed):
     values = beginnings(drawn(units, seed), units)
     assert prefix(values).sum() == pytest.approx(values[-1] - values[0], abs=1e-12)
-    np.testing.assert_allclose(np.cumsum(prefix(values)[::-1])[::-1], trunc(values), atol=1e-12)
-
-
-@given(sizes, seeds)
-@settings(max_examples=30, deadline=None)
-def test_truncation_counts_unit_j_j_times(units, seed):
-    values = beginnings(drawn(units, seed), units)
-    assert trunc(values).sum() == pytest.approx(np.arange(1, units + 1) @ prefix(values), abs=1e-12)
-
-
-def test_the_published_example_of_counting_twice():
-    values = additive(np.array([1.0, -0.5, 2.0, 0.3]), 0.0)
-    found = trunc(beginnings(values, 4))
-    np.testing.assert_allclose(found, [2.8, 1.8, 2.3, 0.3], atol=1e-12)
-    assert found.sum() == pytest.approx(7.2)
+    np.testing.assert_allclose(np.cumsum(prefix(values)[::-1])[::-1], values[-1] - values[:-1], atol=1e-12)
 
 
 # -- all estimators ------------------------------------------------------------------------------------------------------
@@ -76,48 +61,18 @@ def test_prefix_and_loo_recover_additive_values(units, seed):
     values = additive(worth, empty)
     np.testing.assert_allclose(prefix(beginnings(values, units)), worth, atol=1e-12)
     np.testing.assert_allclose(loo(values[-1], lacking(values, units)), worth, atol=1e-12)
-    np.testing.assert_allclose(trunc(beginnings(values, units)), np.cumsum(worth[::-1])[::-1], atol=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("values", "by_prefix", "by_loo", "by_trunc"),
-    [(OR, [1, 0], [0, 0], [1, 0]), (AND, [0, 1], [1, 1], [1, 1])],
-    ids=["or", "and"],
+    ("values", "by_prefix", "by_loo"), [(OR, [1, 0], [0, 0]), (AND, [0, 1], [1, 1])], ids=["or", "and"]
 )
-def test_two_units_of_which_one_is_enough_or_both_are_needed(values, by_prefix, by_loo, by_trunc):
+def test_two_units_of_which_one_is_enough_or_both_are_needed(values, by_prefix, by_loo):
     np.testing.assert_array_equal(prefix(beginnings(values, 2)), by_prefix)
     np.testing.assert_array_equal(loo(values[-1], lacking(values, 2)), by_loo)
-    np.testing.assert_array_equal(trunc(beginnings(values, 2)), by_trunc)
 
 
 @pytest.mark.parametrize("outcome", [-1.5, 0.0, 2.0])
 def test_no_units_and_one_unit(outcome):
-    nothing = np.zeros(0)
-    for found in (
-        prefix(np.array([outcome])),
-        trunc(np.array([outcome])),
-        loo(outcome, nothing),
-        even(outcome, nothing.astype(bool)),
-        last(outcome, 0),
-    ):
-        np.testing.assert_array_equal(found, nothing)
-    empty = 0.25
-    alone = [prefix(np.array([empty, outcome])), trunc(np.array([empty, outcome])), loo(outcome, np.array([empty]))]
-    for found in alone:
-        np.testing.assert_array_equal(found, [outcome - empty])
-    for found in (even(outcome, np.array([True])), last(outcome, 1)):
-        np.testing.assert_allclose(found, [outcome], rtol=1e-15)
-
-
-# -- shares --------------------------------------------------------------------------------------------------------------
-
-
-@given(st.integers(1, 6), st.floats(-5, 5))
-@settings(max_examples=30, deadline=None)
-def test_shares_sum_to_the_outcome(units, outcome):
-    every = np.ones(units, dtype=bool)
-    for found in (even(outcome, every), last(outcome, units)):
-        assert found.shape == (units,)
-        assert found.sum() == pytest.approx(outcome, abs=1e-12)
-    assert last(outcome, units)[:-1].any() == 0
-    assert len(set(even(outcome, every))) == 1
+    assert len(prefix(np.array([outcome]))) == len(loo(outcome, np.zeros(0))) == 0
+    for found in (prefix(np.array([0.25, outcome])), loo(outcome, np.array([0.25]))):
+        np.testing.assert_array_equal(found, [outcome - 0.25])

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.credit.assign import compute_advantages, reward_streams
-from posttrain.credit.units.estimators import prefix, trunc
+from posttrain.credit.units.estimators import prefix
 from posttrain.credit.units.mixing import (
     CreditedUnits,
     UnitAdvantages,
@@ -43,6 +43,11 @@ def played(seed, units, group=0, index=0, found=True):
     one = episode(*zip(parts, paid, strict=True), group=group, index=index)
     inner = draws.permutation(np.arange(1, tokens))[: max(units - 1, 0)] if tokens else np.zeros(0)
     return one, Spans.from_cuts(tokens, inner, found), values
+
+
+def trunc(values):
+    """R - Phi_(k-1): the published difference, which is an advantage."""
+    return values[-1] - values[:-1]
 
 
 def rewarded(one, cuts, values):

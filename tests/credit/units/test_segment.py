@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from posttrain.credit.units.offsets import align
-from posttrain.credit.units.segment import Answer, answer_tokens, episode_answers, segment
+from posttrain.credit.units.segment import Answer, answer_tokens, segment, stream_answers
 from posttrain.credit.units.spans import Spans
-from posttrain.episode import StopReason
 from posttrain.recipe.units import UnitsRecipe
 from tests.credit.units.tokenizers import VOCABULARY, Counting, byte_level, encode
 from tests.rollout.episodes import played
@@ -187,20 +186,18 @@ def test_the_last_token_of_thinking(recipe, tokens, is_unit):
 def test_thinking_that_the_prompt_opened():
     episode = played(tokens=4)
     episode.streams[0].ids = np.array(encode("!<think> a</think>A!"), dtype=np.int64)
-    (answer,) = episode_answers(episode, byte_level)
+    (answer,) = stream_answers(episode.streams[0], {VOCABULARY.index(b"!")}, byte_level)
     assert answer.opened
     assert answer.ended
     units = segment(recipe("sentence"), [answer], byte_level)
     assert (units.cuts.tolist(), units.is_unit.tolist()) == ([0, 2, 4], [False, True])
 
 
-def test_answers_of_an_episode_are_those_that_were_sampled():
-    episode = played(rewards=(1.0, 2.0), tokens=3)
-    episode.turns[1].stop_reason = StopReason.TURN_BUDGET
-    scores = [np.arange(10, dtype=np.float32)]
-    first, second = episode_answers(episode, byte_level, scores)
+def test_answers_of_a_stream_are_those_that_were_sampled():
+    scores = np.arange(6, dtype=np.float32)
+    first, second = stream_answers(played(rewards=(1.0, 2.0), tokens=3).streams[0], {4}, byte_level, scores)
     assert (first.ids.tolist(), second.ids.tolist()) == ([2, 3, 4], [7, 8, 9])
-    assert (first.entropies.tolist(), second.entropies.tolist()) == ([2, 3, 4], [7, 8, 9])
+    assert (first.entropies.tolist(), second.entropies.tolist()) == ([0, 1, 2], [3, 4, 5])
     assert (first.ended, second.ended, first.opened) == (True, False, False)
     assert segment(recipe("turn"), [first, second], byte_level).cuts.tolist() == [0, 3, 6]
 

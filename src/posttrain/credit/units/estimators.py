@@ -1,7 +1,7 @@
 """Estimators of unit credit from reward-model values.
 
 `values` [K + 1] are the normalized values of an answer's prefixes: Phi_0 of the empty answer, Phi_k of the answer up to
-and including unit k, and Phi_K = R of the whole answer. A coalition of units is an int whose bit k is set for unit k.
+and including unit k, and Phi_K = R of the whole answer.
 """
 
 import numpy as np
@@ -17,40 +17,6 @@ def prefix(values: np.ndarray) -> np.ndarray:
     because the sum would otherwise depend on them. Biased as an advantage, which would ignore effects on later units.
     """
     return np.diff(np.asarray(values, dtype=np.float64))
-
-
-def trunc(values: np.ndarray) -> np.ndarray:
-    """d_k = R - Phi_(k-1): [K] float64, an advantage: the return minus a baseline that depends on the past of unit k.
-
-    Unbiased for any Phi, provided that the start of unit k depends on the text before it only and that every token is in
-    a unit; the mixture gives other tokens the outcome's share alone. Biased as a reward,
-    which would count unit j of additive value w_j j times.
-    """
-    values = np.asarray(values, dtype=np.float64)
-    return values[-1] - values[:-1]
-
-
-def even(outcome: float, is_unit: np.ndarray) -> np.ndarray:
-    """d_k = R / K for the K spans of `is_unit` [S] bool that are units, 0 for the others; R / S without units."""
-    shares = is_unit if is_unit.any() else np.ones(len(is_unit), dtype=bool)
-    return outcome * shares / max(int(shares.sum()), 1)
-
-
-def last(outcome: float, units: int) -> np.ndarray:
-    """d_K = R, and 0 for the other units."""
-    shares = np.zeros(units)
-    shares[-1:] = outcome
-    return shares
-
-
-def full_coalition(units: int) -> int:
-    """The coalition of all units."""
-    return (1 << units) - 1
-
-
-def leave_one_out_coalitions(units: int) -> list[int]:
-    """[K]: the coalitions without unit 0, 1, ..., K - 1."""
-    return [full_coalition(units) & ~(1 << k) for k in range(units)]
 
 
 def loo(outcome: float, without: np.ndarray) -> np.ndarray:

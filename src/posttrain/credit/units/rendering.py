@@ -21,23 +21,17 @@ class RenderingTokens:
     """A space."""
 
 
-def render_coalition(stream: Stream, units: Spans, members: int, tokens: RenderingTokens) -> np.ndarray:
-    """`stream` with only the units whose bit is set in `members`: ids [T'] int64.
+def with_units(stream: Stream, units: Spans, kept: np.ndarray, tokens: RenderingTokens) -> np.ndarray:
+    """`stream` with only the units that `kept` [K] bool marks: ids [T'] int64.
 
     Tokens that were not sampled and end tokens that close a turn are kept. The last unit determines the end: without
     it, a truncated answer gets an end token; with it, the answer stays truncated.
     """
     sampled = np.flatnonzero(stream.sampled)
     closes = np.append(np.diff(sampled) > 1, True) & np.isin(stream.ids[sampled], list(tokens.ends))
-    kept = np.ones(len(stream), dtype=bool)
-    for unit, (start, stop) in enumerate(units):
-        if not members >> unit & 1:
-            kept[sampled[start:stop][~closes[start:stop]]] = False
-    ids = stream.ids[kept].tolist()
-    last_is_out = len(units) > 0 and not members >> (len(units) - 1) & 1
-    if last_is_out and not closes[-1]:
-        ids.append(tokens.end)
-    return np.array(ids, dtype=np.int64)
+    left_out = sampled[~kept[units.unit_of_token] & ~closes]
+    ids = np.delete(stream.ids, left_out)
+    return ids if kept[-1:].all() or closes[-1] else np.append(ids, tokens.end)
 
 
 def prefix_lengths(stream: Stream, units: Spans) -> np.ndarray:

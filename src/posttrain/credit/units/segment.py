@@ -10,7 +10,7 @@ import numpy as np
 
 from posttrain.credit.units.offsets import AlignedText, Decode, align
 from posttrain.credit.units.spans import Spans
-from posttrain.episode import Episode, StopReason, Stream
+from posttrain.episode import Stream
 from posttrain.recipe.units import EntropyUnits, StepUnits, TextUnits, UnitsRecipe, WholeUnits
 
 Location = tuple[int, int]
@@ -193,22 +193,6 @@ class Answer:
     """Whether the prompt ended with `<think>`."""
     entropies: np.ndarray | None = None
     """[n] float, in nats, for `entropy_cuts`."""
-
-
-def episode_answers(episode: Episode, decode: Decode, entropies: Sequence[np.ndarray] | None = None) -> list[Answer]:
-    """The answers of an episode, in order. `entropies`: per stream [T] float, aligned with `Stream.ids`."""
-    answers = []
-    for turn in episode.turns:
-        ids = episode.streams[turn.stream].ids
-        answers.append(
-            Answer(
-                ids=ids[turn.start : turn.stop],
-                ended=turn.stop_reason is StopReason.END_TOKEN,
-                opened=opened(ids[: turn.start], decode),
-                entropies=None if entropies is None else entropies[turn.stream][turn.start : turn.stop],
-            )
-        )
-    return answers
 
 
 def opened(before: np.ndarray, decode: Decode, tag: str = OPENING) -> bool:
