@@ -9,6 +9,7 @@ from posttrain import verbs
 from posttrain.errors import InputError
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.samples import read_samples
+from posttrain.runs.tables import Results, read_run_results
 from posttrain.view.report import write_html
 from posttrain.view.run_pages import Logs, facts
 from posttrain.view.server import Pages
@@ -53,11 +54,22 @@ def test_a_run_keeps_rows_with_scores_before_and_after(stage, tiny_model, tmp_pa
     assert "Held-out rows" in pages.render("run.html.j2", **about).body.decode()
 
 
-@pytest.mark.parametrize("content", ["[]", '{"rows": [{"origin": 1}]}', '{"rows": 3}', "{"])
-def test_rows_of_another_form_are_named(content, tmp_path):
+TABLE = {"title": "t", "headings": ["a"], "note": ""}
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        *(("rows/samples.json", content) for content in ("[]", '{"rows": [{"origin": 1}]}', '{"rows": 3}', "{")),
+        *(("results.json", content) for content in ("[]", '{"policies": 3}', '{"verdict": {}}', "{")),
+        *(("results.json", json.dumps({"tables": [TABLE | {"rows": [row]}]})) for row in (["b", "c"], [1])),
+    ],
+)
+def test_files_of_another_form_are_named(file, content, tmp_path):
     run = RunDirectory(tmp_path)
     assert read_samples(run) == []
+    assert read_run_results(tmp_path) == Results()
     (tmp_path / "rows").mkdir()
-    (tmp_path / "rows" / "samples.json").write_text(content)
-    with pytest.raises(InputError, match=r"samples\.json"):
-        read_samples(run)
+    (tmp_path / file).write_text(content)
+    with pytest.raises(InputError, match=file):
+        read_samples(run) if "samples" in file else read_run_results(tmp_path)

@@ -177,9 +177,12 @@ VARIABLES = {"WANDB_PROJECT": "set", "WANDB_NAME": "called"}
 def test_project_entity_name_and_tags(recipe, monkeypatch, sink, tracking, variables, expected):
     given = {}
 
+    def ignore(*values, **more):
+        pass
+
     def init(**arguments):
         given.update(arguments)
-        return SimpleNamespace(define_metric=lambda *names, **more: None, log=print, finish=lambda: None)
+        return SimpleNamespace(define_metric=ignore, log=ignore, finish=ignore)
 
     monkeypatch.setitem(sys.modules, sink, SimpleNamespace(init=init))
     for name in ("WANDB_PROJECT", "WANDB_NAME"):
@@ -187,7 +190,9 @@ def test_project_entity_name_and_tags(recipe, monkeypatch, sink, tracking, varia
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     run = RunDirectory.create(recipe.model_copy(update={"tracking": TrackingRecipe(**tracking)}))
-    MetricsLog(run, [sink]).close()
+    with MetricsLog(run, [sink]) as log:
+        log.write(1, "train", {"x": 2.0})
+    assert [line["kind"] for line in read_metrics(run.metrics)] == ["train"]
     settings = {key: given[key] for key in expected}
     settings["name"] = settings["name"].replace(run.load_environment()["id"], "ID")
     assert settings == expected

@@ -142,6 +142,7 @@ def test_a_log_reads_only_what_was_appended_and_notices_a_resumed_run(tmp_path):
         assert (before.last_step, after.last_step) == (2, 3)
         log.truncate_after(1)
         assert logs.read(run.metrics).last_step == 1
+    assert not logs.read(tmp_path / "none.jsonl")
 
 
 @pytest.fixture
