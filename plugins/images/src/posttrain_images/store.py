@@ -65,10 +65,12 @@ def _forget(key: str) -> None:
 
 def load(key: str) -> np.ndarray:
     """The pixels [height, width, 3] uint8 of a stored image. InputError if there is none, RunError if it is damaged."""
+    from posttrain_images.reading import MOST_PIXELS, decoded
+
     if (file := _file(key)) is None:
         raise InputError(f"the image {key} of a message is not in {folders()[0]}; restore {key}.png there")
     try:
-        pixels = _pixels(file)
+        pixels = np.asarray(decoded(file.read_bytes(), str(file), ("PNG",), 4 * MOST_PIXELS))
     except Exception as error:  # decoders raise errors of many types
         raise RunError(
             f"the image {file} is damaged ({error}); delete it, and what has the image stores it again"
@@ -90,12 +92,6 @@ def keep(key: str) -> None:
 
 def _file(key: str) -> Path | None:
     return next((file for folder in folders() if (file := folder / f"{key}.png").is_file()), None)
-
-
-def _pixels(file: Path) -> np.ndarray:
-    from posttrain_images.reading import MOST_PIXELS, decoded
-
-    return np.asarray(decoded(file.read_bytes(), str(file), ("PNG",), 4 * MOST_PIXELS))
 
 
 def _write(file: Path, write: Callable[[IO[bytes]], object]) -> None:

@@ -209,15 +209,19 @@ def import_command(command: Command, rows: int | None, variables: Mapping[str, s
     assigned = {**variables, **command.assignments}
     flags += [(name, value) for name, value in assigned.items() if name.isupper() and name in program.rules]
     if "num_processes" in program.rules:  # the number of processes is part of the arithmetic
-        counts = [option for option in options if launcher.name_of(option[0]) == "num_processes"]
-        flags += [("num_processes", value) for _, value in counts]
-        options = [option for option in options if option not in counts]
+        processes = [option for option in options if launcher.name_of(option[0]) == "num_processes"]
+        flags += [("num_processes", value) for _, value in processes]
+        options = [option for option in options if option not in processes]
     flags += _flags(words, program)
     for value in (value for name, value in flags if value and program.is_secret(name, value)):
         text = text.replace(shlex.quote(value), "...")
     values = {program.name_of(name): SET if value is None else value for name, value in flags}
     if rows is None and program.rows_of:
-        rows = _rows_of(values, program)
+        # Those of local files, at most the limit of the command; without files, the limit.
+        paths = data_path(values.get(program.rows_of, ""))
+        counts = [count_rows(path) for path in ([paths] if isinstance(paths, str) else paths)]
+        limit = [int(float(values[program.limit]))] if values.get(program.limit) else []
+        rows = min(([sum(filter(None, counts))] if counts and None not in counts else []) + limit, default=None)
     of_scripts = program.command or program.positions  # the devices are those of their recipes
     table = [
         *programs()["environment"].table([item for item in command.assignments.items() if item not in flags]),
@@ -279,15 +283,6 @@ def _flags(words: list[str], program: Program) -> list[tuple[str, str | None]]:
         else:
             flags.append((flag, " ".join(values) if values else None))
     return configured + flags
-
-
-def _rows_of(given: Mapping[str, str], program: Program) -> int | None:
-    """Number of training rows: those of local files, at most the limit of the command; without files, the limit."""
-    paths = data_path(given.get(program.rows_of, ""))
-    counts = [count_rows(path) for path in ([paths] if isinstance(paths, str) else paths)]
-    limit = [int(float(given[program.limit]))] if given.get(program.limit) else []
-    total = [sum(filter(None, counts))] if counts and None not in counts else []
-    return min(total + limit, default=None)
 
 
 def values_of(rows: Iterable[Row]) -> dict[str, Any]:

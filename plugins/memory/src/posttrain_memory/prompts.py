@@ -146,19 +146,12 @@ def _within(parts: Sequence[str], limit: int) -> list[str]:
         limit -= _NOTICE
         least = [one for one in least if one <= limit] or least[:1]
     kept, rest = parts[: len(least)], len(parts) - len(least)
-    shares = _shares([len(part) + 1 for part in kept], limit)
-    shown = [_cut(part, share - 1) for part, share in zip(kept, shares, strict=True)]
+    # Short parts are shown completely, long ones equally.
+    shown, left = list(kept), limit
+    for done, place in enumerate(sorted(range(len(kept)), key=lambda i: len(kept[i]))):
+        share = min(len(kept[place]) + 1, max(left // (len(kept) - done), 0))
+        shown[place], left = _cut(kept[place], share - 1), left - share
     return [*shown, f"(left out: {rest} more values; select or print less)"] if rest else shown
-
-
-def _shares(lengths: Sequence[int], limit: int) -> list[int]:
-    """The characters shown of each part, within `limit` in total: short parts completely, long ones equally."""
-    shares, left = [0] * len(lengths), limit
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    for done, place in enumerate(order):
-        shares[place] = min(lengths[place], max(left // (len(order) - done), 0))
-        left -= shares[place]
-    return shares
 
 
 def _cut(part: str, share: int) -> str:

@@ -98,11 +98,15 @@ def write_dataset(out: Path, seed: int, counts: dict[str, int]) -> WrittenDatase
     rows: dict[str, list[dict[str, Any]]] = {f"{kind}_{split}": [] for kind in FOLDERS for split in SPLITS}
     scores = Scores()
     for split, sample in samples(seed, counts):
-        _add_scores(sample, scores)
-        policy = sample.policy
+        policy, answer = sample.policy, write(sample.procedure)
+        verdict = verify(answer, policy)
+        if (verdict.factual_accuracy, verdict.logical_soundness, verdict.efficiency, verdict.reward) != (1, 1, 1, 1):
+            raise RunError(f"a sound procedure on {policy.domain} scores {verdict}; please report {policy}")
+        scores.sound.append(verdict)
+        for worse in sample.corruptions:
+            scores.corrupted[worse.kind].append(worse.verdict)
         common = {"domain": policy.domain, "policy": identity(policy), "label": policy.to_json()}
         question = {"role": "user", "content": sample.prompt}
-        answer = write(sample.procedure)
         sound = [question, _answer(answer)]
         rows[f"sft_{split}"].append({"messages": sound, **common})
         rows[f"prompts_{split}"].append({"context_messages": [question], "completion": answer, **common})
@@ -161,12 +165,3 @@ def identity(policy: Policy) -> str:
 
 def _answer(text: str) -> Message:
     return {"role": "assistant", "content": text}
-
-
-def _add_scores(sample: Sample, scores: Scores) -> None:
-    verdict = verify(write(sample.procedure), sample.policy)
-    if (verdict.factual_accuracy, verdict.logical_soundness, verdict.efficiency, verdict.reward) != (1, 1, 1, 1):
-        raise RunError(f"a sound procedure on {sample.policy.domain} scores {verdict}; please report {sample.policy}")
-    scores.sound.append(verdict)
-    for worse in sample.corruptions:
-        scores.corrupted[worse.kind].append(worse.verdict)

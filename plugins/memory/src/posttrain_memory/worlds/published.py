@@ -41,8 +41,11 @@ def published_outcome(message: str, before: Mapping[str, str], after: Mapping[st
         if texts[path] == later[path]:
             continue
         if path in named:
-            lost = _lost_of_others(path, list((texts[path] - later[path]).elements()), named, before)
-            harmed += [f"{path} lost: {line}" for line in lost]
+            for line in (texts[path] - later[path]).elements():
+                about = _mentioned(line, before) - {path, USER}
+                # `label: [[note]]` is about the note that contains it, and so is everything in `user.md`.
+                own = not _OF_ANOTHER.search(line) and (path == USER or _RELATION.match(line))
+                harmed += [f"{path} lost: {line}"] if about and not about & named and not own else []
         elif _changed(path, before, after, was, now):
             harmed.append(f"{path} was changed")
     added = sum(max(0, len(text) - len(before.get(path, ""))) for path, text in after.items())
@@ -107,16 +110,6 @@ def _changed(path: str, before: Mapping[str, str], after: Mapping[str, str], was
     kept_words = all(2 * len(known & set(plain(line).split())) > len(set(plain(line).split())) for line in others)
     kept = was.out[path] - gone <= now.out[path]
     return len(freed) < len(lost) or len(others) > len(freed) or not kept_words or not kept
-
-
-def _lost_of_others(path: str, lost: list[str], named: set[str], before: Mapping[str, str]) -> list[str]:
-    """Lines lost by a named note that are only about notes that are not named.
-
-    `label: [[note]]` is about the note that contains it, and so is everything in `user.md`.
-    """
-    others = [(line, _mentioned(line, before) - {path, USER}) for line in lost]
-    others = [(line, about) for line, about in others if about and not about & named]
-    return [line for line, _ in others if _OF_ANOTHER.search(line) or not (path == USER or _RELATION.match(line))]
 
 
 def _linked(line: str, paths: Mapping[str, object]) -> set[str]:

@@ -183,7 +183,11 @@ def _task(
     elif kind == "update":
         raise _only_judged(kind, "an update without a question after it")
     elif kind == "clarification":
-        point = _point(question, vault)
+        # A reply must name one of the words that the notes do not have, or else of the topics.
+        words, notes = plain(question).split(), plain("\n".join([*vault, *vault.values()]))
+        topics = [[word for word in words if len(word) > n and word not in _NO_TOPICS] for n in (4, 2, 0)]
+        absent = [word for word in topics[1] if not mentions(notes, word)]
+        point = next(filter(None, [absent, *topics]), words)
         truth = {"point": point, "type": "text", "key": "answer", "values": []}
         solution = solution or [f"My notes say nothing about this: {' '.join(point)}. Can you tell me more?"]
     elif kind not in ("retrieval", "filter"):
@@ -208,14 +212,6 @@ def _answer(gold: str) -> Answer:
     fits = [known for known in ("date", "money", "email", "phone", "number") if canonical(known, gold) is not None]
     type_ = fits[0] if fits and fits[0] in FINDABLE else "text"
     return Answer(type_, canonical(type_, gold) or "", "answer")
-
-
-def _point(question: str, vault: Files) -> list[str]:
-    """The words of a question of which a reply must name one: those that the notes do not have, or else its topics."""
-    words, notes = plain(question).split(), plain("\n".join([*vault, *vault.values()]))
-    topics = [[word for word in words if len(word) > n and word not in _NO_TOPICS] for n in (4, 2, 0)]
-    absent = [word for word in topics[1] if not mentions(notes, word)]
-    return next(filter(None, [absent, *topics]), words)
 
 
 _NO_TOPICS = frozenset(
