@@ -114,8 +114,10 @@ def test_the_small_command_writes_the_files_of_the_author(folder):
     tiny = save_tiny_model(folder / "tiny")
     (command,) = commands(PAGE, SMALL)
     command = with_values(command, {**SMALLER, "common.model.path": tiny, "common.model.dtype": "float32"})
-    said = run(command)
     runs = folder / "runs" / "helpsteer3-small"
+    said = run(f"{command} --only data") + run(f"{command} --only reward")
+    assert not (runs / "rl").exists()
+    said += run(f"{command} --from rl")
 
     # The pairs: English, not neutral, the better answer chosen.
     expected = usable(rows(0, ROWS))

@@ -332,6 +332,23 @@ def test_rows_of_a_file_are_tasks_and_validate(rows):
         Memory(recipe).reset(len(made))
 
 
+def test_rows_of_the_published_form_can_be_played_but_for_updates(tmp_path):
+    note = {"entity_name": "Bo", "entity_file_path": "entities/bo.md", "entity_file_content": "# Bo\n- city: Bern\n"}
+    memory = {"mem_id": "m1", "user_md": "# Ida\n- friend: [[entities/bo.md]]\n", "entities": [note]}
+    (tmp_path / "m1").mkdir()
+    (tmp_path / "m1" / "base_memory.json").write_text(json.dumps(memory))
+    asked, line = [{"role": "user", "content": "Where does Bo live?"}], "\n\n~/~/~/~/~/~/~/~\n\n"
+    records = [{"context_messages": asked, "label": f"{kind}{line}m1{line}Bern"} for kind in ("retrieval", "update")]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    recipe = _recipe(tasks=str(path), memories=str(tmp_path))
+    environment = Memory(recipe)
+    environment.reset(0)
+    assert "Bern" in environment.step(_message("python", 'a = follow_link("[[bo]]")')).messages[0]["content"]
+    assert environment.step(_message("reply", "He lives in Bern.")).info["success"] is True
+    assert "no memory task" in Memory.check_tasks(recipe, range(1), [range(1)])[0]
+
+
 def test_worlds_that_are_trained_on_and_held_out_are_named(rows):
     path, made = rows
     recipe = _recipe(tasks=path)

@@ -14,7 +14,7 @@ from typing import Any
 
 PACKAGES = (
     *("posttrain", "torch", "transformers", "tokenizers", "safetensors", "peft", "gguf", "numpy", "scipy", "pydantic"),
-    *("omegaconf", "gymnasium", "matplotlib", "backports.zstd", "tensorboard", "wandb", "trackio", "vllm", "ray"),
+    *("gymnasium", "matplotlib", "backports.zstd", "tensorboard", "wandb", "trackio", "vllm", "ray"),
 )
 
 
