@@ -2,8 +2,10 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -13,7 +15,7 @@ from accelerator.measuring import finish
 from accelerator.rows import Row
 from accelerator.shapes import Shape
 from accelerator.training import Training, fitting
-from posttrain.engines.local.cuda import RecordedDecoder
+from posttrain.engines.local.cuda import CudaGraphs, RecordedDecoder
 from posttrain.engines.protocol import Completion
 from posttrain.episode import Stream
 from posttrain.losses.policy import policy_loss
@@ -106,8 +108,7 @@ class Passes:
         self.recording = 0.0
 
     def __enter__(self) -> None:
-        self._kept = RecordedDecoder._replayed, RecordedDecoder._recorded
-        replay, record = self._kept
+        replay, record = RecordedDecoder._replayed, CudaGraphs.__call__
 
         def replayed(decoder: Any, *inputs: Any) -> Any:
             out = replay(decoder, *inputs)
@@ -115,17 +116,19 @@ class Passes:
             self.eager += out is None
             return out
 
-        def recorded(decoder: Any, *inputs: Any) -> Any:
+        def recorded(graphs: Any, run: Any) -> Any:
             begun = time.perf_counter()
-            made = record(decoder, *inputs)
+            made = record(graphs, run)
             self.captures += 1
             self.recording += time.perf_counter() - begun
             return made
 
-        RecordedDecoder._replayed, RecordedDecoder._recorded = replayed, recorded  # type: ignore[method-assign]
+        self._held = ExitStack()
+        self._held.enter_context(mock.patch.object(RecordedDecoder, "_replayed", replayed))
+        self._held.enter_context(mock.patch.object(CudaGraphs, "__call__", recorded))
 
     def __exit__(self, *error: object) -> None:
-        RecordedDecoder._replayed, RecordedDecoder._recorded = self._kept  # type: ignore[method-assign]
+        self._held.close()
 
 
 def _now(device: torch.device) -> float:

@@ -24,7 +24,7 @@ def test_a_fit_writes_params_profile_and_plot(of_units, tmp_path, capsys):
     more = write_jsonl(tmp_path / "more.jsonl", pair_rows(40, 50))
     assert main(["fit-normalizer", str(of_units), "--data", more]) == 0
     fits = read_normalizers(of_units / "normalizer" / "params.json")
-    assert [key.path for key in fits] == [("small", name, "token", "avg", "0") for name in ("validation", "more")]
+    assert list(fits) == [("small", name, "token", "avg", "0") for name in ("validation", "more")]
     printed = capsys.readouterr().out
     made = list(fits.values())[1]
     assert f"mean(p)  = {made.slope_mean:+.4f} log p {made.intercept_mean:+.4f}" in printed
