@@ -1,6 +1,5 @@
 """Compiled functions: C++ for this processor, built at first use and kept in the cache directory."""
 
-import functools
 import hashlib
 import os
 import platform
@@ -8,9 +7,8 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,22 +26,6 @@ X86_FLAGS = ["-march=native", "-mprefer-vector-width=512"]
 OPENMP = [] if sys.platform == "darwin" else ["-fopenmp"]
 """Apple's compiler has no OpenMP; without it, one thread computes everything."""
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
-
-
-def named(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Record calls as `kernel NAME` by torch's profiler, in which ctypes calls would otherwise have no name."""
-
-    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def call(*arguments: Any) -> Any:
-            if not torch.autograd.profiler._is_profiler_enabled:
-                return method(*arguments)
-            with torch.autograd.profiler.record_function(f"kernel {name}"):
-                return method(*arguments)
-
-        return call
-
-    return decorate
 
 
 def compiled(name: str, source: Path, macros: Sequence[str]) -> Path | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from posttrain.models.cpu.compiler import TYPES, compiled, named
+from posttrain.models.cpu.compiler import TYPES, compiled
 
 PAGE = 128
 """Tokens per page of the key/value cache. Every product reads complete pages, so on average half of a sequence's last
@@ -33,7 +33,6 @@ class DecodingKernel:
         for function in (self._attend, self._normalize, self._store):
             function.restype = None
 
-    @named("attend")
     def attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, scaling: float
     ) -> torch.Tensor:
@@ -47,7 +46,6 @@ class DecodingKernel:
         self._attend(queries.data_ptr(), queries.stride(0), *pointers, *sizes, scaling, threads)
         return out
 
-    @named("normalize")
     def normalize(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """weight * x / sqrt(mean(x^2) + epsilon) over the last dimension of `x` [T, size], a multiple of 32."""
         out = torch.empty_like(x)
@@ -55,7 +53,6 @@ class DecodingKernel:
         self._normalize(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *sizes)
         return out
 
-    @named("rotate_and_store")
     def rotate_and_store(
         self,
         heads: torch.Tensor,

@@ -14,7 +14,7 @@ from torch.nn.functional import linear, pad, silu
 from posttrain.engines.local.cache import CachedLayout
 from posttrain.engines.local.cpu.kernel import DecodingKernel
 from posttrain.models.cpu.backend import onednn_multiplies
-from posttrain.models.cpu.compiler import TYPES, compiled, named
+from posttrain.models.cpu.compiler import TYPES, compiled
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 SOURCE = Path(__file__).with_name("products.cpp")
@@ -68,7 +68,6 @@ class CompiledProduct:
         pointer = None if self.bias is None else self.bias.data_ptr()
         self.weights = _Product(self.panels.data_ptr(), pointer, self.inputs, self.outputs)
 
-    @named("multiply")
     def __call__(self, x: torch.Tensor, then: str, other: torch.Tensor | None = None) -> torch.Tensor:
         if x.dtype != self.panels.dtype or (other is not None and other.dtype != x.dtype):
             # The library gets pointers, and would read and write beyond the end of a tensor of another dtype.
@@ -243,7 +242,6 @@ class CompiledLayers:
                 setattr(arguments, name, p.weights)
             arguments.scaling = layer.scaling
 
-    @named("layers")
     def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: CachedLayout) -> torch.Tensor:
         """Hidden states [T, hidden] after all layers, written to `x` [T, hidden]; `cos` and `sin` are [T, D]."""
         tokens = len(x)
