@@ -33,7 +33,7 @@ PAGES = {
 }
 FIT = re.search(r"^## [^\n]*`posttrain fit-normalizer`\n(.*?)(?=^## |\Z)", PAGES["openrlhf"], re.M | re.S)[1]
 """The section about a command that has no recipe of its own."""
-COMMANDS = 36
+COMMANDS = 35
 """On both pages, without mentions of a subcommand alone."""
 HELPSTEER_FILES = {
     "pairs_train": {"chosen": "a", "rejected": "b"},
