@@ -61,7 +61,7 @@ def test_a_missing_output_a_failing_command_and_an_unknown_test_fail(tmp_path):
         {"row": 2, "does": "b", "shown_by": [made], "makes": ["made/gone.parquet"], **WORKS},
         {"row": 3, "does": "c", "shown_by": [plan], "prints": ["no such text"], **WORKS},
         {"row": 4, "does": "d", "shown_by": ["posttrain rl no_such.yaml"], **WORKS},
-        {"row": 5, "does": "e", "shown_by": ["tests/cli/test_main.py::test_version"], **WORKS},
+        {"row": 5, "does": "e", "shown_by": ["tests/cli/test_main.py::test_the_version_is_one_line"], **WORKS},
         {"row": 6, "does": "f", "shown_by": ["tests/cli/test_main.py::test_gone"], **WORKS},
         {"row": 7, "does": "g", "shown_by": [], **WORKS},
         {"row": 8, "does": "h", "shown_by": [plan], **WORKS, "expected": "waits for a GPU"},
