@@ -89,7 +89,7 @@ def test_a_missing_output_a_failing_command_and_an_unknown_test_fail(tmp_path):
     asserted = dict(re.findall(r"^\| (\d) \|.*\| ([^|]+) \| [^|]+ \|$", done.stdout, re.M))
     assert asserted["1"] == "exit status 0 of the command; files `made/sft/*_train.parquet`"
     assert asserted["3"] == "exit status 0 of the command; printed: `no such text`"
-    assert asserted["5"] == "test: version"
+    assert asserted["5"] == "test: the version is one line"
     assert asserted["7"] == "–"
     assert re.match(r"FAILS: .*no_such.yaml", states["4"])
     assert "| rlhf-rationales | 9 | 2 | 0 | 1 | 1 | 5 |" in done.stdout
