@@ -133,14 +133,17 @@ def pass_at_k(plays: Sequence[Play], settings: Any) -> PerEpisode:
 
 def gdpo(plays: Sequence[Play], settings: Any) -> PerEpisode:
     """Liu et al. 2026 (2601.05242) equations 4 to 6: each score is normalized within the group; the weighted sum is normalized
-    over the episodes of the batch."""
+    over the episodes of the batch. An episode without company is left out of the update, so it has no part in either."""
     sums, weights = [0.0] * len(plays), settings.weights or dict.fromkeys(plays[0].scores, 1.0)
-    for members in groups(plays):
+    company = [members for members in groups(plays) if len(members) > 1]
+    for members in company:
         for name, weight in weights.items():
-            if len(members) > 1:
-                for i, number in zip(members, normalized([plays[i].scores[name] for i in members]), strict=True):
-                    sums[i] += weight * number
-    return constant(plays, normalized(sums))
+            for i, number in zip(members, normalized([plays[i].scores[name] for i in members]), strict=True):
+                sums[i] += weight * number
+    compared = [i for members in company for i in members]
+    for i, number in zip(compared, normalized([sums[i] for i in compared]), strict=True):
+        sums[i] = number
+    return constant(plays, sums)
 
 
 def optimal_token_baseline(plays: Sequence[Play], settings: Any) -> PerEpisode:
