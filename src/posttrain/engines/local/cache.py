@@ -24,6 +24,8 @@ _LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
 """On other systems memory cannot be returned, so the whole cache is allocated at once."""
 ID = 8
 """Bytes of a token id."""
+MIN_SAVED_TOKENS = 512
+"""Cached tokens that sharing a prefix must save before its pages are attended separately."""
 MOST_PAIRS = 2**16
 """Pairs of a query and a key of a prompt that the compiled kernel attends to. With more, matrix products are faster on
 processors with matrix units."""
@@ -259,13 +261,13 @@ def plan_decoding(singles: Sequence[Segment], window: int | None, share: bool) -
 
 
 def shared_pages(singles: Sequence[Segment]) -> list[SharedPages]:
-    """Groups of slots with the same first pages, if reading those once saves at least 512 tokens."""
+    """Groups of slots with the same first pages, if reading those once saves enough tokens."""
     groups: dict[Prefix, list[int]] = {}
     for segment in singles:
         if segment.prefix is not None:
             groups.setdefault(segment.prefix, []).append(segment.slot)
     shared = [SharedPages(slots, prefix.tokens // PAGE) for prefix, slots in groups.items()]
-    return [group for group in shared if (len(group.slots) - 1) * group.pages * PAGE >= 512]
+    return [group for group in shared if (len(group.slots) - 1) * group.pages * PAGE >= MIN_SAVED_TOKENS]
 
 
 # -- decoding attention -----------------------------------------------------------------------------------------------

@@ -32,6 +32,8 @@ from posttrain.recipe.rollout import SamplingRecipe
 STREAMLINED = ("llama", "mistral", "qwen2", "qwen3")
 """Model types that `StreamlinedDecoder` supports: RMS norms, rotary positions, gated SiLU."""
 
+CANDIDATES = 512
+"""Number of most probable tokens in which the top-p cut is searched first."""
 BLOCK = 256
 """Tokens per block: the block is found from block sums, then the token within the block."""
 
@@ -291,7 +293,7 @@ def truncate(probabilities: torch.Tensor, sampling: Sequence[SamplingRecipe]) ->
     top-p keeps the most probable tokens until their sum reaches p, including the token that reaches it. min-p keeps
     tokens of at least min_p times the largest probability. The most probable token is always kept. Among equally
     probable tokens, which are common in bfloat16, the first are kept. Rows need not sum to 1 and are independent of
-    each other. The whole vocabulary is sorted only if the 512 most probable tokens do not reach p.
+    each other. The whole vocabulary is sorted only if the `CANDIDATES` most probable tokens do not reach p.
     """
     vocabulary = probabilities.shape[1]
     total = probabilities.sum(-1, keepdim=True)
@@ -302,7 +304,7 @@ def truncate(probabilities: torch.Tensor, sampling: Sequence[SamplingRecipe]) ->
     ranks = column([s.top_k or vocabulary for s in sampling], torch.int64)
     nuclei = column([s.top_p for s in sampling], torch.float32).to(probabilities.dtype)
     floors = column([s.min_p for s in sampling], torch.float32).to(probabilities.dtype)
-    width = min(vocabulary, max(512, *(s.top_k or 0 for s in sampling)))
+    width = min(vocabulary, max(CANDIDATES, *(s.top_k or 0 for s in sampling)))
     if all(not s.top_k and s.top_p == 1 for s in sampling):
         return torch.where(probabilities >= floors * probabilities.amax(-1, keepdim=True), probabilities, 0)
     while True:
