@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -243,6 +244,28 @@ def test_an_engine_that_dies_is_restarted_with_its_weights():
     assert engine.retried == 1
     (message,) = take_events()
     assert "version 3" in message
+
+
+def test_requests_during_a_restart_wait_for_it():
+    replica = Made("a", deaths=1)
+    engine = opened([replica])
+    engine.load_weights(0)
+    begun, begin = threading.Event(), replica.start
+
+    async def slow_start():
+        replica.deaths = 9  # connections to a server that does not run yet fail
+        begun.set()
+        await asyncio.sleep(0.3)
+        replica.deaths = 0
+        await begin()
+
+    replica.start = slow_start
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(ask_all, engine, [1])
+        assert begun.wait(10)
+        later = ask_all(engine, [2, 3])
+        assert sorted(one.ids for one in [*first.result(), *later]) == [(5, 1), (5, 2), (5, 3)]
+    assert (engine.restarts, engine.retried) == (1, 1)
 
 
 def test_an_engine_that_hangs_is_restarted(monkeypatch):

@@ -236,6 +236,9 @@ class VllmEngine:
 
     async def _generate(self, state: _ReplicaState, job: dict[str, Any]) -> dict[str, Any]:
         for attempt in range(self.recipe.retries + 1):
+            if not state.alive:
+                async with state.lock:  # wait for a restart, which a failure during it would repeat
+                    pass
             starts = state.starts
             try:
                 return await state.detector.run(self._ask(state, job))
