@@ -59,7 +59,10 @@ def check(recipe, ratios, data, gradient, loss=None, **metrics):
 def test_ppo_clips_on_the_pessimistic_side_and_dual_clip_bounds_the_loss_of_bad_tokens():
     ratios, data = [1.5, 1.5, 0.5, 0.5, 1.1], batch([2.0, -2.0, 2.0, -2.0, 1.0])
     loss, counts = -2.4 + 3.0 - 1.0 + 1.6 - 1.1, {"clip_high": (1.0, 5.0), "clip_low": (1.0, 5.0)}
-    check({"type": "ppo"}, ratios, data, [0, 3.0, -1.0, 0, -1.1], loss, **counts, ratio=pytest.approx((5.1, 5.0)))
+    logs = sum(map(math.log, ratios))
+    counts |= {"ratio": pytest.approx((5.1, 5.0)), "kl_rollout_k1": pytest.approx((-logs, 5.0))}
+    counts |= {"kl_rollout_k3": pytest.approx((5.1 - 5.0 - logs, 5.0))}
+    check({"type": "ppo"}, ratios, data, [0, 3.0, -1.0, 0, -1.1], loss, **counts)
     # Clip-higher lets good tokens grow.
     check({"type": "ppo", "clip_high": 0.6}, ratios, data, [-3.0, 3.0, -1.0, 0, -1.1])
     data = batch([-2.0, -2.0, 2.0])
