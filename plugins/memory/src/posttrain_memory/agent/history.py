@@ -1,6 +1,5 @@
 """Listing and undoing the operations in a vault's journal; no model is needed."""
 
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -55,8 +54,7 @@ def _open_vault(folder: Path, read_only: bool) -> Iterator[Vault]:
         raise InputError(f"{folder} has no journal ({RESERVED}); name the folder of a vault that has been changed")
     try:
         with closing(Vault(DiskStorage(folder, read_only=read_only))) as vault:
-            if vault.journal.warning:
-                print(f"posttrain: {vault.journal.warning}", file=sys.stderr, flush=True)
+            vault.report_damage()
             yield vault
     except OSError as error:
         raise RunError(f"{folder} cannot be read or written: {error.strerror or type(error).__name__}") from None

@@ -1,7 +1,6 @@
 """Opens what the command line names: a vault, a chat client, and the agent's settings."""
 
 import os
-import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Literal
@@ -34,8 +33,7 @@ def open_vault(folder: Path, new: bool = False, read_only: bool = False) -> Vaul
     if not folder.is_dir():
         raise InputError(f"there is no folder {folder}; name the folder of a vault, or create one with --new")
     vault = Vault(DiskStorage(folder, read_only=read_only))
-    if vault.journal.warning:
-        print(f"posttrain: {vault.journal.warning}", file=sys.stderr, flush=True)
+    vault.report_damage()
     try:
         known = USER in vault.paths()
         if new and not known:

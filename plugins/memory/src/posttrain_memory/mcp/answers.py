@@ -1,6 +1,5 @@
 """Answers questions for the MCP server with the memory agent. Each question is a separate conversation."""
 
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -114,6 +113,5 @@ class Answers:
             # Release the lock, otherwise the next attempt would be locked out too.
             storage.close()
             raise
-        if vault.journal.warning:
-            print(f"posttrain: {vault.journal.warning}", file=sys.stderr, flush=True)
+        vault.report_damage()
         return vault

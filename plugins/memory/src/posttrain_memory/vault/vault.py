@@ -1,6 +1,7 @@
 """A vault: Markdown notes that a model reads and changes within limits, with every change recorded in a journal."""
 
 import re
+import sys
 from threading import RLock
 
 from posttrain_memory.vault.journal import Change, Journal
@@ -29,6 +30,11 @@ class Vault:
         self._storage = storage
         self._lock = RLock()
         self._backlinks = Backlinks()
+
+    def report_damage(self) -> None:
+        """Print the journal's warning on stderr, if there is one."""
+        if self.journal.warning:
+            print(f"posttrain: {self.journal.warning}", file=sys.stderr, flush=True)
 
     def create(self, path: str, content: str = "") -> None:
         """Create a note. Raises VaultError if it exists, also with different case."""

@@ -1,14 +1,12 @@
 """`posttrain data worlds`: generated vaults of notes, with tasks whose correct answer is known."""
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from posttrain_memory.worlds.dataset import Sample
     from posttrain_memory.worlds.recipe import WorldRecipe
 
 
@@ -37,7 +35,6 @@ def worlds(
     """
     from posttrain.cli.env import environment_of
     from posttrain.data.files import write_rows
-    from posttrain.terminal import new_console
     from posttrain_memory.worlds.dataset import SPLITS, row_of, samples
 
     recipe: WorldRecipe = environment_of("memory", [f"worlds.{word}" for word in words or []]).worlds  # type: ignore[attr-defined]
@@ -48,21 +45,6 @@ def worlds(
         if rows:
             path = out / f"worlds_{split}.{'jsonl' if jsonl else 'parquet'}"
             write_rows(path, rows)
-            typer.echo(f"{path}: {len(rows)} tasks in {len({row['world'] for row in rows})} worlds")
-    new_console().print(_tasks_table(generated))
-
-
-def _tasks_table(samples: "list[Sample]") -> "Table":
-    from rich.table import Column, Table
-
-    from posttrain_memory.worlds.task import VARIANTS
-
-    table = Table("kind", Column("variant", no_wrap=True), "train", "dev", "test", "hops 0", "1", "2")
-    for kind, variants in VARIANTS.items():
-        for variant in variants:
-            matching = [sample for sample in samples if (sample.task.kind, sample.task.variant) == (kind, variant)]
-            if matching:
-                splits = [str(sum(sample.split == split for sample in matching)) for split in ("train", "dev", "test")]
-                hops = [str(sum(sample.task.hops == count for sample in matching)) for count in (0, 1, 2)]
-                table.add_row(kind, variant, *splits, *hops)
-    return table
+            kinds = Counter(row["kind"] for row in rows)
+            counted = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+            typer.echo(f"{path}: {len(rows)} tasks in {len({row['world'] for row in rows})} worlds: {counted}")
