@@ -16,7 +16,7 @@ import torch
 
 from posttrain.distributed.world import current_world
 from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Segment
-from posttrain.engines.local.cuda import FlashLayout, KeyValueRows
+from posttrain.engines.local.cuda import FlashLayout, KeyValueRows, RecordedDecoder
 from posttrain.engines.local.decoder import ModuleDecoder, decoder_of
 from posttrain.engines.local.streams import StreamCaches, StreamDecoder, StreamLayout
 from posttrain.models import gate
@@ -122,7 +122,14 @@ def _decoded(model: torch.nn.Module, parts: Parts, rows: list[torch.Tensor]) -> 
         positions = torch.cat([torch.arange(start, stop, device=device) for _, start, stop in spans])
         layout.tokens = [rows[slot][:stop].cpu().numpy() for slot, _, stop in spans]
         last = torch.tensor([stop - start for _, start, stop in spans], device=device).cumsum(0) - 1
-        logits = decoder.logits(decoder.hidden(ids, positions, layout)[last])
+        hidden = None
+        if isinstance(decoder, RecordedDecoder) and len(layout.singles) == len(spans):
+            row = np.zeros(len(spans))
+            inputs = np.stack(
+                [ids.cpu(), positions.cpu(), [segment.slot for segment in layout.segments], row, row, row]
+            )
+            hidden = decoder.replayed(inputs, cache, device, samples=False)
+        logits = decoder.logits((decoder.hidden(ids, positions, layout) if hidden is None else hidden)[last])
         for (slot, _, stop), row in zip(spans, logits, strict=True):
             outputs[slot].append(torch.log_softmax(row.float(), dim=-1))
             computed[slot] = stop
