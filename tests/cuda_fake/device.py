@@ -279,3 +279,21 @@ class VocabularyKernels:
 
     def differentiate(self, *numbers: Any) -> None:
         self._kernels["differentiate"] += 1
+
+
+class DecodingKernels:
+    """`models.cuda.decoding`, as `VocabularyKernels`."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+
+    def normalize(self, x: torch.Tensor, *numbers: Any) -> torch.Tensor:
+        self._device.kernels["normalize"] += 1
+        return torch.empty_like(x)
+
+    def rotate_and_store(self, *numbers: Any) -> None:
+        self._device.kernels["rotate_and_store"] += 1
+
+    def gate(self, both: torch.Tensor) -> torch.Tensor:
+        self._device.kernels["gate"] += 1
+        return both.new_empty(len(both), both.shape[1] // 2)

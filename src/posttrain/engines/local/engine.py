@@ -136,7 +136,7 @@ class LocalEngine:
                 "this model one at a time; remove it"
             )
         self._lengths = lengths_of(base_decoder(policy.model))
-        self._flash = self._parts.kind == "flash"
+        self._flash = self._parts.flash
         self._page_limit: int | None = None
         """Largest number of pages of the cache, by `cache_bytes`."""
         most_pages = None
