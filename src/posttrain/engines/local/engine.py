@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from posttrain.distributed.sharding import compute_dtype
-from posttrain.engines.local.cache import ID, CachedLayout, Segment, longest_prefix, positions_of
+from posttrain.engines.local.cache import ID, CachedLayout, Segment, longest_prefix
 from posttrain.engines.local.cpu.kernel import PAGE
 from posttrain.engines.local.cuda import RecordedDecoder, read_later
 from posttrain.engines.local.decoder import Decoder, sample
@@ -343,7 +343,8 @@ class LocalEngine:
         assert self._decoder is not None
         rows, device, segments = self._rows, self._device, layout.segments
         slots, starts, counts = np.array([(s.slot, s.start, s.count) for s in segments], dtype=np.int64).T
-        stops, positions = starts + counts, positions_of(segments)
+        stops, ends = starts + counts, counts.cumsum()
+        positions = np.arange(ends[-1]) + np.repeat(stops - ends, counts)
         ids = rows.tokens[np.repeat(slots, counts), positions]
         layout.tokens = [rows.tokens[slot, :stop] for slot, stop in zip(slots.tolist(), stops.tolist(), strict=True)]
         # A prompt that is computed in chunks samples nothing before its last chunk.
@@ -361,7 +362,7 @@ class LocalEngine:
             slot.ids = slot.sequence.prompt_ids[: ID * int(stops[index])]
         chosen, lengths, read = slots[ready], stops[ready], None
         if len(chosen):
-            read = self._sample(hidden[upload(counts.cumsum()[ready] - 1, device)], chosen, lengths)
+            read = self._sample(hidden[upload(ends[ready] - 1, device)], chosen, lengths)
         return _Pass(chosen, lengths, read, len(ids), len(layout.singles))
 
     def _sample(self, hidden: torch.Tensor, slots: np.ndarray, lengths: np.ndarray) -> Callable[[], np.ndarray]:
