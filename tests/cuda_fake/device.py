@@ -68,6 +68,8 @@ class FakeDevice(TorchDispatchMode):
         """Kernel launches by operation."""
         self.syncs: Counter[str] = Counter()
         """Number of times that the CPU waits for the device, by operation and line of the package."""
+        self.uploads = 0
+        """Copies from the CPU's memory to the device."""
         self.peak = self.live
 
     @property
@@ -137,6 +139,7 @@ class FakeDevice(TorchDispatchMode):
         return value
 
     def _upload(self, source: torch.Tensor, non_blocking: bool) -> None:
+        self.uploads += bool(source.dim())
         # A number in a tensor without dimensions is an argument of the kernel.
         if not (non_blocking and source in PINNED) and source.dim():
             self._wait("a copy from memory that is not pinned")
@@ -240,6 +243,9 @@ def fake_cuda() -> Any:
     device = FakeDevice()
     replaced |= {
         (torch.cuda, "current_stream"): lambda: SimpleNamespace(synchronize=lambda: device._wait("a synchronization")),
+        (torch.cuda, "Event"): lambda: SimpleNamespace(
+            record=lambda: None, synchronize=lambda: device._wait("a synchronization")
+        ),
         (torch.cuda, "empty_cache"): lambda: None,
         # One kernel on a GPU; PyTorch computes it for fake tensors by several operations in float32.
         (torch.ops.aten, "silu_backward"): lambda gradient, x: torch.empty_like(x),
@@ -273,3 +279,21 @@ class VocabularyKernels:
 
     def differentiate(self, *numbers: Any) -> None:
         self._kernels["differentiate"] += 1
+
+
+class DecodingKernels:
+    """`models.cuda.decoding`, as `VocabularyKernels`."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+
+    def normalize(self, x: torch.Tensor, *numbers: Any) -> torch.Tensor:
+        self._device.kernels["normalize"] += 1
+        return torch.empty_like(x)
+
+    def rotate_and_store(self, *numbers: Any) -> None:
+        self._device.kernels["rotate_and_store"] += 1
+
+    def gate(self, both: torch.Tensor) -> torch.Tensor:
+        self._device.kernels["gate"] += 1
+        return both.new_empty(len(both), both.shape[1] // 2)

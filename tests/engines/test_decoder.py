@@ -1,5 +1,6 @@
 """The streamlined decoder, compiled and not, against the model's own modules."""
 
+import copy
 import ctypes
 from functools import partial
 from types import SimpleNamespace
@@ -29,9 +30,10 @@ SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embe
 MODELS = {"llama": {"attention_bias": True}, "mistral": {"sliding_window": 9}, "qwen2": {"head_dim": 32}, "qwen3": {}}
 
 
-def made(name, dtype=torch.float32):
+def made(name, dtype=torch.float32, **shape):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SHAPE | MODELS[name]), dtype=torch.float32)
+    config = AutoConfig.for_model(name, **SHAPE | MODELS[name] | shape)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             # Norm weights and biases that are not 1 and 0, so that leaving one out shows.
@@ -91,6 +93,32 @@ def test_without_packed_products_the_modules_own_weights_are_used(monkeypatch):
     assert all(product._packed is None for layer in decoder._layers for product in layer.linears)
     for mine, theirs in zip(passes(decoder, torch.float32), passes(ModuleDecoder(model), torch.float32), strict=True):
         assert (mine - theirs).abs().max() < 2e-5
+
+
+def test_joined_weights_stay_parameters(tmp_path):
+    """They are one tensor for the engine. Updates, loading, copies, files and adapters are those of separate weights."""
+    model, apart = made("llama"), made("llama")
+    attention = model.model.layers[0].self_attn
+    parts = [module.weight for module in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    whole = layers.side_by_side(parts)
+    assert torch.equal(whole, torch.cat([part.detach() for part in parts]))
+    assert layers.side_by_side(parts).data_ptr() == whole.data_ptr() == parts[0].data_ptr()
+    assert layers.side_by_side(parts[:2]).shape == (parts[0].shape[0] + parts[1].shape[0], 128)
+    for each in (model, apart):
+        optimizer = torch.optim.AdamW(each.parameters())
+        each(torch.arange(3, 9)[None]).logits.square().sum().backward()
+        optimizer.step()
+    updated = apart.model.layers[0].self_attn
+    assert torch.equal(whole, torch.cat([getattr(updated, f"{name}_proj").weight.detach() for name in "qkv"]))
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        copied = copy.deepcopy(model).model.layers[0].self_attn
+        copied.q_proj.weight.zero_()
+        assert whole.abs().min(1).values.max() > 0
+        whole.zero_()
+        assert not any(part.any() for part in parts)
+        model.load_state_dict(AutoModelForCausalLM.from_pretrained(tmp_path).state_dict())
+    assert torch.equal(whole[: len(parts[0])], updated.q_proj.weight)
 
 
 def compiled_products(dtype, by=layers.VECTORS):

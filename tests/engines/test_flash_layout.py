@@ -1,11 +1,13 @@
 """The cache of a GPU on a processor: passes over it with a plain kernel against the paged cache."""
 
+import asyncio
 import copy
 
 import pytest
 import torch
 
 from posttrain.engines.local import cuda, gate
+from posttrain.engines.local import engine as engine_module
 from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Segment
 from posttrain.engines.local.cuda import FlashLayout, KeyValueRows
 from posttrain.engines.local.decoder import ModuleDecoder, decoder_of, sample_recorded
@@ -166,7 +168,7 @@ def test_recorded_passes_sample_what_passes_of_the_paged_cache_do(tiny_model):
             for parameter in policy.model.parameters():
                 parameter.mul_(1.02)
     assert {1, 2, 3, 4, 6} <= set(replays), "passes of these sizes are replayed"
-    assert len(recordings) < 40 < len(replays), "a pass is recorded once for many replays"
+    assert len(recordings) < 45 < len(replays), "a pass is recorded once for many replays"
 
 
 def test_a_size_is_recorded_once_for_each_place_of_the_cache(tiny_model):
@@ -219,6 +221,88 @@ def test_a_size_is_recorded_once_for_each_place_of_the_cache(tiny_model):
                 parameter.mul_(1.02)
 
 
+def test_passes_start_before_the_tokens_of_the_last_are_read(tiny_model, monkeypatch):
+    """Episodes of three turns that end at random tokens, on the paged cache and by recordings, with fewer slots. What is read
+    beside a prompt is decoded by a recording as well."""
+    policy = Policy(ModelRecipe(path=str(tiny_model)))
+    policy.end_tokens = frozenset(range(0, 300, 15))
+    events, prompts = [], []
+    """Pending passes when a pass is started ahead of reading; segments of passes that are no recordings."""
+
+    class Plain(ModuleDecoder):
+        def hidden(self, ids, positions, layout):
+            prompts.append(len(layout.segments))
+            return super().hidden(ids, positions, layout)
+
+    def record(run):
+        out = run()
+
+        def replay():
+            out.copy_(run())
+            del prompts[-1]
+
+        del prompts[-1]
+        return replay, out
+
+    def read_later(numbers, later=engine_module.read_later):
+        events.append("start")
+        read = later(numbers)
+        return lambda: (events.append("read"), read())[1]
+
+    def start_ahead(engine, passes, start=LocalEngine._start_ahead):
+        if (started := start(engine, passes)) is not None:
+            events[-1] = "ahead"
+        return started
+
+    monkeypatch.setattr(engine_module, "read_later", read_later)
+    monkeypatch.setattr(LocalEngine, "_start_ahead", start_ahead)
+
+    async def episode(engine, number):
+        context, turns = tuple(range(5, 12 + 9 * number)), []
+        with engine.episode():
+            for turn in range(3):
+                answer = await engine.generate(Request(context, SamplingRecipe(), 10 * number + turn, 40))
+                context += (*answer.ids, *range(20, 25 + number))
+                turns.append(answer.ids)
+        return turns
+
+    async def played(engine):
+        return await asyncio.gather(*(episode(engine, number) for number in range(9)))
+
+    engine = flash_engine(policy, lambda model: cuda.RecordedDecoder(Plain(model), sample_recorded, lambda: record))
+    expected = asyncio.run(played(LocalEngine(policy, slots=8)))
+    for version in range(4):
+        engine.load_weights(version)
+        engine.counters.sampled = 0
+        events.clear()
+        prompts.clear()
+        assert asyncio.run(played(engine)) == expected
+        assert engine.counters.sampled == sum(len(ids) for turns in expected for ids in turns)
+    assert sum(prompts) <= 27, "each prompt is computed once, and no decoding row with them"
+    pending = 0
+    for event in events:
+        pending += -1 if event == "read" else 1
+        assert event != "ahead" or pending == 2
+    assert pending <= 1, "the last one may have been started for nothing"
+    assert 2 * events.count("ahead") > events.count("start")
+
+
+def test_the_gate_compares_recorded_passes(tiny_model):
+    model, replays = Policy(ModelRecipe(path=str(tiny_model))).model, []
+
+    def record(run):
+        out = run()
+        return lambda: replays.append(out.copy_(run())), out
+
+    parts, rows = gate.Parts("flash"), [torch.arange(3, 43), torch.arange(9, 60)]
+    parts.decoder = lambda model: cuda.RecordedDecoder(ModuleDecoder(model), sample_recorded, lambda: record)
+    with torch.no_grad():
+        found, expected = (gate._decoded(model, each, rows) for each in (parts, gate.Parts("modules")))
+    assert len(replays) == 14 - cuda.RECORDED_AFTER
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("kind", ["default", "dynamic"])
 def test_passes_that_wait_for_the_gpu_are_not_recorded(tiny_model, kind):
     model = Policy(ModelRecipe(path=str(tiny_model))).model
@@ -239,26 +323,16 @@ def test_recorded_passes_are_those_of_the_output_projection_as_well(tiny_model, 
     assert (head.data_ptr(), head.shape) in cuda.places(decoder_of(model))
 
 
-def test_nothing_is_recorded_with_deterministic_kernels_or_prompts():
-    class Plain:
-        def hidden(self, ids, positions, layout):
-            return ids
-
-        def reads(self):
-            return iter(())
-
+def test_nothing_is_recorded_with_deterministic_kernels(tiny_model):
     def record(run):
         raise AssertionError("recorded")
 
-    decoder, rows = cuda.RecordedDecoder(Plain(), sample_recorded, lambda: record), KeyValueRows(SLOTS)
-    ids = torch.zeros(3, dtype=torch.int64)
-    mixed = FlashLayout(rows, [Segment(0, 0, 2), Segment(1, 5, 1)], CPU)
-    single = FlashLayout(rows, [Segment(slot, 5, 1) for slot in range(3)], CPU)
-    for _ in range(2 * cuda.RECORDED_AFTER):
-        decoder.hidden(ids, ids, mixed)
+    policy = Policy(ModelRecipe(path=str(tiny_model)))
+    engine = flash_engine(
+        policy, lambda model: cuda.RecordedDecoder(ModuleDecoder(model), sample_recorded, lambda: record)
+    )
     torch.use_deterministic_algorithms(True)
     try:
-        for _ in range(2 * cuda.RECORDED_AFTER):
-            decoder.hidden(ids, ids, single)
+        answers(engine, [Request((5, 6), SamplingRecipe(), 0, 2 * cuda.RECORDED_AFTER)])
     finally:
         torch.use_deterministic_algorithms(False)

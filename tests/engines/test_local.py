@@ -86,10 +86,10 @@ def test_the_rows_of_a_pass_do_not_depend_on_what_was_sampled_with_older_weights
     """The last bit of a product can depend on the row, so a resumed run would otherwise differ from one that was not."""
     passes, schedule = [], LocalEngine._schedule
 
-    def recorded(engine):
-        layout, rows = schedule(engine)
-        passes.append([sequence.request.seed for sequence, _ in rows])
-        return layout, rows
+    def recorded(engine, slots):
+        layout = schedule(engine, slots)
+        passes.append([engine._slots[segment.slot].sequence.request.seed for segment in layout.segments])
+        return layout
 
     monkeypatch.setattr(LocalEngine, "_schedule", recorded)
     asked = [Request(p, SamplingRecipe(), i, 2 + i) for i, p in enumerate(prompts(7))]

@@ -1,11 +1,20 @@
 """The Triton kernels in Triton's interpreter, against the same computation by operations of torch (`test_projection.py`)."""
 
+import numpy as np
 import pytest
 import torch
+import triton.language as tl
+from triton.runtime import interpreter
 
+from posttrain.engines.local import decoder
+from posttrain.engines.local.cache import Segment, positions_of
+from posttrain.engines.local.cpu import layers
+from posttrain.engines.local.cuda import FlashLayout, KeyValueRows
 from posttrain.models import forward as projection
 from posttrain.models.cuda import vocabulary
 from posttrain.models.forward import projected_scores
+from tests.engines.test_decoder import MODELS, made
+from tests.engines.test_flash_layout import documented
 from tests.models.test_projection import VOCABULARY, inputs
 
 
@@ -47,3 +56,40 @@ def test_a_kernel_gives_impossible_tokens_no_gradient(kernels):
     kernels.differentiate(logits, targets, 1.0, normalizers, ones, ones, ones, 0)
     assert logits.isfinite().all()
     assert not logits[:, 300:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_fused_layers_equal_separate_operations(name, dtype, monkeypatch):
+    """Prompts and decoding over the cache of a GPU, with biases, windows, head norms, and heads of 32, 48 and 64."""
+    convert = interpreter._convert_float
+
+    def rounding(numbers, source, target, mode):
+        """The interpreter truncates where a GPU rounds."""
+        if target != tl.bfloat16 or source != tl.float32:
+            return convert(numbers, source, target, mode)
+        wide = torch.from_numpy(np.frombuffer(numbers.tobytes(), np.float32).copy())
+        return wide.bfloat16().view(torch.int16).numpy().view(np.uint16).reshape(numbers.shape)
+
+    monkeypatch.setattr(interpreter, "_convert_float", rounding)
+    model = made(name, dtype, **({"head_dim": 48} if name == "mistral" else {}))
+
+    def passes(decoding):
+        cache, ids, outputs = KeyValueRows(3), torch.arange(3, 40), []
+        for spans in (((0, 0, 12), (2, 0, 7)), ((0, 12, 1), (1, 0, 5), (2, 7, 1)), ((0, 13, 1), (1, 5, 1), (2, 8, 1))):
+            layout = FlashLayout(cache, [Segment(*span) for span in spans], torch.device("cpu"))
+            positions = torch.from_numpy(positions_of(layout.segments))
+            outputs.append(decoding.hidden(ids[: len(positions)], positions, layout).float())
+        return torch.cat(outputs)
+
+    with torch.library._scoped_library("aten", "IMPL") as library, torch.no_grad():
+        library.impl("_flash_attention_forward", documented, "CPU")
+        # As on a GPU.
+        monkeypatch.setattr(decoder, "decoding_kernel", lambda *shape: None)
+        monkeypatch.setattr(layers, "packed_product", lambda *weights: None)
+        separate, fused = (passes(decoder.decoder_of(model, fused=fused)) for fused in (False, True))
+        if dtype == torch.float32:
+            torch.testing.assert_close(fused, separate, atol=2e-5, rtol=0)
+        exact = passes(decoder.decoder_of(model.float()))
+    errors = [float((found - exact).square().mean().sqrt()) for found in (separate, fused)]
+    assert errors[1] <= 1.05 * errors[0] + 1e-5, errors

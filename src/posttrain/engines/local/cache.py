@@ -99,6 +99,8 @@ class KeyValuePages:
         """Pages of each slot that were written since the last `trim`."""
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
+        self._page_bytes = 0
+        """Bytes of a page of one slot, of all layers."""
 
     def reserve(self, tokens: int) -> None:
         """Grow the cache for sequences of up to `tokens` tokens."""
@@ -113,7 +115,7 @@ class KeyValuePages:
     @property
     def bytes(self) -> int:
         """Bytes of memory that the cache occupies."""
-        return int(self.resident.sum()) * sum(math.prod(store.shape[2:]) * store.itemsize for store in self._stores)
+        return int(self.resident.sum()) * self._page_bytes
 
     @property
     def _stores(self) -> list[torch.Tensor]:
@@ -160,6 +162,7 @@ class KeyValuePages:
         if layer not in self.keys:
             self.keys[layer] = self._empty(like.shape[1], like)
             self.values[layer] = self._empty(like.shape[1], like if value is None else value)
+            self._page_bytes += (self.keys[layer].nbytes + self.values[layer].nbytes) // (self.pages * self.slots)
         return self.keys[layer], self.values[layer]
 
     def rows(self, segments: Sequence[Segment], heads: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,7 +50,7 @@ class KeyValueRows(KeyValuePages):
     @property
     def bytes(self) -> int:
         """Bytes of memory that the cache occupies."""
-        return sum(store.nbytes for store in self._stores)
+        return self.slots * self.pages * self._page_bytes
 
     def _empty(self, heads: int, like: torch.Tensor) -> torch.Tensor:
         try:
@@ -116,6 +117,9 @@ class FlashLayout(CachedLayout):
         )
         return layout
 
+    def first_rows(self, kv_heads: int) -> torch.Tensor:
+        return self._rows_of(kv_heads)
+
     def _rows_of(self, heads: int) -> torch.Tensor:
         if self._row_index is None:
             self._row_index = upload(self.cache.rows(self._ordered, heads), self.device)
@@ -173,11 +177,9 @@ class CudaGraphs:
 class _Recorded:
     replay: Callable[[], None]
     out: torch.Tensor
-    """[S, hidden], or with `settings` [2, S]: what the last pass computed."""
+    """What the last pass computed: tokens and log-probabilities [2, S], or hidden states [S, hidden]."""
     inputs: torch.Tensor
-    """[3, S] int64: ids, positions and slots of the next pass."""
-    settings: torch.Tensor | None
-    """[3, S] float64: what `Sampler` takes for it."""
+    """[6, S] float64: `Rows.inputs` of the next pass."""
 
 
 Sampler = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -187,7 +189,8 @@ Sampler = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 class RecordedDecoder:
     """A decoder whose passes of one token per sequence are recorded, by number of sequences, and replayed. Sampling is part of
-    them unless it truncates.
+    them unless it truncates. What they need is uploaded at once, and the sampled tokens stay on the device as well, so that
+    the next pass can be started before they are read.
 
     Numbers are rounded up to at most half as much again; the last sequence is computed several times then. Nothing is
     recorded with deterministic kernels, since copies of a sequence write the same place in no fixed order.
@@ -207,6 +210,8 @@ class RecordedDecoder:
         self._passes: dict[tuple[int, bool], _Recorded] = {}
         self._uses: Counter[int] = Counter()
         self._pages = 0
+        self._last: torch.Tensor | None = None
+        """[slots] int64: the token that a recorded pass sampled last in each slot."""
 
     def renew(self, decoder: "RecordedDecoder") -> None:
         """Decode with the weights of another decoder. Recorded passes are kept if it reads the same places."""
@@ -226,68 +231,68 @@ class RecordedDecoder:
         return self._decoder.logits(hidden)
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, layout: CachedLayout) -> torch.Tensor:
-        out = self._replayed(ids, positions, layout)
-        return self._decoder.hidden(ids, positions, layout) if out is None else out
+        return self._decoder.hidden(ids, positions, layout)
 
-    def sampled(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        layout: CachedLayout,
-        sampling: Sequence[SamplingRecipe],
-        draws: Sequence[float],
-    ) -> torch.Tensor | None:
-        """What `Sampler` returns after a pass whose every row samples, by `sampling` and `draws` [S]; None if not every row
-        does, or if one truncates."""
-        if len(sampling) < len(ids) or any(truncates(each) for each in sampling):
-            return None
-        temperatures = [each.temperature or 1.0 for each in sampling]
-        settings = upload(np.array([temperatures, draws, [not each.temperature for each in sampling]]), ids.device)
-        out = self._replayed(ids, positions, layout, settings)
-        if out is None:
-            return self._sampler(self.logits(self._decoder.hidden(ids, positions, layout)), settings)
-        return out
+    @property
+    def records(self) -> bool:
+        return not torch.are_deterministic_algorithms_enabled()
 
-    def _replayed(
-        self, ids: torch.Tensor, positions: torch.Tensor, layout: CachedLayout, settings: torch.Tensor | None = None
+    def replayed(
+        self, inputs: np.ndarray, cache: KeyValueRows, device: torch.device, samples: bool, ahead: bool = False
     ) -> torch.Tensor | None:
-        """What a recorded pass computes, with `settings` the sampled tokens; None if it is not recorded."""
-        assert isinstance(layout, FlashLayout)
-        if len(layout.singles) < len(layout.segments) or torch.are_deterministic_algorithms_enabled():
+        """What the recorded pass of `inputs` (`Rows.inputs`) computes: tokens and log-probabilities [2, S], or hidden states
+        [S, hidden] if it does not sample. None if it is not recorded; one that is `ahead` is not recorded now."""
+        if not self.records:
             return None
-        if self._pages != layout.cache.pages:
+        if self._pages != cache.pages:
             # The cache has moved, and recorded passes read its old place.
-            self._pages = layout.cache.pages
+            self._pages = cache.pages
             self.forget()
         # The number of sequences for which the pass is recorded: 1, 2, 3, 4, 6, 8, 12, 16, 24, ...
-        step = 1 << max(0, (len(ids) - 1).bit_length() - 2)
-        size = -(-len(ids) // step) * step
-        self._uses[size] += 1
-        if self._uses[size] <= RECORDED_AFTER:
-            return None
-        slots = upload([segment.slot for segment in layout.segments], ids.device)
-        inputs = _padded(torch.stack([ids, positions, slots]), size)
-        settings = None if settings is None else _padded(settings, size)
-        key = size, settings is not None
-        if key not in self._passes:
-
-            def run() -> torch.Tensor:
-                ids, positions, slots = inputs
-                hidden = self._decoder.hidden(ids, positions, layout.decoding(positions, slots))
-                return hidden if settings is None else self._sampler(self.logits(hidden), settings)
-
-            self._passes[key] = _Recorded(*self._record(run), inputs, settings)
-        recorded = self._passes[key]
-        recorded.inputs.copy_(inputs)
-        if settings is not None and recorded.settings is not None:
-            recorded.settings.copy_(settings)
+        count = inputs.shape[1]
+        step = 1 << max(0, (count - 1).bit_length() - 2)
+        key = size, _ = -(-count // step) * step, samples
+        if (recorded := self._passes.get(key)) is None:
+            self._uses[size] += not ahead
+            if ahead or self._uses[size] <= RECORDED_AFTER:
+                return None
+        padded = torch.from_numpy(np.concatenate([inputs, *[inputs[:, -1:]] * (size - count)], axis=1))
+        if recorded is None:
+            held = upload(padded, device)
+            self._last = held.new_zeros(cache.slots, dtype=torch.int64) if self._last is None else self._last
+            run = partial(self._run, held, FlashLayout(cache, [Segment(0, 0, 1)], device), samples)
+            recorded = self._passes[key] = _Recorded(*self._record(run), held)
+        else:
+            recorded.inputs.copy_(padded.pin_memory() if device.type == "cuda" else padded, non_blocking=True)
         recorded.replay()
-        return recorded.out[: len(ids)] if settings is None else recorded.out[:, : len(ids)]
+        return recorded.out[:, :count] if samples else recorded.out[:count]
+
+    def _run(self, inputs: torch.Tensor, layout: FlashLayout, samples: bool) -> torch.Tensor:
+        ids, positions, slots = inputs[:3].long()
+        assert self._last is not None
+        ids = torch.where(ids < 0, self._last[slots], ids)
+        hidden = self._decoder.hidden(ids, positions, layout.decoding(positions, slots))
+        if not samples:
+            return hidden
+        numbers = self._sampler(self.logits(hidden), inputs[3:])
+        self._last.index_copy_(0, slots, numbers[0].long())
+        return numbers
 
 
-def _padded(rows: torch.Tensor, size: int) -> torch.Tensor:
-    """`rows` [N, S] with the last column repeated, [N, size]."""
-    return torch.cat([rows, rows[:, -1:].expand(len(rows), size - rows.shape[1])], dim=1)
+def read_later(numbers: torch.Tensor) -> Callable[[], np.ndarray]:
+    """Start to copy `numbers` from the device. The function that is returned waits for them, not for later work."""
+    copied = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
+    copied.copy_(numbers, non_blocking=True)
+    done = torch.cuda.Event() if numbers.is_cuda else None
+    if done is not None:
+        done.record()
+
+    def read() -> np.ndarray:
+        if done is not None:
+            done.synchronize()
+        return copied.numpy()
+
+    return read
 
 
 def places(decoder: "Decoder") -> list[tuple[int, torch.Size]]:

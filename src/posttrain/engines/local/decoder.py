@@ -57,17 +57,25 @@ class Decoder(Protocol):
         ...
 
 
-def decoder_of(model: torch.nn.Module, recorded: bool = False) -> Decoder:
-    """The fastest decoder for `model`, with its current weights; `recorded`: it decodes by CUDA graphs where it can."""
+def decoder_of(model: torch.nn.Module, recorded: bool = False, fused: bool = False) -> Decoder:
+    """The fastest decoder for `model`, with its current weights; `recorded`: it decodes by CUDA graphs where it can; `fused`: by
+    the kernels of `models.cuda.decoding`."""
     inner = transformer(model)
     config = inner.config
     packed = getattr(inner, "is_loaded_in_4bit", False)  # only a model's own layers multiply by packed matrices
     if packed or config.model_type not in STREAMLINED or config.hidden_act != "silu":
         return ModuleDecoder(model)
-    decoder = StreamlinedDecoder(inner)
+    decoder = StreamlinedDecoder(inner, decoding_kernels() if fused else None)
     # A pass with positions that depend on the longest one waits for the GPU.
     recorded = recorded and lengths_of(base_decoder(inner)) is None
     return RecordedDecoder(decoder, sample_recorded) if recorded else decoder
+
+
+def decoding_kernels() -> Any:
+    """The module of Triton kernels."""
+    from posttrain.models.cuda import decoding
+
+    return decoding
 
 
 class ModuleDecoder:
@@ -91,16 +99,18 @@ class StreamlinedDecoder:
     product, and the operation after a product (SiLU, gate, residual) is fused into it. Weights are read at
     construction."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, kernels: Any = None) -> None:
+        """`kernels`: `decoding_kernels`, for passes over the cache of a GPU."""
         body = self._body = base_decoder(inner)
         self._embed = body.embed_tokens
         self._rotary = body.rotary_emb
         dtype = next(self._embed.parameters()).dtype
-        self._layers = [_Layer(layer, inner.config, dtype) for layer in body.layers]
+        self._layers = [_Layer(layer, inner.config, dtype, kernels) for layer in body.layers]
+        self._kernels = kernels
         one, compiled = self._layers[0], [layer.compiled for layer in self._layers]
         self._compiled: CompiledLayers | None = None
         """All layers as one call, if all operations of all layers are compiled."""
-        if one.kernel is not None and None not in compiled:
+        if kernels is None and one.kernel is not None and None not in compiled:
             whole = [layer for layer in compiled if layer]
             self._compiled = CompiledLayers(whole, one.kernel, one.keys, one.head, one.epsilon)
         self._norm = body.norm
@@ -125,6 +135,12 @@ class StreamlinedDecoder:
         cos, sin = (part[0] for part in self._rotary(x[None], positions[None]))
         if self._compiled is not None and not layout.longer:
             return _normed(self._norm, self._compiled(x, cos, sin, layout))
+        if self._kernels is not None:
+            norms = [*(layer.before for layer in self._layers), self._norm]
+            inputs = self._kernels.normalize(x, norms[0].weight, norms[0].variance_epsilon)
+            for layer, after in zip(self._layers, norms[1:], strict=True):
+                inputs = layer.fused(x, inputs, (cos, sin), layout, after)
+            return inputs
         for layer in self._layers:
             x = layer(x, cos, sin, layout)
         return _normed(self._norm, x)
@@ -143,7 +159,7 @@ class StreamlinedDecoder:
 class _Layer:
     """One layer: attention and gated MLP, each with a norm before it and a residual around it. `dtype`: of its input."""
 
-    def __init__(self, layer: Any, config: Any, dtype: torch.dtype) -> None:
+    def __init__(self, layer: Any, config: Any, dtype: torch.dtype, kernels: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.index = attention.layer_idx
         self.head = attention.head_dim
@@ -165,14 +181,36 @@ class _Layer:
         weights = [getattr(module, "base_layer", module).weight for module in (*norms, *linears)]
         # The kernel gets pointers, so one weight of another dtype would be read beyond its end.
         fits = all(weight.is_cpu and weight.dtype == dtype for weight in weights)
-        self.kernel = decoding_kernel(dtype, self.head, self.queries // self.keys) if fits else None
+        fitting = decoding_kernel(dtype, self.head, self.queries // self.keys) if fits else None
+        self.kernel: Any = kernels or fitting
         self.combine = SamplingLinear(attention.o_proj)
-        self.gate, self.up = SamplingLinear(mlp.gate_proj), SamplingLinear(mlp.up_proj)
+        # Packed products have the operation after each fused into it.
+        parts = [(mlp.gate_proj, mlp.up_proj)] if kernels is not None else [(mlp.gate_proj,), (mlp.up_proj,)]
+        self.gated = [SamplingLinear(*modules) for modules in parts]
         self.down = SamplingLinear(mlp.down_proj)
 
     @property
     def linears(self) -> tuple[SamplingLinear, ...]:
-        return (self.project, self.combine, self.gate, self.up, self.down)
+        return (self.project, self.combine, *self.gated, self.down)
+
+    def fused(
+        self,
+        x: torch.Tensor,
+        inputs: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        layout: CachedLayout,
+        after: Any,
+    ) -> torch.Tensor:
+        """As `__call__` with the kernels of a GPU: `x` is changed in place, `inputs` is its norm, and the norm `after` the layer
+        is returned."""
+        heads = self.project(inputs).view(len(x), -1, self.head)
+        settings = (self.norms, self.epsilon, self.scaling, self.window)
+        attended = layout.attend_fused(self.index, heads, self.keys, self.kernel, angles, *settings)
+        added = self.combine(attended.flatten(1))
+        inputs = self.kernel.normalize(x, self.between.weight, self.epsilon, added)
+        (both,) = self.gated
+        added = self.down(self.kernel.gate(both(inputs)))
+        return self.kernel.normalize(x, after.weight, after.variance_epsilon, added)
 
     def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: CachedLayout) -> torch.Tensor:
         """`x` [T, hidden], `cos` and `sin` [T, D] -> [T, hidden]."""
@@ -190,7 +228,8 @@ class _Layer:
             attended = layout.attend_tokens(self.index, Heads(query, key, value, self.scaling, self.window))
         x = self.combine.plus(attended.flatten(1), x)
         inputs = self._normed(self.between, x)
-        return self.down.plus(self.up.times(inputs, self.gate.silu(inputs)), x)
+        gate, up = self.gated
+        return self.down.plus(up.times(inputs, gate.silu(inputs)), x)
 
     @property
     def compiled(self) -> CompiledLayer | None:

@@ -6,7 +6,6 @@ for any timing of the environments.
 """
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,11 +16,12 @@ import numpy as np
 import torch
 
 from posttrain.distributed.sharding import compute_dtype
-from posttrain.engines.local.cache import ID, CachedLayout, Prefix, Segment, longest_prefix, positions_of
+from posttrain.engines.local.cache import ID, CachedLayout, Segment, longest_prefix
 from posttrain.engines.local.cpu.kernel import PAGE
-from posttrain.engines.local.cuda import RecordedDecoder
+from posttrain.engines.local.cuda import RecordedDecoder, read_later
 from posttrain.engines.local.decoder import Decoder, sample
 from posttrain.engines.local.gate import choose_decoding
+from posttrain.engines.local.slots import Placement, Rows, Slots
 from posttrain.engines.protocol import Completion, EngineCounters, Request, StopStrings
 from posttrain.episode import StopReason
 from posttrain.errors import InputError, RunError
@@ -35,114 +35,6 @@ from posttrain.recipe.compose import section
 from posttrain.recipe.engines import LocalEngineRecipe
 from posttrain.runs.directory import cache_directory
 from posttrain.seeds import random_stream
-
-MIN_PENDING_TOKENS = 4
-"""Minimum number of shared prompt tokens that another sequence is computing for a request to wait for them. It is low
-because all episodes of a group share them: where tasks differ by ten tokens only, a group of eight computes these once.
-"""
-
-
-# -- slots of the cache -----------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Slot:
-    """One sequence of the cache."""
-
-    ids: bytes = b""
-    """Token ids whose keys and values are cached, each as `ID` bytes."""
-    busy: bool = False
-    """Whether a running sequence uses the slot."""
-    last_used: int = -1
-    prefix: Prefix | None = None
-    """A prefix of `ids` that other slots contain as well."""
-    length: int = 0
-    """The length that decides the rotary frequencies of the cached keys (`models.layers.Lengths.of`)."""
-    experts: np.ndarray | None = None
-    """`_Sequence.experts` of the sequence that computed `ids`."""
-
-
-@dataclass(frozen=True)
-class Placement:
-    """The slot of a prompt, and the slot `source` that holds its first `shared` tokens."""
-
-    slot: int
-    source: int
-    shared: int
-
-
-class Slots:
-    """Allocation of the cache's slots to sequences."""
-
-    def __init__(self, count: int, whole: bool = False) -> None:
-        """`whole`: a slot can only be continued after all of its tokens, and by one sequence."""
-        self.slots = [Slot() for _ in range(count)]
-        self._whole = whole
-
-    def __getitem__(self, index: int) -> Slot:
-        return self.slots[index]
-
-    @property
-    def free(self) -> list[int]:
-        """Indices of the slots that no sequence uses."""
-        return [i for i, slot in enumerate(self.slots) if not slot.busy]
-
-    def invalidate(self) -> None:
-        """Discard all cached tokens, and the order in which slots were used: it decides the row of a sequence in a pass, and
-        the last bit of a small product can depend on its row."""
-        for index, slot in enumerate(self.slots):
-            self.clear(index, slot.length)
-            slot.last_used = -1
-
-    def place(self, prompt: bytes, pending: int, length: int = 0) -> Placement | None:
-        """The placement that leaves the fewest tokens of `prompt`, as in `Slot.ids`, to compute. `pending`: first
-        tokens of the prompt that a running sequence is about to compute. `length`: the one that decides the prompt's
-        rotary frequencies. Returns None if no slot is free, or if waiting for the pending tokens saves enough."""
-        free = self.free
-        if not free:
-            return None
-        # The last token is always computed: its output predicts the first sampled token.
-        prompt = prompt[:-ID]
-        cached = [slot.ids if slot.length == length else b"" for slot in self.slots]
-        if self._whole:
-            usable = [not slot.busy and prompt.startswith(slot.ids) for slot in self.slots]
-            cached = [ids if use else b"" for ids, use in zip(cached, usable, strict=True)]
-        source, shared = longest_prefix(cached, prompt)
-        if pending >= shared + MIN_PENDING_TOKENS:
-            return None
-        # A slot with exactly this prefix is an earlier turn or the same prompt: continue there. Otherwise take the
-        # least recently used slot.
-        prefix = prompt[: ID * shared]
-        in_place = [i for i in free if shared and len(cached[i]) <= ID * (shared + 1) and cached[i].startswith(prefix)]
-        target = in_place[0] if in_place else min(free, key=lambda i: (self.slots[i].last_used, i))
-        return Placement(target, target if cached[target].startswith(prefix) else source, shared)
-
-    def acquire(self, placement: Placement, prompt: bytes, clock: int, length: int = 0) -> None:
-        """Mark the slot as used by a sequence; its shared tokens count as cached."""
-        slot, source, shared = self.slots[placement.slot], self.slots[placement.source], placement.shared
-        known = source.prefix
-        if slot is source:
-            if known is not None and known.tokens > shared:
-                slot.prefix = None
-        elif known is not None and 0 <= shared - known.tokens <= 64:  # the few more tokens are not worth another prefix
-            slot.prefix = known
-        elif shared < MIN_PENDING_TOKENS:
-            slot.prefix = None
-        else:
-            slot.prefix = Prefix(shared)
-            if known is None or known.tokens < shared:
-                source.prefix = slot.prefix
-        slot.ids, slot.busy, slot.last_used, slot.length = prompt[: ID * shared], True, clock, length
-
-    def clear(self, index: int, length: int = 0) -> None:
-        """Discard the cached tokens of a slot, whose next ones have the frequencies of `length`."""
-        slot = self.slots[index]
-        slot.ids, slot.prefix, slot.length = b"", None, length
-
-    def release(self, index: int, ids: bytes, clock: int) -> None:
-        """Free the slot. Its cached tokens `ids` remain for the episode's next turn or another prompt."""
-        slot = self.slots[index]
-        slot.ids, slot.busy, slot.last_used = ids, False, clock
 
 
 def _head_size(config: Any) -> int:
@@ -161,7 +53,7 @@ def page_bytes(policy: Policy) -> int:
 
 
 class _Sequence:
-    """A request in flight: its prompt, the tokens sampled so far, and its slot."""
+    """A request in flight. Its tokens, and what a pass needs of it, are in the engine's `Rows` while it has a slot."""
 
     def __init__(
         self,
@@ -172,36 +64,36 @@ class _Sequence:
         on_token: Callable[[int], None] | None = None,
     ) -> None:
         self.request, self.stops, self.future, self.arrived, self.on_token = request, stops, future, arrived, on_token
-        self.draws = random_stream("tokens", request.seed)
-        self.prompt = len(request.prompt_ids)
-        self.tokens = np.empty(self.prompt + request.max_tokens, dtype=np.int64)
-        self.tokens[: self.prompt] = request.prompt_ids
-        self.prompt_ids = self.tokens[: self.prompt].tobytes()
+        self.prompt = np.array(request.prompt_ids, dtype=np.int64)
+        self.prompt_ids = self.prompt.tobytes()
         """The prompt as in `Slot.ids`."""
-        self.length = self.prompt
-        """Number of prompt and sampled tokens."""
-        self.computed = 0
-        """Number of tokens whose keys and values are in the cache."""
+        self.limit = len(self.prompt) + request.max_tokens
+        """Largest number of prompt and sampled tokens."""
         self.slot = -1
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
         self.experts: np.ndarray | None = None
-        """[len(tokens), R, k]: the experts of each computed token, with `model.router_replay`."""
+        """[limit, R, k]: the experts of each computed token, with `model.router_replay`."""
 
     @property
     def pages(self) -> int:
         """Number of cache pages at the sequence's maximum length."""
-        return -(-len(self.tokens) // PAGE)
+        return -(-self.limit // PAGE)
 
-    @property
-    def pending(self) -> int:
-        """Number of tokens that are not in the cache yet."""
-        return self.length - self.computed
 
-    @property
-    def sampled(self) -> np.ndarray:
-        """The sampled token ids [n] int64."""
-        return self.tokens[self.prompt : self.length]
+@dataclass(frozen=True)
+class _Pass:
+    """A forward pass that was started."""
+
+    slots: np.ndarray
+    """[S]: the slots whose sequences sample."""
+    lengths: np.ndarray
+    """[S]: their tokens before."""
+    read: Callable[[], np.ndarray] | None
+    """Waits for the sampled tokens and their log-probabilities [2, S]; None if nothing is sampled."""
+    tokens: int
+    decoding: int
+    """How many of the tokens are not those of prompts."""
+    recorded: bool = False
+    """Whether a recording sampled, which keeps its tokens on the device."""
 
 
 class LocalEngine:
@@ -244,7 +136,7 @@ class LocalEngine:
                 "this model one at a time; remove it"
             )
         self._lengths = lengths_of(base_decoder(policy.model))
-        self._flash = self._parts.kind == "flash"
+        self._flash = self._parts.flash
         self._page_limit: int | None = None
         """Largest number of pages of the cache, by `cache_bytes`."""
         most_pages = None
@@ -264,7 +156,8 @@ class LocalEngine:
                 most_pages = pages
                 self.capacity = min(recipe.slots, recipe.cache_bytes // (pages * page_bytes(policy)))
         self._cache = self._parts.cache(self.capacity, most_pages)
-        self._slots = Slots(self.capacity, self._parts.streams)
+        self._slots, self._rows = Slots(self.capacity, self._parts.streams), Rows(self.capacity)
+        self._device = policy.device
         self._source = policy
         """The policy whose weights are loaded."""
         self._decoder: Decoder | None = None
@@ -272,6 +165,8 @@ class LocalEngine:
         """Whether the decoder has the weights of `_source`."""
         self._waiting: list[_Sequence] = []
         self._running: list[_Sequence] = []
+        self._ahead: _Pass | None = None
+        """The next pass, if it was started before the tokens of the last one were read."""
         self._open_episodes = self._clock = 0
         self._pump: asyncio.Task[None] | None = None
 
@@ -299,18 +194,18 @@ class LocalEngine:
     def load_weights(self, version: int, source: Policy | None = None) -> None:
         """Sample with the current weights of `source`. A sharded policy keeps them gathered until `sleep`. A pass
         computes without yielding to the event loop, so this call is always between two passes."""
-        self.version = version
+        self.version, self._ahead = version, None
         self._source, self._renewed = source or self.policy, False
         if self._source.sharded is not None:
             self._source.sharded.hold()
         self._slots.invalidate()
         if not self._flash:
             self._cache.trim()
-        for sequence in self._running:
-            sequence.computed = 0
+        self._rows.computed[:] = 0
 
     def sleep(self) -> None:
         """Reshard gathered weights, and free the cache of a GPU for the learner. A CPU keeps it for the next step."""
+        self._ahead = None
         if self._flash:
             tokens = self._cache.pages * PAGE
             self._cache = self._parts.cache(self.capacity, self._cache.most_pages)
@@ -342,8 +237,8 @@ class LocalEngine:
                 for sequence in self._waiting + self._running:
                     if not sequence.future.done():
                         sequence.future.set_exception(RunError(f"the engine failed: {type(error).__name__}: {error}"))
-                self._waiting, self._running = [], []
-                self._slots = Slots(self.capacity, self._parts.streams)
+                self._waiting, self._running, self._ahead = [], [], None
+                self._slots, self._rows = Slots(self.capacity, self._parts.streams), Rows(self.capacity)
                 return
             await asyncio.sleep(0)
 
@@ -351,138 +246,213 @@ class LocalEngine:
         """Whether every open episode has sent its next request."""
         return len(self._waiting) + len(self._running) >= self._open_episodes
 
+    @torch.no_grad()
     def _step(self) -> None:
-        """Admit requests, run one forward pass, sample, and return finished completions."""
+        """Admit requests, run the next passes, sample, and return finished completions."""
         self._clock += 1
         self._drop_cancelled()
-        self._admit()
-        if not self._running:
-            return
+        begun = time.perf_counter()
+        passes, self._ahead = [] if self._ahead is None else [self._ahead], None
+        if not passes:
+            self._admit()
+            if not self._running:
+                return
+            self._arrange()
+            passes = self._start_passes()
+        self._ahead = self._start_ahead(passes)
+        for each in passes:
+            self._collect(each)
+        self._ahead = self._ahead if self._running else None
+        seconds = time.perf_counter() - begun
+        decoding = sum(each.decoding for each in passes) / sum(each.tokens for each in passes)
+        self.counters.decoding_seconds += seconds * decoding
+        self.counters.prompt_seconds += seconds * (1 - decoding)
+
+    def _arrange(self) -> None:
+        """Prepare the slots of the running sequences for a pass."""
         # With a limit, sequences stay in their slots, because swapping two slots needs the memory of both.
-        if not self._flash and not self._parts.streams and self._page_limit is None:
+        moving = not self._flash and not self._parts.streams and self._page_limit is None
+        if moving and max(sequence.slot for sequence in self._running) >= len(self._running):
             # Move running sequences to the first slots, so that decoding reads contiguous memory.
             by_slot = {sequence.slot: sequence for sequence in self._running}
             gaps = [slot for slot in self._slots.free if slot < len(by_slot)]
             for free, busy in zip(gaps, sorted(by_slot, reverse=True), strict=False):
-                self._cache.swap(free, busy, max(len(self._slots[free].ids) // ID, by_slot[busy].computed))
+                self._cache.swap(free, busy, max(len(self._slots[free].ids) // ID, int(self._rows.computed[busy])))
                 slots = self._slots.slots
                 slots[free], slots[busy] = slots[busy], slots[free]
+                self._rows.move(busy, free)
                 by_slot[busy].slot = free
         for sequence in self._running if self._lengths is not None else ():
             # The cached keys of a sequence may have the frequencies of another length.
-            if self._slots[sequence.slot].length != (length := self._length(sequence)):
+            length = self._length(int(self._rows.length[sequence.slot]))
+            if self._slots[sequence.slot].length != length:
                 self._slots.clear(sequence.slot, length)
-                sequence.computed = 0
-        layout, ordered = self._schedule()
-        begun = time.perf_counter()
-        self._compute(layout, ordered)
-        seconds = time.perf_counter() - begun
-        decoding = len(layout.singles) / sum(segment.count for segment in layout.segments)
-        self.counters.decoding_seconds += seconds * decoding
-        self.counters.prompt_seconds += seconds * (1 - decoding)
+                self._rows.computed[sequence.slot] = 0
 
-    def _compute(self, layout: CachedLayout, ordered: list[tuple[_Sequence, Segment]]) -> None:
-        """Run the pass of `layout`, whose rows are the sequences in `ordered`, and sample."""
-        spans = [(s, segment.start, segment.start + segment.count) for s, segment in ordered]
-        ids = np.concatenate([s.tokens[start:end] for s, start, end in spans])
-        positions = positions_of([segment for _, segment in ordered])
-        layout.tokens = [s.tokens[:end] for s, _, end in spans]
-        ends = np.cumsum([segment.count for _, segment in ordered]) - 1
+    def _start_passes(self) -> list[_Pass]:
+        """Start a pass with a token of each decoding sequence, and prompts up to `tokens_per_forward`, or whole. Decoding
+        sequences have a pass of their own where it is recorded."""
+        if self._decoder is None or not self._renewed:
+            made = self._parts.decoder(self._source.model)
+            if isinstance(made, RecordedDecoder) and isinstance(self._decoder, RecordedDecoder):
+                self._decoder.renew(made)
+            else:
+                self._decoder = made
+            self._renewed = True
+        slots = np.array([sequence.slot for sequence in self._running])
+        single = self._rows.length[slots] - self._rows.computed[slots] == 1
+        decoding, prompts = slots[single], slots[~single]
+        if not isinstance(self._decoder, RecordedDecoder) or not self._decoder.records or not len(decoding):
+            return [self._compute(self._schedule(np.concatenate([decoding, prompts])))]
+        first = self._start_recorded(decoding) or self._compute(self._schedule(decoding))
+        return [first, *([self._compute(self._schedule(prompts))] if len(prompts) else [])]
+
+    def _start_recorded(self, slots: np.ndarray, ahead: bool = False) -> _Pass | None:
+        """Replay the pass that decodes one token of each of `slots`; None if it is not recorded. `ahead`: their last tokens
+        are still on the device."""
+        assert isinstance(self._decoder, RecordedDecoder)
+        slots, rows = np.sort(slots), self._rows
+        lengths = rows.length[slots] + ahead
+        self._cache.reserve(int(lengths.max()))
+        samples = not rows.truncates[slots].any()
+        inputs, out = rows.inputs(slots, lengths, ahead), None
+        if samples or not ahead:
+            out = self._decoder.replayed(inputs, self._cache, self._device, samples, ahead)
+        if out is None:
+            return None
+        rows.computed[slots] = lengths
+        self._count_pass()
+        read = read_later(out) if samples else self._sample(out, slots, lengths)
+        return _Pass(slots, lengths, read, len(slots), len(slots), recorded=samples)
+
+    def _start_ahead(self, passes: list[_Pass]) -> _Pass | None:
+        """Start the next pass before the tokens of `passes` are read, which are its inputs on the device; None where it needs
+        more than them. It computes the last token of sequences that turn out to have ended as well.
+
+        It depends on the requests alone, so that the passes of a run are always the same."""
+        last = passes[0]
+        admits = bool(self._waiting) and len(self._running) < self.capacity
+        if len(passes) > 1 or not last.recorded or admits or self.before_forward is not None:
+            return None
+        rows, slots, lengths = self._rows, last.slots, last.lengths
+        goes_on = (rows.length[slots] == lengths) & (lengths + 1 < rows.limit[slots])
+        return self._start_recorded(slots[goes_on], ahead=True) if goes_on.any() else None
+
+    def _compute(self, layout: CachedLayout) -> _Pass:
+        """Run the pass of `layout`, and sample where it has the last known token of a sequence."""
+        assert self._decoder is not None
+        rows, device, segments = self._rows, self._device, layout.segments
+        slots, starts, counts = np.array([(s.slot, s.start, s.count) for s in segments], dtype=np.int64).T
+        stops, ends = starts + counts, counts.cumsum()
+        positions = np.arange(ends[-1]) + np.repeat(stops - ends, counts)
+        ids = rows.tokens[np.repeat(slots, counts), positions]
+        layout.tokens = [rows.tokens[slot, :stop] for slot, stop in zip(slots.tolist(), stops.tolist(), strict=True)]
         # A prompt that is computed in chunks samples nothing before its last chunk.
-        ready = [i for i, (sequence, segment) in enumerate(ordered) if segment.count == sequence.pending]
-        sequences = [ordered[i][0] for i in ready]
-        sampling = [s.request.sampling for s in sequences]
-        draws = [s.draws.random() for s in sequences]
-        device, numbers = self.policy.device, None
-        with torch.no_grad():
-            if self._decoder is None or not self._renewed:
-                made = self._parts.decoder(self._source.model)
-                if isinstance(made, RecordedDecoder) and isinstance(self._decoder, RecordedDecoder):
-                    self._decoder.renew(made)
-                else:
-                    self._decoder = made
-                self._renewed = True
-            routing = self._source.routing if self.policy.recipe.router_replay else None
-            inputs = upload(ids, device), upload(positions, device), layout
-            with routing.recorded() if routing is not None else nullcontext() as routed:
-                if isinstance(self._decoder, RecordedDecoder):
-                    numbers = self._decoder.sampled(*inputs, sampling, draws)
-                if numbers is None:
-                    hidden = self._decoder.hidden(*inputs)
-            if routed is not None:
-                self._keep_experts(spans, routed.stacked())
-            self.counters.forwards += 1
-            self.counters.cache_bytes = max(self.counters.cache_bytes, self._cache.bytes)
-            for sequence, _, end in spans:
-                sequence.computed = end
-                if end <= sequence.prompt:
-                    self._slots[sequence.slot].ids = sequence.prompt_ids[: ID * end]
-            if not ready:
-                return
-            if numbers is None:
-                tokens, logprobs = sample(self._decoder.logits(hidden[upload(ends[ready], device)]), sampling, draws)
-                # Read from a GPU together; float64 represents ids and float32 numbers exactly.
-                numbers = torch.stack([tokens.double(), logprobs.double()])
-        self.counters.sampled += len(sequences)
-        read = numbers.cpu().tolist()
-        if any(map(math.isnan, read[1])):
+        ready = stops == rows.length[slots]
+        routing = self._source.routing if self.policy.recipe.router_replay else None
+        with routing.recorded() if routing is not None else nullcontext() as routed:
+            hidden = self._decoder.hidden(upload(ids, device), upload(positions, device), layout)
+        if routed is not None:
+            self._keep_experts(segments, routed.stacked())
+        self._count_pass()
+        rows.computed[slots] = stops
+        for index in np.flatnonzero(stops <= rows.prompt[slots]).tolist():
+            slot = self._slots[int(slots[index])]
+            assert slot.sequence is not None
+            slot.ids = slot.sequence.prompt_ids[: ID * int(stops[index])]
+        chosen, lengths, read = slots[ready], stops[ready], None
+        if len(chosen):
+            read = self._sample(hidden[upload(ends[ready] - 1, device)], chosen, lengths)
+        return _Pass(chosen, lengths, read, len(ids), len(layout.singles))
+
+    def _sample(self, hidden: torch.Tensor, slots: np.ndarray, lengths: np.ndarray) -> Callable[[], np.ndarray]:
+        """Sample from the last hidden states [S, hidden] of the sequences in `slots`; see `_Pass.read`."""
+        assert self._decoder is not None
+        sampling = [self._sequence(slot).request.sampling for slot in slots.tolist()]
+        tokens, logprobs = sample(self._decoder.logits(hidden), sampling, self._rows.draws[slots, lengths])
+        # Read from a GPU together; float64 represents ids and float32 numbers exactly.
+        return read_later(torch.stack([tokens.double(), logprobs.double()]))
+
+    def _collect(self, computed: _Pass) -> None:
+        """Keep what a pass sampled, and return the completions that end with it."""
+        if computed.read is None:
+            return
+        rows, read = self._rows, computed.read()
+        # Others were cancelled, or ended before this pass, which was started ahead.
+        live = rows.length[computed.slots] == computed.lengths
+        slots, lengths, (tokens, logprobs) = computed.slots[live], computed.lengths[live], read[:, live]
+        if np.isnan(logprobs).any():
             raise FloatingPointError("the model's logits are not finite")
-        for sequence, token, logprob in zip(sequences, map(int, read[0]), read[1], strict=True):
-            sequence.tokens[sequence.length] = token
-            sequence.length += 1
-            sequence.logprobs.append(logprob)
-            sequence.versions.append(self.version)
+        self.counters.sampled += len(slots)
+        rows.keep(slots, tokens, logprobs, self.version)
+        ends = np.equal.outer(tokens, list(self.policy.end_tokens)).any(1)
+        for index in np.flatnonzero(ends | (lengths + 1 >= rows.limit[slots]) | rows.watched[slots]).tolist():
+            sequence, token = self._sequence(int(slots[index])), int(tokens[index])
             if sequence.on_token is not None:
                 sequence.on_token(token)
             if (reason := self._stopped(sequence, token)) is not None:
                 self._finish(sequence, reason)
 
-    def _keep_experts(self, spans: list[tuple[_Sequence, int, int]], experts: np.ndarray) -> None:
-        """Store the `experts` [T, R, k] of the tokens of a pass, those of (sequence, start, stop) in a row."""
-        at = 0
-        for sequence, start, stop in spans:
-            if sequence.experts is None:
-                sequence.experts = np.full((len(sequence.tokens), *experts.shape[1:]), -1, experts.dtype)
-                if (before := self._slots[sequence.slot].experts) is not None:
-                    sequence.experts[:start] = before[:start]
-                self._slots[sequence.slot].experts = sequence.experts
-            sequence.experts[start:stop] = experts[at : at + stop - start]
-            at += stop - start
+    def _sequence(self, slot: int) -> _Sequence:
+        sequence = self._slots[slot].sequence
+        assert sequence is not None
+        return sequence
 
-    def _schedule(self) -> tuple[CachedLayout, list[tuple[_Sequence, Segment]]]:
-        """The next pass in row order: all decoding sequences, then prompts up to `tokens_per_forward`, or whole."""
-        segments, budget = [], self.recipe.tokens_per_forward
-        by_slot = {}
-        for sequence in sorted(self._running, key=lambda s: s.pending > 1):
-            if (count := sequence.pending) > 1:
+    def _count_pass(self) -> None:
+        self.counters.forwards += 1
+        self.counters.cache_bytes = max(self.counters.cache_bytes, self._cache.bytes)
+
+    def _keep_experts(self, segments: list[Segment], experts: np.ndarray) -> None:
+        """Store the `experts` [T, R, k] of the tokens of a pass, those of `segments` in a row."""
+        at = 0
+        for segment in segments:
+            sequence, start, stop = self._sequence(segment.slot), segment.start, segment.start + segment.count
+            if sequence.experts is None:
+                sequence.experts = np.full((sequence.limit, *experts.shape[1:]), -1, experts.dtype)
+                if (before := self._slots[segment.slot].experts) is not None:
+                    sequence.experts[:start] = before[:start]
+                self._slots[segment.slot].experts = sequence.experts
+            sequence.experts[start:stop] = experts[at : at + segment.count]
+            at += segment.count
+
+    def _schedule(self, slots: np.ndarray) -> CachedLayout:
+        """The layout of the next tokens of the sequences in `slots`: the pending one, or prompts up to `tokens_per_forward`."""
+        segments, budget, rows = [], self.recipe.tokens_per_forward, self._rows
+        for slot, start, length in zip(
+            *(part.tolist() for part in (slots, rows.computed[slots], rows.length[slots])), strict=True
+        ):
+            if (count := length - start) > 1:
                 if budget <= 0:
                     break
-                stop = sequence.computed + (count if self._parts.streams else min(count, budget))
-                count = whole_images(sequence.tokens[: sequence.length], sequence.computed, stop) - sequence.computed
+                stop = start + (count if self._parts.streams else min(count, budget))
+                count = whole_images(rows.tokens[slot, :length], start, stop) - start
             budget -= count
-            slot = self._slots[sequence.slot]
-            by_slot[sequence.slot] = sequence
-            segments.append(Segment(sequence.slot, sequence.computed, count, slot.prefix, slot.length))
-        layout = self._parts.layout(self._cache, segments, self.policy.device)
-        return layout, [(by_slot[segment.slot], segment) for segment in layout.segments]
+            cached = self._slots[slot]
+            segments.append(Segment(slot, start, count, cached.prefix, cached.length))
+        layout: CachedLayout = self._parts.layout(self._cache, segments, self._device)
+        return layout
 
     def _admit(self) -> None:
         """Assign free slots to waiting requests, in order of arrival, then of seed."""
+        if not self._waiting:
+            return
         self._waiting.sort(key=lambda s: (s.arrived, s.request.seed))
-        computing = [s for s in self._running if s.computed < s.prompt]
+        computing = [s for s in self._running if self._rows.computed[s.slot] < len(s.prompt)]
         kept_waiting = []
         free = len(self._slots.free)
         for index, sequence in enumerate(self._waiting):
             if self._page_limit is not None and sequence.pages > self._page_limit:
-                sequence.future.set_exception(RunError(self._too_small(len(sequence.tokens))))
+                sequence.future.set_exception(RunError(self._too_small(sequence.limit)))
                 continue
             # All running sequences may reach their maximum lengths.
             running = [*self._running, sequence]
             if not free or (self._page_limit is not None and sum(s.pages for s in running) > self._page_limit):
                 kept_waiting += self._waiting[index:]
                 break
-            length = self._length(sequence)
-            shared = [s.prompt_ids for s in computing if not self._parts.streams and self._length(s) == length]
+            length = self._length(len(sequence.prompt))
+            shared = [
+                s.prompt_ids for s in computing if not self._parts.streams and self._length(len(s.prompt)) == length
+            ]
             _, pending = longest_prefix(shared, sequence.prompt_ids[:-ID])
             placement = self._slots.place(sequence.prompt_ids, pending, length)
             if placement is None:
@@ -499,16 +469,18 @@ class LocalEngine:
             placement = self._make_room(sequence, placement)
         if placement.source != placement.slot:
             self._cache.copy_prefix(placement.source, placement.slot, placement.shared)
-        self._slots.acquire(placement, sequence.prompt_ids, self._clock, self._length(sequence))
-        self._slots[placement.slot].experts = self._slots[placement.source].experts
-        sequence.slot, sequence.computed = placement.slot, placement.shared
+        self._slots.acquire(placement, sequence, self._clock, self._length(len(sequence.prompt)))
+        sequence.slot = placement.slot
+        request, watched = sequence.request, sequence.on_token is not None or bool(sequence.request.stop_strings)
+        draws = random_stream("tokens", request.seed).random(request.max_tokens)
+        self._rows.start(sequence.slot, sequence.prompt, draws, request.sampling, watched, placement.shared)
         self.counters.reused += placement.shared
-        self.counters.prefilled += sequence.prompt - placement.shared
+        self.counters.prefilled += len(sequence.prompt) - placement.shared
         self._running.append(sequence)
 
-    def _length(self, sequence: _Sequence) -> int:
-        """The length that decides the rotary frequencies of the next token of `sequence`."""
-        return 0 if self._lengths is None else self._lengths.of(sequence.length)
+    def _length(self, tokens: int) -> int:
+        """The length that decides the rotary frequencies of the next token of a sequence of `tokens` tokens."""
+        return 0 if self._lengths is None else self._lengths.of(tokens)
 
     def _make_room(self, sequence: _Sequence, placement: Placement) -> Placement:
         """Drop cached tokens of free slots, least recently used first, until `sequence` fits; returns where to start
@@ -517,7 +489,7 @@ class LocalEngine:
         room = self._page_limit - sequence.pages - sum(s.pages for s in self._running)
         kept = [i for i in self._slots.free if i not in (placement.slot, placement.source)]
         kept.sort(key=lambda i: (self._slots[i].last_used, i))
-        source = placement.source if not self._slots[placement.source].busy else placement.slot
+        source = placement.source if self._slots[placement.source].sequence is None else placement.slot
         copied = source != placement.slot
         resident = self._cache.resident
         while kept and resident[kept].sum() + copied * resident[source] > room:
@@ -542,21 +514,24 @@ class LocalEngine:
         """Why the sequence ends with its last `token`; None if it goes on."""
         if token in self.policy.end_tokens:
             return StopReason.END_TOKEN
-        if sequence.request.stop_strings and sequence.stops.matched(sequence.sampled.tolist()):
+        length = int(self._rows.length[sequence.slot])
+        sampled = self._rows.tokens[sequence.slot, len(sequence.prompt) : length]
+        if sequence.request.stop_strings and sequence.stops.matched(sampled.tolist()):
             return StopReason.STOP_STRING
-        return StopReason.TURN_BUDGET if sequence.length >= len(sequence.tokens) else None
+        return StopReason.TURN_BUDGET if length >= sequence.limit else None
 
     def _finish(self, sequence: _Sequence, reason: StopReason) -> None:
-        self._release(sequence)
         if not sequence.future.done():
-            ids, experts = tuple(sequence.sampled.tolist()), sequence.experts
-            known = None if experts is None else experts[: sequence.length - 1]
-            logprobs, versions = tuple(sequence.logprobs), tuple(sequence.versions)
-            sequence.future.set_result(Completion(ids, logprobs, versions, reason, known))
+            rows, length, experts = self._rows, int(self._rows.length[sequence.slot]), sequence.experts
+            places = sequence.slot, slice(len(sequence.prompt), length)
+            ids, logprobs = tuple(rows.tokens[places].tolist()), tuple(rows.logprobs[places].tolist())
+            known = None if experts is None else experts[: length - 1]
+            sequence.future.set_result(Completion(ids, logprobs, tuple(rows.versions[places].tolist()), reason, known))
+        self._release(sequence)
 
     def _release(self, sequence: _Sequence) -> None:
         self._running.remove(sequence)
-        self._slots.release(sequence.slot, sequence.tokens[: sequence.computed].tobytes(), self._clock)
+        self._slots.release(sequence.slot, self._rows.end(sequence.slot).tobytes(), self._clock)
 
     def _drop_cancelled(self) -> None:
         self._waiting = [s for s in self._waiting if not s.future.done()]

@@ -16,15 +16,15 @@ import torch
 
 from posttrain.distributed.world import current_world
 from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Segment
-from posttrain.engines.local.cuda import FlashLayout, KeyValueRows
+from posttrain.engines.local.cuda import FlashLayout, KeyValueRows, RecordedDecoder
 from posttrain.engines.local.decoder import ModuleDecoder, decoder_of
 from posttrain.engines.local.streams import StreamCaches, StreamDecoder, StreamLayout
 from posttrain.models import gate
 from posttrain.models.forward import base_decoder, logits_of, path_of, transformer
 from posttrain.models.layers import lengths_of
 
-Decoding = Literal["flash", "paged", "modules", "cached", "placed", "whole"]
-"""`flash`: GPU kernels, recorded. `paged`: the paged cache, with the fastest operations. `modules`: the same by the
+Decoding = Literal["fused", "flash", "paged", "modules", "cached", "placed", "whole"]
+"""`fused`: GPU kernels, recorded. `flash`: the same without the kernels of `models.cuda.decoding`. `paged`: the paged cache, with the fastest operations. `modules`: the same by the
 model's modules. `cached`: a cache of transformers for each sequence. `placed`: the same, with position ids. `whole`: every
 sequence from its first token."""
 STEPS = (1, 1, 5, 1, 1)
@@ -37,9 +37,10 @@ class Parts:
     def __init__(self, kind: Decoding) -> None:
         self.kind = kind
         self.streams = kind in ("cached", "placed", "whole")
-        layouts = {"flash": FlashLayout, "paged": CachedLayout, "modules": CachedLayout}
+        self.flash = kind in ("fused", "flash")
+        layouts = {"fused": FlashLayout, "flash": FlashLayout, "paged": CachedLayout, "modules": CachedLayout}
         self.layout: Any = layouts.get(kind, StreamLayout)
-        self.decoder: Callable[[torch.nn.Module], Any] = partial(decoder_of, recorded=kind == "flash")
+        self.decoder: Callable[[torch.nn.Module], Any] = partial(decoder_of, recorded=self.flash, fused=kind == "fused")
         """Makes a decoder with the current weights of a model."""
         if self.streams:
             self.decoder = partial(StreamDecoder, caches=kind != "whole", places=kind == "placed")
@@ -50,7 +51,7 @@ class Parts:
         """An empty cache."""
         if self.streams:
             return StreamCaches(slots)
-        return (KeyValueRows if self.kind == "flash" else KeyValuePages)(slots, most_pages)
+        return (KeyValueRows if self.flash else KeyValuePages)(slots, most_pages)
 
 
 def choose_decoding(model: torch.nn.Module, flash: bool, cache: Path) -> Parts:
@@ -58,7 +59,7 @@ def choose_decoding(model: torch.nn.Module, flash: bool, cache: Path) -> Parts:
     are kept in the directory `cache`."""
     kinds: tuple[Decoding, ...] = ("cached", "placed", "whole")
     if path_of(model).packed:
-        kinds = (*(("flash",) if flash else ()), "paged", "modules", *kinds)
+        kinds = (*(("fused", "flash") if flash else ()), "paged", "modules", *kinds)
     key = gate.verdict_key(model, "decoding", *kinds)
     stored = gate.read_verdict(cache, key, {"kind", "reason", "nats"}) or _verdict(model, kinds)
     gate.keep_verdict(cache, key, stored)
@@ -122,7 +123,14 @@ def _decoded(model: torch.nn.Module, parts: Parts, rows: list[torch.Tensor]) -> 
         positions = torch.cat([torch.arange(start, stop, device=device) for _, start, stop in spans])
         layout.tokens = [rows[slot][:stop].cpu().numpy() for slot, _, stop in spans]
         last = torch.tensor([stop - start for _, start, stop in spans], device=device).cumsum(0) - 1
-        logits = decoder.logits(decoder.hidden(ids, positions, layout)[last])
+        hidden = None
+        if isinstance(decoder, RecordedDecoder) and len(layout.singles) == len(spans):
+            row = np.zeros(len(spans))
+            inputs = np.stack(
+                [ids.cpu(), positions.cpu(), [segment.slot for segment in layout.segments], row, row, row]
+            )
+            hidden = decoder.replayed(inputs, cache, device, samples=False)
+        logits = decoder.logits((decoder.hidden(ids, positions, layout) if hidden is None else hidden)[last])
         for (slot, _, stop), row in zip(spans, logits, strict=True):
             outputs[slot].append(torch.log_softmax(row.float(), dim=-1))
             computed[slot] = stop

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear, pad, silu
 
+from posttrain.distributed.world import current_world
 from posttrain.engines.local.cache import CachedLayout
 from posttrain.engines.local.cpu.kernel import DecodingKernel
 from posttrain.models.cpu.backend import onednn_multiplies
@@ -135,9 +136,27 @@ class _Adapter:
     scale: float
 
 
+def side_by_side(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+    """All `parameters` [n, ...] as one tensor, of which they become views, so that what is written to them is written to it."""
+    sizes, first = [len(each) for each in parameters], parameters[0].detach()
+    storage, place = first.untyped_storage(), first.storage_offset()
+    for each in parameters:
+        if (
+            each.untyped_storage()._cdata != storage._cdata
+            or each.storage_offset() != place
+            or not each.is_contiguous()
+        ):
+            whole = torch.cat([parameter.detach() for parameter in parameters])
+            for parameter, part in zip(parameters, whole.split(sizes), strict=True):
+                parameter.data = part
+            return whole
+        place += each.numel()
+    return first.as_strided((sum(sizes), *first.shape[1:]), first.stride(), first.storage_offset())
+
+
 class SamplingLinear:
     """The given linear modules (of torch, or with peft's adapters) side by side as one product, without gradients. On a
-    CPU, weights are packed if `packed_product` supports their dtype; elsewhere the modules' own weights are used.
+    CPU, weights are packed if `packed_product` supports their dtype; elsewhere the modules' weights become views of one tensor.
     Adapters stay separate, because merging a small one into bfloat16 weights would round it away."""
 
     def __init__(self, *modules: Any) -> None:
@@ -161,6 +180,11 @@ class SamplingLinear:
                     [w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)]
                 )
             self._packed = packed_product(torch.cat(weights) if len(weights) > 1 else weights[0], bias)
+        alike = len({weight.dtype for weight in weights}) == 1 == len({one is None for one in biases})
+        if len(bases) > 1 and alike and not (weights[0].is_cpu or current_world().sharded):
+            # One product instead of several and a copy. Gathered shards stay where they are.
+            weights = [side_by_side([base.weight for base in bases])]
+            biases = [None if biases[0] is None else side_by_side([base.bias for base in bases])]
         self._parts = list(zip(weights, biases, strict=True)) if self._packed is None else []
 
     @property
