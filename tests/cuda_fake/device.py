@@ -273,3 +273,16 @@ class VocabularyKernels:
 
     def differentiate(self, *numbers: Any) -> None:
         self._kernels["differentiate"] += 1
+
+
+class AdamwKernels:
+    """`models.cuda.adamw`, likewise."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._kernels = device.kernels
+
+    def step(self, weight: torch.Tensor, low: torch.Tensor | None, gradient: torch.Tensor, *numbers: Any) -> None:
+        tensors = [weight, gradient, *([] if low is None else [low]), *numbers[0], *numbers[1], *numbers[2]]
+        assert all(tensor.is_cuda and tensor.is_contiguous() for tensor in tensors)
+        assert (weight.dtype, gradient.dtype) == (torch.float32 if low is None else torch.bfloat16, torch.float32)
+        self._kernels["adamw"] += 1
