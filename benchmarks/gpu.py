@@ -4,6 +4,7 @@
     python benchmarks/gpu.py --minutes 45 --json out.json   again: parts with rows in the file are not run again
     python benchmarks/gpu.py --device cpu --tiny            the same code in seconds
     python benchmarks/gpu.py --parts sft-4B,decode-4B
+    python benchmarks/gpu.py --parts rl-0.5B,rl-1.7B,rl-4B,rl-4B-lora --runs 3   GRPO on one GPU, with its spread
 
 Every part runs in a separate process with a time limit, so what fails, hangs or breaks the device is one line of
 the table and the others go on; rows that a part had finished are kept, and all processes that it started end with it.
@@ -43,7 +44,7 @@ sys.path[:0] = [str(HERE.parent / "src"), str(HERE)]
 from accelerator.bare import use_stand_in  # noqa: E402
 from accelerator.checks import FAILED, judged  # noqa: E402
 from accelerator.processes import adopted_orphans, descendants, end  # noqa: E402
-from accelerator.rows import Row, ratios, table  # noqa: E402
+from accelerator.rows import Row, ratios, spread, table  # noqa: E402
 from harness.options import names  # noqa: E402
 
 MINUTES = 45.0
@@ -72,7 +73,6 @@ BUDGETS = {
     "sft-4B": 75,
     "offload-8B": 180,
     "agree-0.5B": 110,
-    "sft-4B-compiled": 85,
     "sft-4B-liger": 55,
     "run-vllm": 200,
     "server-killed-4B": 200,
@@ -308,6 +308,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--tiny", action="store_true", help="the same code on tiny models")
     parser.add_argument("--parts", type=names(BUDGETS), default=",".join(BUDGETS), help="some of: %(default)s")
+    parser.add_argument("--runs", type=int, default=1, help="processes of each part; rows have their median and spread")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="for all parts together; %(default)s")
     parser.add_argument(
         "--json", type=Path, help="a file for the same rows; parts that have rows in it are not run again"
@@ -333,15 +334,16 @@ def main(arguments: list[str] | None = None) -> int:
     for name in parts:
         if name in done:
             continue
-        left = 60 * chosen.minutes - (time.monotonic() - begun)
-        if left < 20:
-            print(f"{name}: not run, the time is over", file=sys.stderr, flush=True)
-            continue
-        started = time.monotonic()
         # With --tiny, most of the time is the start of processes, which takes longer on a few processors.
         budget = BUDGETS[name] * (2 if chosen.tiny else 1)
-        found = in_a_process(name, chosen, limits_of(done.get("limits", [])), min(budget, left))
-        results.add(name, judged(name, found, chosen.tiny))
+        runs: list[list[Row]] = []
+        started = time.monotonic()
+        while len(runs) < chosen.runs and (left := 60 * chosen.minutes - (time.monotonic() - begun)) >= 20:
+            runs.append(in_a_process(name, chosen, limits_of(done.get("limits", [])), min(budget, left)))
+        if not runs:
+            print(f"{name}: not run, the time is over", file=sys.stderr, flush=True)
+            continue
+        results.add(name, judged(name, spread(runs), chosen.tiny))
         print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     rows = [
         row for name in parts for row in done.get(name, [Row(name, "", NAN, "", note="not run: the time was over")])

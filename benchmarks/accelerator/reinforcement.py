@@ -88,11 +88,14 @@ def learning(
         if step and time.monotonic() > until:
             break
     rates = [len(asked) / sum(step.values()) for step in took[1:]]
-    parts = ", ".join(f"{name} {median(step[name] for step in took[1:]):.2f} s" for name in took[0])
-    note = f"local engine; {parts}; {min(rates):.1f} to {max(rates):.1f} in {len(rates)} steps; mismatch {max(mismatches):.4f} nats"
+    note = (
+        f"local engine; {min(rates):.1f} to {max(rates):.1f} in {len(rates)} steps; mismatch {max(mismatches):.4f} nats"
+    )
     kind = ("LoRA" if mode else "all weights") + (", ragged" if ragged else "")
     case = f"{shape.name}, {kind}, {groups} groups of {members}, {prompt} + {tokens} tokens"
     yield Row("RL step", case, median(rates), "samples/s", note=note)
+    for phase in took[0]:
+        yield Row("RL step", f"{shape.name}, {kind}, {phase}", median(step[phase] for step in took[1:]), "s")
     rate = written / took[-1]["generate"]
     yield Row("RL step", f"{shape.name}, {kind}, generated in the last step", rate, "tokens/s")
     if ragged and device.type == "cuda":

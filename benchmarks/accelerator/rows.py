@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PLAN = "of the plan"
 """Unit of a measured peak of memory over the planned one."""
@@ -25,6 +25,20 @@ class Row:
     note: str = ""
     check: str = ""
     """Whether the part passed, and by which criterion; in its first row."""
+
+
+def spread(runs: Sequence[Sequence[Row]]) -> list[Row]:
+    """One row for each case of several runs of a part: the one with the median value, and the extremes in its note. The rows of
+    a run that failed take the place of all."""
+    failed = [run for run in runs if any(math.isnan(row.value) for row in run) or len(run) != len(runs[0])]
+    if failed or len(runs) == 1:
+        return list([*failed, *runs][0])
+    found = []
+    for rows in (sorted(of_case, key=lambda row: row.value) for of_case in zip(*runs, strict=True)):
+        note = f"{rounded(rows[0].value)} to {rounded(rows[-1].value)} in {len(rows)} runs"
+        middle = rows[len(rows) // 2]
+        found.append(replace(middle, note=f"{note}; {middle.note}".removesuffix("; ")))
+    return found
 
 
 def table(rows: Sequence[Row]) -> str:

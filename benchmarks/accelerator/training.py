@@ -69,10 +69,8 @@ def settings_of(shape: Shape, device: torch.device, mode: str = "") -> list[Sett
     halves = [most]
     while halves[-1] > 2048:
         halves.append(halves[-1] // 2)
-    kinds: list[Literal["adamw", "adamw_8bit"]] = ["adamw"]
-    if find_spec("bitsandbytes") is not None:
-        kinds.append("adamw_8bit")
-    settings = [Setting(tokens, kind) for kind in kinds for tokens in halves]
+    kinds: list[Literal["adamw", "adamw_8bit"]] = ["adamw", "adamw_8bit"]
+    settings = [Setting(tokens, kind) for tokens in halves for kind in kinds]
     settings += [Setting(most, kind, checkpointing=True) for kind in kinds]
     settings += [Setting(tokens, offload="optimizer") for tokens in halves]
     return [*settings, Setting(most, checkpointing=True, offload="optimizer")]

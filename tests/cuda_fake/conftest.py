@@ -10,12 +10,14 @@ def fake_gpu():
     from posttrain.engines.local import decoder, engine, gate
     from posttrain.models import forward, load
     from posttrain.models.gate import use_path
-    from tests.cuda_fake.device import DecodingKernels, VocabularyKernels, fake_cuda
+    from posttrain.training import adamw
+    from tests.cuda_fake.device import AdamwKernels, DecodingKernels, VocabularyKernels, fake_cuda
 
     # Fake tensors have no numbers, so what the exactness gates would measure is set.
     with fake_cuda() as fake, pytest.MonkeyPatch.context() as patch:
         patch.setattr(forward, "vocabulary_kernels", lambda logits: VocabularyKernels(fake))
         patch.setattr(decoder, "decoding_kernels", lambda: DecodingKernels(fake))
+        patch.setattr(adamw, "adamw_kernels", lambda weight: AdamwKernels(fake) if weight.is_cuda else None)
         patch.setattr(load, "choose_path", lambda model, cache: use_path(model, forward.ForwardPath()))
         patch.setattr(engine, "choose_decoding", lambda model, flash, cache: gate.Parts("fused" if flash else "paged"))
         gc.freeze()  # checks of memory collect garbage often, and need not search modules

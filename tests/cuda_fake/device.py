@@ -297,3 +297,16 @@ class DecodingKernels:
     def gate(self, both: torch.Tensor) -> torch.Tensor:
         self._device.kernels["gate"] += 1
         return both.new_empty(len(both), both.shape[1] // 2)
+
+
+class AdamwKernels:
+    """`models.cuda.adamw`, likewise."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._kernels = device.kernels
+
+    def step(self, weight: torch.Tensor, low: torch.Tensor | None, gradient: torch.Tensor, *numbers: Any) -> None:
+        tensors = [weight, gradient, *([] if low is None else [low]), *numbers[0], *numbers[1], *numbers[2]]
+        assert all(tensor.is_cuda and tensor.is_contiguous() for tensor in tensors)
+        assert (weight.dtype, gradient.dtype) == (torch.float32 if low is None else torch.bfloat16, torch.float32)
+        self._kernels["adamw"] += 1

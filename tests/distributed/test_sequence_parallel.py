@@ -143,8 +143,8 @@ def update(model, forward, objective, samples, joint=None):
 
     class Kept(Optimizer):
         def step(self):
-            for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
-                found[f"gradient {name}"] = full_tensor(shard_like(master.grad, parameter)).clone()
+            for each in self.trained:
+                found[f"gradient {each.name}"] = full_tensor(shard_like(each.gradient, each.parameter)).clone()
             return super().step()
 
     # AdamW divides by the size of a gradient: with a smaller epsilon, rounding would decide the update of the smallest ones.

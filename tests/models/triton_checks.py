@@ -11,8 +11,11 @@ from posttrain.engines.local.cache import Segment, positions_of
 from posttrain.engines.local.cpu import layers
 from posttrain.engines.local.cuda import FlashLayout, KeyValueRows
 from posttrain.models import forward as projection
+from posttrain.models.cuda import adamw as kernel
 from posttrain.models.cuda import vocabulary
 from posttrain.models.forward import projected_scores
+from posttrain.training import adamw
+from posttrain.training.optimizer import fused_adamw
 from tests.engines.test_decoder import MODELS, made
 from tests.engines.test_flash_layout import documented
 from tests.models.test_projection import VOCABULARY, inputs
@@ -93,3 +96,37 @@ def test_fused_layers_equal_separate_operations(name, dtype, monkeypatch):
         exact = passes(decoder.decoder_of(model.float()))
     errors = [float((found - exact).square().mean().sqrt()) for found in (separate, fused)]
     assert errors[1] <= 1.05 * errors[0] + 1e-5, errors
+
+
+@pytest.mark.parametrize("eight", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_of_adamw_equals_the_operations(dtype, eight, monkeypatch):
+    """Of the last program, most numbers are outside."""
+    draws = torch.Generator().manual_seed(0)
+    start = torch.randn(50, 97, generator=draws)
+    sides = []
+    for module in (None, kernel):
+        weight = torch.zeros(start.shape, dtype=dtype)
+        low = torch.zeros(start.shape, dtype=torch.int16) if dtype == torch.bfloat16 else None
+        weight.copy_(start) if low is None else adamw.split(start.clone(), weight, low)
+        sides.append((module, weight, low, adamw.zero_moments(weight, eight)))
+    for count, size in enumerate((1.0, 1e-3, 30.0), 1):
+        gradient = size * torch.randn(start.shape, generator=draws)
+        gradient[:3] = 0
+        rates = adamw.Rates(0.01 * count, (0.9, 0.95), 1e-8, 0.1, max(size, 1.0), count)
+        for module, weight, low, moments in sides:
+            monkeypatch.setattr(adamw, "adamw_kernels", lambda weight, module=module: module)
+            adamw.update_tensor(rates, weight, low, gradient.clone(), moments, fused_adamw)
+    masters = [weight if low is None else adamw.joined(weight, low) for _, weight, low, _ in sides]
+    # A number between two codes may be rounded to either.
+    torch.testing.assert_close(*masters, rtol=0, atol=1e-3 if eight else 1e-6)
+    assert ((masters[0] - masters[1]).abs() > 1e-6).float().mean() < 1e-3
+    for name, expected in sides[0][3].items():
+        found = sides[1][3][name]
+        if expected.dtype == torch.uint8:
+            apart = (found.int() - expected.int()).abs()
+            assert apart.max() <= 1
+            assert apart.float().mean() < 1e-3
+        else:
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    assert not (masters[1] == start).any()

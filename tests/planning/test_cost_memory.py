@@ -33,7 +33,7 @@ def test_memory_that_sharding_divides_and_that_it_does_not():
     recipe = recipe_of("kl.coefficient=0.1")
     whole, found = (sizes_of(memory_estimate(recipe, SIZES, placed)) for placed in (ALONE, Placement(3, 3)))
     assert found["weights"] == found["gradients"] == found["reference model"] == 667  # 2000 / 3, rounded up
-    assert found["float32 masters and their gradients"] == found["AdamW state"] == 2667
+    assert (found["float32 masters and their gradients"], found["AdamW state"]) == (2000, 2667)
     assert found["activations, roughly"] == whole["activations, roughly"]
     assert found["logits"] == whole["logits"]
     held = [found[what] for what in ("activations, roughly", "logits")]
@@ -68,7 +68,7 @@ def test_a_colocated_engine_sleeps_while_the_learner_learns():
     rows = sizes_of(memory_estimate(recipe_of(), SIZES, placed))
     engine = rows["weights of the engine"] + rows["key/value cache, at most"]
     passing = rows["activations, roughly"] + rows["logits"] + rows["gathered temporarily"] + rows["gradients"]
-    passing += rows["float32 masters and their gradients"] // 2
+    passing += rows["float32 masters and their gradients"] * 2 // 3
     assert peak_memory(recipe_of(), SIZES, placed) == (sum(rows.values()) - engine, sum(rows.values()) - passing)
     beside = Placement(2, 2, engines=2, colocated=False)
     assert peak_memory(recipe_of(), SIZES, beside) == (sum(rows.values()) - engine, engine)
@@ -82,7 +82,7 @@ def test_what_rollouts_offload_of_sharded_state():
     assert [sizes_of(row)["reference model"] for row in rows] == [0, 1000]
     sampling = [at_a_time(recipe, row, {}, placed)[1] for row, placed in zip(rows, (alone, shared), strict=True)]
     assert "AdamW state" not in sampling[0] | sampling[1]
-    assert [held.get("float32 masters and their gradients") for held in sampling] == [None, 2000]
+    assert [held.get("float32 masters and their gradients") for held in sampling] == [None, 1000]
 
 
 def test_vllm_takes_its_share_of_a_known_gpu_and_none_where_it_runs_elsewhere():
@@ -122,7 +122,7 @@ def test_a_reward_model_has_a_scalar_head_in_place_of_the_output_projection():
 def test_an_offloaded_optimizer():
     offload = "hardware.offload=optimizer"
     here, there = (sizes_of(memory_estimate(recipe_of(*keys), SIZES)) for keys in ((), (offload,)))
-    gone = {"AdamW state": 8000, "float32 masters and their gradients": 8000}
+    gone = {"AdamW state": 8000, "float32 masters and their gradients": 6000}
     # Gradients are copied at the end of a pass. On the device, each is freed when it is complete: the largest has 800.
     assert (here.pop("gradients"), there.pop("gradients")) == (2 * 800, 2 * 1000)
     assert here == there | gone

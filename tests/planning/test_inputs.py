@@ -99,9 +99,9 @@ def test_vllm_of_another_interpreter_or_server_is_not_looked_for_here():
 
 @pytest.mark.parametrize(
     ("words", "package"),
-    [(["sinks=[tensorboard, wandb]"], "wandb"), (["optimizer.type=adamw_8bit"], "bitsandbytes"), ([], None)],
+    [(["sinks=[tensorboard, wandb]"], "wandb"), ([], None)],
 )
-def test_packages_of_sinks_and_optimizers_are_looked_for(words, package, monkeypatch):
+def test_packages_of_sinks_are_looked_for(words, package, monkeypatch):
     recipe = load_recipe([], ["environment.type=bandit", *words], "rl")
     monkeypatch.setattr("posttrain.planning.inputs.find_spec", lambda name: None if name == package else object())
     if package is None:

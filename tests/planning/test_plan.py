@@ -153,11 +153,11 @@ def test_memory_of_a_critic():
         return memory(*PPO, *changes)["critic"]
 
     assert row() == (4 + 4 + 8) * 1000  # weights, gradients, two numbers of AdamW
-    assert row("critic.dtype=bfloat16") == (2 + 2 + 8 + 8) * 1000  # and float32 masters with their gradients
+    assert row("critic.dtype=bfloat16") == (2 + 2 + 6 + 8) * 1000  # and masters with their gradients
     adapters = 2 * 2 * ((8 + 8) + (16 + 8))
     lora = "critic.lora={rank: 2, targets: [q_proj, down_proj]}"
     assert row(lora) == 4 * 1000 + (4 + 8) * adapters
-    assert row(lora, "critic.dtype=bfloat16") == 2 * 1000 + (2 + 8 + 8) * adapters
+    assert row(lora, "critic.dtype=bfloat16") == 2 * 1000 + (2 + 6 + 8) * adapters
     alone = memory("credit.type=rloo")
     for changes in ([], PTX, ["critic.updates_before_policy=3"]):  # rows and values take no passes that are larger
         assert memory(*PPO, "critic.backbone=shared", *changes) == alone | {"critic": 8 * (4 + 4 + 8)}
@@ -327,7 +327,7 @@ def test_the_default_sft_of_a_4b_model_says_what_makes_it_fit_on_an_h100():
     assert "parameters of 2 bytes" in text
     (warning,) = [line for line in text.splitlines() if "the run needs an estimated" in line]
     keys = warning.rpartition("it fits with ")[2].split()
-    assert keys == ["model.gradient_checkpointing=true"]
+    assert keys == ["model.gradient_checkpointing=selective"]
     assert "the run needs an estimated" not in planned(*keys)
 
 

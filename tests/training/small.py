@@ -283,7 +283,7 @@ def kept_gradients(monkeypatch: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def keep(self: Any) -> float:
-        found.update({n: m.grad.clone() for n, m in zip(self.names, self.masters, strict=True) if m.grad is not None})
+        found.update({each.name: each.gradient.clone() for each in self.trained if each.gradient is not None})
         return 1.0
 
     monkeypatch.setattr(Optimizer, "step", keep)

@@ -350,8 +350,6 @@ def test_a_checkpoint_has_each_trained_weight_once_and_resumes_to_the_same_bits(
     """Bytes per trained weight: 4 for its float32 value, whether it computes in float32 or bfloat16, and the moments, of which
     8-bit ones are float32 in matrices of less than 4,096 numbers."""
     processes, stage, changes, of_moments = STORED[case]
-    if "8-bit" in case:
-        pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install posttrain[cuda]")
 
     def job(name, steps, resume=False):
         folder = tmp_path / name

@@ -160,7 +160,7 @@ def test_the_head_has_a_separate_learning_rate_and_clip(tiny_model):
     learner.update(judged(), SharedObjective(PolicyObjective(recipe(tiny_model).loss), 0.3, 0.2))
     moved = (critic.head.weight.detach() - head).abs()
     assert moved.max() == pytest.approx(0.5, rel=1e-2)  # AdamW's first step is one learning rate
-    assert all(group["lr"] == pytest.approx(1e-5) for group in learner.optimizer._adamw.param_groups)
+    assert learner.optimizer.learning_rate == pytest.approx(1e-5)
 
 
 def test_a_nonfinite_loss_updates_neither_model_and_names_both_learning_rates(tiny_model, monkeypatch):

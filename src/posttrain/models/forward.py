@@ -1,9 +1,7 @@
 """The forward pass of a packed row (`models.packing`), and log-probabilities without full logits."""
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from posttrain.distributed.world import current_world
 from posttrain.errors import InputError
 from posttrain.models.cpu.backend import matmul
+from posttrain.models.cuda import triton_kernels
 from posttrain.models.layers import ATTENTION_NAME, Layout, by_stream, set_lengths
 
 ELEMENTS_IN_CACHE = 1 << 21
@@ -319,18 +318,9 @@ def _differentiate(
             logits[rows] = gradient
 
 
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def vocabulary_kernels(logits: torch.Tensor) -> Any:
     """The module of Triton kernels for `logits`; None for those of a processor, and without Triton."""
-    if not logits.is_cuda or logits.dtype == torch.float64 or not _has_triton():
-        return None
-    from posttrain.models.cuda import vocabulary
-
-    return vocabulary
+    return triton_kernels("vocabulary") if logits.is_cuda and logits.dtype != torch.float64 else None
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, wide: bool, out: torch.Tensor) -> torch.Tensor:

@@ -54,13 +54,10 @@ def _require_rows(recipe: StageRecipe, section: BaseConfig, sources: list[Source
 
 
 def require_extras(recipe: StageRecipe) -> None:
-    """InputError for sinks and an optimizer whose packages are not installed; none is imported."""
-    needed = [(f"sinks: {name}", name) for name in getattr(recipe, "sinks", ())]
-    if getattr(getattr(recipe, "optimizer", None), "type", "") == "adamw_8bit":
-        needed.append(("optimizer.type: adamw_8bit", "bitsandbytes"))
-    for what, module in needed:
-        if find_spec(module) is None:
-            raise InputError(f"{what} needs the package {module}; run `{pip_command(module)}`")
+    """InputError for sinks whose packages are not installed; none is imported."""
+    for name in getattr(recipe, "sinks", ()):
+        if find_spec(name) is None:
+            raise InputError(f"sinks: {name} needs the package {name}; run `{pip_command(name)}`")
 
 
 def _sections(value: Any) -> Iterator[BaseConfig]:

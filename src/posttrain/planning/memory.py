@@ -99,7 +99,7 @@ def at_a_time(
     learning = {what: count for what, count in counts.items() if what not in engine and what != _UNSHARDED}
     sampling = {what: count for what, count in counts.items() if what not in freed}
     if MASTERS in sampling:
-        sampling[MASTERS] //= 2
+        sampling[MASTERS] //= 3  # their gradients are freed
     return learning, sampling
 
 

@@ -155,5 +155,5 @@ class CriticRecipe(BaseConfig):
         if offloads:
             how = "weights and gradients, assuming the size of the policy; the rest is in CPU memory"
             return width * (sizes.scorer_parameters + trained), how
-        count = width * sizes.scorer_parameters + (width + 8 + (8 if width == 2 else 0)) * trained
+        count = width * sizes.scorer_parameters + (width + 8 + (6 if width == 2 else 0)) * trained
         return count, "weights, gradients and AdamW state, assuming the size of the policy"

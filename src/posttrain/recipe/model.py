@@ -206,7 +206,7 @@ class OptimizerRecipe(BaseConfig):
     )
 
     type: Literal["adamw", "adamw_8bit"] = "adamw"
-    """`adamw`: moments in float32, 8 bytes per trained weight. `adamw_8bit`: moments in blocks of 8-bit numbers, 2 bytes (bitsandbytes). Not with `hardware.offload`. Resuming with another number of shards quantizes the blocks again that do not start at the same weights."""
+    """`adamw`: moments in float32, 8 bytes per trained weight. `adamw_8bit`: moments in blocks of 8-bit numbers, 2 bytes. Not with `hardware.offload`. Resuming with another number of shards quantizes the blocks again that do not start at the same weights."""
     learning_rate: float = Field(1e-5, gt=0)
     """Peak learning rate, after warm-up. With `model.lora`, the default is ten times as large."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -232,7 +232,10 @@ class OptimizerRecipe(BaseConfig):
         if offloads:
             return items | {MASTERS: (0, IN_CPU_MEMORY), "AdamW state": (0, IN_CPU_MEMORY)}
         if width == 2:
-            items[MASTERS] = (8 * trained, "trained parameters x 8 bytes")
+            items[MASTERS] = (
+                6 * trained,
+                "for each trained parameter 16 bits beside the weight, and a float32 gradient",
+            )
         # 8-bit AdamW: two one-byte numbers per parameter and one float32 scale each per 256 of them.
         items["AdamW state"] = (
             (2 * trained + 8 * trained // 256, "two 8-bit numbers for each trained parameter, and a scale for 256")

@@ -75,9 +75,9 @@ class CriticUpdater:
 
     def tensors(self, saved: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
         """The optimizer's moments and the trained weights. `saved`: the `state_dict` of a checkpoint to read into them."""
-        moments = self.optimizer.moments(saved and saved["optimizer"])
-        tensors = {f"optimizer/{name}": tensor for name, tensor in moments.items()}
-        return tensors | {f"weights/{name}": tensor for name, tensor in self.optimizer.weights().items()}
+        state = saved and saved["optimizer"]
+        tensors = {f"optimizer/{name}": tensor for name, tensor in self.optimizer.moments(state).items()}
+        return tensors | {f"weights/{name}": tensor for name, tensor in self.optimizer.weights(state).items()}
 
     def state_dict(self) -> dict[str, Any]:
         counts = {"skipped_in_a_row": self.learner.skipped_in_a_row, "version": self.model.version}

@@ -1,11 +1,11 @@
-"""The optimizer: AdamW on float32 master weights, its schedule, and the location of its state."""
+"""The optimizer: the weights that AdamW updates, its schedule, and the location of its state."""
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +13,18 @@ import torch
 from posttrain.distributed.sharding import compute_dtype, is_sharded, local_shard, shard_like
 from posttrain.distributed.world import current_world
 from posttrain.models.cuda.copies import copied_to_cpu
-from posttrain.plugins import require_module
 from posttrain.recipe.model import OptimizerRecipe
+from posttrain.training.adamw import (
+    BLOCK,
+    LEAST,
+    Rates,
+    dequantized,
+    joined,
+    quantize,
+    split,
+    update_tensor,
+    zero_moments,
+)
 
 
 def learning_rate_factor(recipe: OptimizerRecipe, update: int, total: int) -> float:
@@ -48,63 +58,134 @@ def decayed(name: str, parameter: torch.Tensor) -> bool:
     return parameter.ndim > 1 and _NOT_DECAYED.search(name) is None
 
 
-_BLOCK = 256
-"""8-bit numbers with a common scale, in bitsandbytes."""
+class Trained:
+    """A parameter, what an update of this process changes, and its gradient and moments.
+
+    The master weights in float32 are the parameter itself, its shard, or with `hardware.offload: optimizer` a copy in CPU
+    memory. Those of a whole bfloat16 parameter are put together from it and `low`.
+    """
+
+    def __init__(self, name: str, parameter: torch.nn.Parameter, eight: bool, decay: float) -> None:
+        """`eight`: moments in 8-bit numbers; `decay`: weight decay."""
+        self.name, self.parameter, self.decay = name, parameter, decay
+        self.sharded, self.offloads = is_sharded(parameter), current_world().hardware.offload == "optimizer"
+        self._held: torch.Tensor | None = None
+        if self.offloads:
+            self._held = local_shard(parameter).detach().to("cpu", torch.float32, copy=True)
+        elif self.sharded:
+            self._held = local_shard(parameter)
+        elif not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+        split_up = self.weight.dtype == torch.bfloat16
+        self.low = torch.zeros_like(self.weight, dtype=torch.int16) if split_up else None
+        self.moments = zero_moments(self.weight, eight)
+        self.count = torch.zeros(())
+        """Its updates. A process may have no share of a small parameter, and never updates it."""
+        self.gradient: torch.Tensor | None = None
+        """Float32, of this process's share."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Float32 masters, or a bfloat16 weight with `low` int16."""
+        return self.parameter.detach() if self._held is None else self._held
+
+    @property
+    def master(self) -> torch.Tensor:
+        """The float32 weights that are updated; a copy of those that are put together."""
+        return self.weight if self.low is None else joined(self.weight, self.low)
+
+    @master.setter
+    def master(self, values: torch.Tensor) -> None:
+        if self.low is None:
+            self.weight.copy_(values)
+        else:
+            split(values.to(self.weight.device, copy=True), self.weight, self.low)
+
+    def remainder(self) -> torch.Tensor:
+        """What masters have beyond the bfloat16 weights, int16. FSDP rounds to the nearest bfloat16 number, and halfway to the
+        even one. Where that is downwards, the distance needs 17 bits, so such masters, one in 131,072, become the next smaller
+        number, and a run goes on from what it has stored."""
+        if self.low is not None:
+            return self.low
+        bits = self.weight.view(torch.int32)
+        if self.sharded:
+            bits.sub_((bits & 0x1FFFF).eq_(0x8000))
+        return bits.to(torch.int16).cpu()
+
+    def collect(self, copy: torch.Tensor | None = None) -> None:
+        """Move the gradient of the parameter, or its `copy` in CPU memory, to the master."""
+        gradient: Any = self.parameter.grad if copy is None else copy
+        gradient = local_shard(gradient) if self.sharded else gradient
+        if self.low is None and not self.offloads:
+            self.gradient = gradient  # autograd and FSDP add the gradients of the next passes in place
+            return
+        self.gradient = gradient.float() if self.gradient is None else self.gradient.add_(gradient)
+        self.parameter.grad = None
+
+    def hand_out(self) -> None:
+        """Copy masters in CPU memory to the parameter."""
+        if self.offloads and self.parameter.dtype == torch.bfloat16:
+            rounded = torch.empty_like(self.weight, dtype=torch.bfloat16)
+            split(self.weight.clone(), rounded, torch.empty_like(self.weight, dtype=torch.int16))
+            self.parameter.detach().copy_(rounded)
+        elif self.offloads:
+            local_shard(self.parameter.detach()).copy_(self.weight)
+
+
+def fused_adamw(
+    rates: Rates,
+    weights: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    moments: list[tuple[torch.Tensor, ...]],
+) -> None:
+    """AdamW of float32 tensors, with two moments of each, in few kernels of torch."""
+    first, second = (list(each) for each in zip(*moments, strict=True))
+    torch._fused_adamw_(
+        weights,
+        gradients,
+        first,
+        second,
+        [],
+        [weights[0].new_full((), rates.count)] * len(weights),
+        lr=rates.rate,
+        beta1=rates.betas[0],
+        beta2=rates.betas[1],
+        weight_decay=rates.decay,
+        eps=rates.epsilon,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=None if rates.clip == 1 else weights[0].new_full((), rates.clip),
+    )
 
 
 class Optimizer:
-    """Updates the parameters of a policy. Parameters in bfloat16 have float32 master weights, which are optimized.
-    Masters of sharded parameters are this process's shards. With `hardware.offload: optimizer`, masters, their
-    gradients and the moments are in CPU memory, and AdamW runs there.
-
-    AdamW: Loshchilov and Hutter 2019, "Decoupled weight decay regularization".
+    """Updates the parameters of a policy by AdamW (`training.adamw`). Masters of sharded parameters are this process's
+    shards. With `hardware.offload: optimizer`, masters, their gradients and the moments are in CPU memory, and AdamW runs
+    there.
     """
 
     def __init__(
         self, parameters: Sequence[tuple[str, torch.nn.Parameter]], recipe: OptimizerRecipe, updates: int
     ) -> None:
-        """`parameters`: names and parameters; `updates`: optimizer steps of the whole run, for the schedule. InputError if
-        the package of the optimizer's type is missing."""
+        """`parameters`: names and parameters; `updates`: optimizer steps of the whole run, for the schedule."""
         self.recipe, self.total_updates, self.updates = recipe, updates, 0
-        self.names = [name for name, _ in parameters]
-        self.parameters = [parameter for _, parameter in parameters]
-        self._offloads = current_world().hardware.offload == "optimizer"
-        self.masters = [_master(parameter, self._offloads) for parameter in self.parameters]
-        decays = [decayed(name, parameter) for name, parameter in parameters]
-        groups = [
-            # A process may have no share of a small parameter, and bitsandbytes has no kernel for nothing.
-            {
-                "params": [m for m, d in zip(self.masters, decays, strict=True) if d == decay and m.numel()],
-                "weight_decay": rate,
-            }
-            for decay, rate in ((True, recipe.weight_decay), (False, 0.0))
+        self._eight = recipe.type == "adamw_8bit"
+        self.trained = [
+            Trained(name, parameter, self._eight, recipe.weight_decay if decayed(name, parameter) else 0.0)
+            for name, parameter in parameters
         ]
-        self._adamw: Any = self._made([group for group in groups if group["params"]])
-        self._divided = [is_sharded(parameter) for parameter in self.parameters]
-        self._counts: dict[str, torch.Tensor] = {}
-        self._remainders: dict[str, torch.Tensor] | None = None
+        self._read: dict[str, torch.Tensor] = {}
+        """Parts of weights that are read from a checkpoint, by their names."""
+        self._reads_weights = False
         self._pieces: dict[tuple[str, str], list[_Piece]] = {}
 
-    def _made(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """The optimizer of the recipe, with its state already initialized, so that checkpoints always have the same
-        tensors."""
-        recipe = self.recipe
-        settings: dict[str, Any] = {"lr": recipe.learning_rate, "betas": recipe.betas, "eps": recipe.epsilon}
-        if recipe.type == "adamw_8bit":
-            bitsandbytes = require_module("bitsandbytes", "optimizer.type adamw_8bit")
-            eight = bitsandbytes.optim.AdamW8bit(groups, **settings)
-            for number, group in enumerate(eight.param_groups):
-                for index, master in enumerate(group["params"]):
-                    eight.init_state(group, master, number, index)
-            if "dynamic" not in eight.name2qmap:
-                eight.fill_qmap()
-            self._codes = {"state1": eight.name2qmap["dynamic"], "state2": eight.name2qmap["udynamic"]}
-            return eight
-        adamw = torch.optim.AdamW(groups, **settings, fused=True)
-        for master in self.masters:
-            zeros = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
-            adamw.state[master] = {"step": torch.zeros((), device=master.device), **zeros}
-        return adamw
+    @property
+    def names(self) -> list[str]:
+        return [each.name for each in self.trained]
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [each.parameter for each in self.trained]
 
     @property
     def learning_rate(self) -> float:
@@ -120,21 +201,12 @@ class Optimizer:
     def wake(self) -> None:
         """Move them back to the parameters' device."""
         if current_world().hardware.offload == "rollouts":
-            self._move(local_shard(self.parameters[0]).device)
+            self._move(self.trained[0].weight.device)
 
     def _move(self, device: torch.device) -> None:
-        moved: dict[int, torch.Tensor] = {}
-        for number, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
-            state = self._adamw.state.pop(master)
-            if master is not parameter and not is_sharded(parameter):
-                self.masters[number] = moved[id(master)] = master.detach().to(device, copy=True).requires_grad_()
-            self._adamw.state[self.masters[number]] = state
-            for key, value in state.items():
-                # Small and on the device for the fused kernel: the count of steps.
-                if isinstance(value, torch.Tensor) and value.dim():
-                    state[key] = value.to(device, copy=True)
-        for group in self._adamw.param_groups:
-            group["params"] = [moved.get(id(tensor), tensor) for tensor in group["params"]]
+        for each in self.trained:
+            each.low = None if each.low is None else each.low.to(device, copy=True)
+            each.moments = {name: tensor.to(device, copy=True) for name, tensor in each.moments.items()}
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -144,9 +216,9 @@ class Optimizer:
         same time.
         """
         handles = [
-            parameter.register_post_accumulate_grad_hook(partial(self._collect, number))
-            for number, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True))
-            if not (master is parameter or self._offloads or is_sharded(parameter))
+            each.parameter.register_post_accumulate_grad_hook(lambda _, each=each: each.collect())
+            for each in self.trained
+            if each.low is not None
         ]
         try:
             yield
@@ -157,70 +229,59 @@ class Optimizer:
 
     def collect(self) -> None:
         """Add the gradients of the last backward pass to those of the masters, in float32."""
-        pairs = zip(self.parameters, self.masters, strict=True)
-        numbers = [
-            i for i, (parameter, master) in enumerate(pairs) if master is not parameter and parameter.grad is not None
-        ]
-        copies: Sequence[torch.Tensor | None] = [None] * len(numbers)
-        if self._offloads:
-            copies = copied_to_cpu([local_shard(self.parameters[i].grad) for i in numbers])  # type: ignore[arg-type]
-        for number, copy in zip(numbers, copies, strict=True):
-            self._collect(number, self.parameters[number], copy)
-
-    def _collect(self, number: int, parameter: torch.Tensor, copy: torch.Tensor | None = None) -> None:
-        """Move the gradient of a parameter, or its `copy` in CPU memory, to the master."""
-        if is_sharded(parameter) and not self._offloads:
-            self.masters[number].grad = local_shard(parameter.grad)  # type: ignore[arg-type]
-            return  # FSDP adds the gradients of the next passes in place
-        gradient = (local_shard(parameter.grad) if copy is None else copy).float()  # type: ignore[arg-type]
-        master = self.masters[number]
-        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-        parameter.grad = None
+        arrived = [each for each in self.trained if each.parameter.grad is not None]
+        copies: Sequence[torch.Tensor | None] = [None] * len(arrived)
+        if arrived and arrived[0].offloads:
+            copies = copied_to_cpu([local_shard(each.parameter.grad) for each in arrived])  # type: ignore[arg-type]
+        for each, copy in zip(arrived, copies, strict=True):
+            each.collect(copy)
 
     def add_up(self) -> None:
         """Sum the gradients over all processes, after the last `collect` of an update. Gradients of sharded parameters
         are already summed."""
-        pairs = zip(self._divided, self.masters, strict=True)
-        current_world().sum([m.grad for divided, m in pairs if m.grad is not None and not divided])
+        current_world().sum(self._gradients(sharded=False))
+
+    def _gradients(self, sharded: bool) -> list[torch.Tensor]:
+        return [each.gradient for each in self.trained if each.sharded == sharded and each.gradient is not None]
 
     def clear(self) -> None:
         """Clear all gradients."""
-        for tensor in (*self.parameters, *self.masters):
-            tensor.grad = None
+        for each in self.trained:
+            each.parameter.grad = each.gradient = None
 
     def gradient_norm(self) -> torch.Tensor:
         """The norm of the collected gradients, a scalar; 0 if there are none."""
-        norms = []
-        for of_shares in (False, True):
-            gradients = [
-                m.grad
-                for m, d in zip(self.masters, self._divided, strict=True)
-                if d == of_shares and m.grad is not None
-            ]
-            norms.append(torch.nn.utils.get_total_norm(gradients))
-        if not any(self._divided):
-            return norms[0]
-        (squares,) = current_world().sum([norms[1].double() ** 2])
+        whole, shares = (torch.nn.utils.get_total_norm(self._gradients(sharded)) for sharded in (False, True))
+        if not any(each.sharded for each in self.trained):
+            return whole
+        (squares,) = current_world().sum([shares.double() ** 2])
         squares /= current_world().hardware.replicas  # which have the same gradients
-        return (norms[0].to(squares.device).double() ** 2 + squares).sqrt().float()
+        return (whole.to(squares.device).double() ** 2 + squares).sqrt().float()
 
+    @torch.no_grad()
     def step(self) -> float:
         """Clip and apply the collected gradients; returns their norm before clipping.
 
-        If the norm is not finite, nothing is applied. Gradients are cleared in either case.
+        If the norm is not finite, nothing is applied. Gradients are cleared in either case. Kernels divide the gradients that
+        they read, so clipping is no pass of its own.
         """
-        total = self.gradient_norm()
-        norm = float(total)
-        limit = self.recipe.max_gradient_norm
-        if isinstance(self._adamw, torch.optim.AdamW):
-            # The kernel divides the gradients that it reads, as `clip_grads_with_norm_` would in passes of its own.
-            self._adamw.grad_scale = (total + 1e-6) / limit if norm > limit else None  # type: ignore[attr-defined]
-        elif norm > limit and math.isfinite(norm):
-            torch.nn.utils.clip_grads_with_norm_(self.masters, limit, total)
+        norm = float(self.gradient_norm())
         if math.isfinite(norm):
-            for group in self._adamw.param_groups:
-                group["lr"] = self.learning_rate
-            self._adamw.step()
+            clip = max((norm + 1e-6) / self.recipe.max_gradient_norm, 1.0)
+            fixed = self.learning_rate, self.recipe.betas, self.recipe.epsilon
+            together = defaultdict[Rates, list[Trained]](list)
+            for each in self.trained:
+                if each.gradient is None or not each.weight.numel():
+                    continue
+                rates = Rates(*fixed, each.decay, clip, float(each.count.add_(1)))
+                if each.low is None and not self._eight:
+                    together[rates].append(each)
+                else:
+                    update_tensor(rates, each.weight, each.low, each.gradient, each.moments, fused_adamw)
+            for rates, some in together.items():
+                gradients: Any = [each.gradient for each in some]
+                moments = [tuple(each.moments.values()) for each in some]
+                fused_adamw(rates, [each.weight for each in some], gradients, moments)
             self.updates += 1
             self._hand_out()
         self.clear()
@@ -232,98 +293,77 @@ class Optimizer:
 
         `saved`: the `state_dict` of a checkpoint that will be read into the tensors, after the model's weights.
         """
-        tensors, remainders = self.moments(saved), dict[str, torch.Tensor]()
-        for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
-            if compute_dtype(parameter) == torch.bfloat16:
-                remainders[name] = (
-                    _remainder(master.detach()) if saved is None else torch.empty(master.shape, dtype=torch.int16)
-                )
-                tensors[f"{name}/remainder"] = shard_like(remainders[name], parameter)
-        self._remainders = None if saved is None else remainders
+        tensors, self._reads_weights = self.moments(saved), saved is not None
+        for each in self.trained:
+            if compute_dtype(each.parameter) == torch.bfloat16:
+                reads = saved is not None and each.low is None
+                rest = torch.empty(each.weight.shape, dtype=torch.int16) if reads else each.remainder()
+                if reads:
+                    self._read[f"{each.name}/remainder"] = rest
+                tensors[f"{each.name}/remainder"] = shard_like(rest, each.parameter)
         return tensors
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """The trained weights, in float32 for bfloat16 ones. They share memory with the optimizer."""
-        each = zip(self.names, self.parameters, self.masters, strict=True)
-        return {name: shard_like(master.detach(), parameter) for name, parameter, master in each}
+    def weights(self, saved: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
+        """The trained weights, in float32 for bfloat16 ones. Masters that are put together are copies in CPU memory, from
+        which `load_state_dict` takes them; others share memory with the optimizer."""
+        tensors = {each.name: each.weight if each.low is None else each.master.cpu() for each in self.trained}
+        if saved is not None:
+            self._read |= {each.name: tensors[each.name] for each in self.trained if each.low is not None}
+        return {each.name: shard_like(tensors[each.name], each.parameter) for each in self.trained}
 
     def moments(self, saved: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
         """The moments and counts. They share memory with the optimizer, so a checkpoint can be written from them or, with its
         `state_dict` as `saved`, read into them."""
         world, tensors = current_world(), dict[str, torch.Tensor]()
         shards = world.shards if saved is None else saved["shards"]
-        for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
+        for each in self.trained:
             # A process without a share makes no steps, so its count must not be the one that is stored.
-            for key, value in self._adamw.state[master].items() if master.numel() else ():
-                if key.startswith("qmap"):  # the same constants for every parameter
-                    continue
-                if isinstance(value, int):  # bitsandbytes counts steps in plain numbers
-                    value = self._counts.setdefault(name, torch.zeros((), dtype=torch.int64)).fill_(value)
-                elif self.recipe.type == "adamw_8bit":
-                    # Blocks of 8-bit numbers are those of a shard, whose scales no other shard has.
-                    if shards == world.shards:
-                        tensors[_in_shard(f"{name}/{key}", world.shard_rank, shards)] = value
-                    elif key.startswith("state"):
-                        pieces = self._pieces[name, key] = _pieces(parameter, shards, self._adamw.args.min_8bit_size)
-                        for piece in pieces:
-                            tensors[_in_shard(f"{name}/{key}", piece.shard, shards)] = piece.values
-                            if piece.scales is not None:
-                                scales = f"{name}/{key.replace('state', 'absmax')}"
-                                tensors[_in_shard(scales, piece.shard, shards)] = piece.scales
-                    continue
-                tensors[f"{name}/{key}"] = shard_like(value, parameter) if value.shape == master.shape else value
+            if not each.weight.numel():
+                continue
+            tensors[f"{each.name}/step"] = each.count
+            for key, value in each.moments.items():
+                if not self._eight:
+                    tensors[f"{each.name}/{key}"] = shard_like(value, each.parameter)
+                # Blocks of 8-bit numbers are those of a shard, whose scales no other shard has.
+                elif shards == world.shards:
+                    tensors[_in_shard(f"{each.name}/{key}", world.shard_rank, shards)] = value
+                elif key.startswith("state"):
+                    pieces = self._pieces[each.name, key] = _pieces(each.parameter, shards)
+                    for piece in pieces:
+                        tensors[_in_shard(f"{each.name}/{key}", piece.shard, shards)] = piece.values
+                        if piece.scales is not None:
+                            scales = f"{each.name}/{key.replace('state', 'absmax')}"
+                            tensors[_in_shard(scales, piece.shard, shards)] = piece.scales
         return tensors
 
     def state_dict(self) -> dict[str, Any]:
         """The remaining state that resuming needs, as plain JSON."""
         return {"updates": self.updates, "names": self.names, "shards": current_world().shards}
 
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict`, after `tensors` were read. ValueError if it belongs to other parameters."""
         if state["names"] != self.names:
             raise ValueError("the optimizer state belongs to other parameters")
         self.updates = state["updates"]
-        for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
-            if self._remainders is not None:
-                with torch.no_grad():
-                    master.copy_(local_shard(parameter))
-                if name in self._remainders:
-                    master.detach().view(torch.int32).add_(self._remainders[name].to(master.device))
-            state_of = self._adamw.state[master]
-            if name in self._counts:
-                state_of["step"] = int(self._counts[name])
+        for each in self.trained:
+            if self._reads_weights and each.low is None:
+                each.weight.copy_(local_shard(each.parameter))
+            if (rest := self._read.pop(f"{each.name}/remainder", None)) is not None:
+                each.weight.view(torch.int32).add_(rest.to(each.weight.device))
+            if (master := self._read.pop(each.name, None)) is not None:
+                each.master = master
             for key in ("state1", "state2"):
-                if pieces := self._pieces.pop((name, key), None):
-                    start, _ = _shard_range(parameter, current_world().shard_rank, current_world().shards)
-                    _regroup(pieces, start, state_of[key], state_of.get(f"absmax{key[-1]}"), self._codes[key])
-        self._remainders = None
+                if pieces := self._pieces.pop((each.name, key), None):
+                    start, _ = _shard_range(each.parameter, current_world().shard_rank, current_world().shards)
+                    kind, scales = int(key[-1]) - 1, each.moments.get(f"absmax{key[-1]}")
+                    _regroup(pieces, start, each.moments[key], scales, kind)
+        self._reads_weights = False
         self._hand_out()
 
     def _hand_out(self) -> None:
-        """Copy the values of the masters to their parameters."""
-        with torch.no_grad():
-            for parameter, master in zip(self.parameters, self.masters, strict=True):
-                if master is not parameter and (self._offloads or not is_sharded(parameter)):
-                    local_shard(parameter).copy_(master)
-
-
-def _master(parameter: torch.nn.Parameter, offloads: bool) -> torch.Tensor:
-    if offloads:
-        return local_shard(parameter).detach().to("cpu", torch.float32, copy=True).requires_grad_()
-    if is_sharded(parameter):
-        return local_shard(parameter).requires_grad_()
-    return parameter if parameter.dtype == torch.float32 else parameter.detach().float().requires_grad_()
-
-
-def _remainder(master: torch.Tensor) -> torch.Tensor:
-    """What the bits of float32 numbers have beyond those of their bfloat16 roundings, as int16 in CPU memory.
-
-    Halfway between two bfloat16 numbers, it would not fit into 16 bits where rounding is down. Such numbers, one in 131,072,
-    become the next smaller one in `master` as well, so a run goes on from what it has stored.
-    """
-    bits = master.view(torch.int32)
-    bits.sub_((bits & 0x1FFFF).eq_(0x8000))
-    return (master.view(torch.int32) - master.bfloat16().float().view(torch.int32)).to(torch.int16).cpu()
+        for each in self.trained:
+            each.hand_out()
 
 
 @dataclass
@@ -350,46 +390,42 @@ def _shard_range(parameter: torch.Tensor, shard: int, shards: int) -> tuple[int,
 
 
 def _regroup(
-    pieces: Sequence[_Piece], start: int, moments: torch.Tensor, scales: torch.Tensor | None, codes: torch.Tensor
+    pieces: Sequence[_Piece], start: int, moments: torch.Tensor, scales: torch.Tensor | None, kind: int
 ) -> None:
     """Set the moments of the numbers from `start` on of a flattened parameter. Blocks that are also blocks of a piece are
-    copied; others are quantized again, with an error of half a step of the `codes` at their scale, and 2% of that."""
+    copied; others are quantized again, with an error of half a step of the codes of `kind` at their scale."""
     stop, whole = start + moments.numel(), list[torch.Tensor]()
     for piece in pieces:
         values = piece.values.flatten()
         if piece.scales is not None:
-            values = codes[values.int()] * piece.scales.repeat_interleave(_BLOCK)[: len(values)]
+            values = dequantized(values, piece.scales, kind)
         whole.append(values[max(start - piece.start, 0) : stop - piece.start])
     if scales is None:
         moments.copy_(torch.cat(whole).view_as(moments))
         return
-    from bitsandbytes.functional import quantize_blockwise
-
-    quantized, state = quantize_blockwise(torch.cat(whole), code=codes, blocksize=_BLOCK)
-    scales.copy_(state.absmax)
+    quantized = moments.view(-1)
+    quantize(torch.cat(whole), quantized, scales, kind)
     for piece in pieces:
-        if piece.scales is None or (shift := start - piece.start) % _BLOCK:
+        if piece.scales is None or (shift := start - piece.start) % BLOCK:
             continue
-        first = -(min(shift, 0) // _BLOCK)
+        first = -(min(shift, 0) // BLOCK)
         end = min(piece.stop, stop) - start
-        last = -(-end // _BLOCK) if piece.stop == stop else end // _BLOCK
+        last = -(-end // BLOCK) if piece.stop == stop else end // BLOCK
         if first < last:
-            scales[first:last] = piece.scales[first + shift // _BLOCK : last + shift // _BLOCK]
-            copied = slice(first * _BLOCK, min(last * _BLOCK, end))
+            scales[first:last] = piece.scales[first + shift // BLOCK : last + shift // BLOCK]
+            copied = slice(first * BLOCK, min(last * BLOCK, end))
             quantized[copied] = piece.values.flatten()[copied.start + shift : copied.stop + shift]
-    moments.copy_(quantized.view_as(moments))
 
 
-def _pieces(parameter: torch.Tensor, shards: int, smallest: int) -> list[_Piece]:
-    """Empty pieces of a parameter for the shards that overlap with that of this process. `smallest`: numbers of a shard that
-    has 8-bit numbers."""
+def _pieces(parameter: torch.Tensor, shards: int) -> list[_Piece]:
+    """Empty pieces of a parameter for the shards that overlap with that of this process."""
     world, found = current_world(), list[_Piece]()
     first, last = _shard_range(parameter, world.shard_rank, world.shards)
     for shard in range(shards):
         start, stop = _shard_range(parameter, shard, shards)
         if (count := stop - start) and start < last and first < stop:
-            eight, device = count >= smallest, local_shard(parameter).device
+            eight, device = count >= LEAST, local_shard(parameter).device
             values = torch.empty(count, dtype=torch.uint8 if eight else torch.float32, device=device)
-            scales = torch.empty(-(-count // _BLOCK), device=device) if eight else None
+            scales = torch.empty(-(-count // BLOCK), device=device) if eight else None
             found.append(_Piece(shard, start, stop, values.view(-1, *parameter.shape[1:]), scales))
     return found

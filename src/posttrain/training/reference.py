@@ -1,6 +1,6 @@
 """The reference model of the KL penalty, and one that follows the policy (TR-DPO) instead of staying the initial model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ def open_reference(policy: Policy, learner: Updater[TokenScores]) -> ReferenceMo
     return ReferenceModel(policy, learner)
 
 
-def move_towards(averages: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], mix: float) -> None:
+def move_towards(averages: Sequence[torch.Tensor], weights: Iterable[torch.Tensor], mix: float) -> None:
     """averages <- mix * weights + (1 - mix) * averages, in place. With mix = 1 it is an exact copy.
 
     `averages`, `weights`: tensors of equal shapes in pairs, float32 where mix < 1, which may be on different devices.
@@ -103,7 +103,7 @@ class MovingReference:
             return
         self.updates += 1
         with torch.no_grad():
-            move_towards(self._averages, [master.detach() for master in self.optimizer.masters], self.mix)
+            move_towards(self._averages, (each.master for each in self.optimizer.trained), self.mix)
         self._hand_out()
 
     def tensors(self, saved: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
