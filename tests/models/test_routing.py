@@ -17,6 +17,8 @@ from posttrain.training.objectives import PolicyObjective, SupervisedObjective, 
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.rows import stream_of
 from posttrain.training.updater import Sample, Updater
+from tests.adversary.architectures import tiny_families
+from tests.conftest import make_tokenizer
 from tests.models.families import save_family
 
 FAMILIES = {"qwen3_moe": 1, "qwen2_moe": 2, "mixtral": 2, "olmoe": 2, "granitemoe": 2, "glm4_moe": 1, "deepseek_v3": 1}
@@ -243,3 +245,12 @@ def test_a_reference_model_chooses_its_own_experts(folder):
 def test_models_without_experts_are_refused(folder, tiny_model, key, value):
     with pytest.raises(InputError, match=rf"model\.{key}: .*remove the key"):
         Policy(str(tiny_model), threads=1, **{key: value})
+
+
+def test_layers_of_routers_whose_model_calls_them_blocks(tmp_path):
+    tokenizer = make_tokenizer()
+    tiny_families().save_tiny("dbrx", tmp_path, len(tokenizer))
+    tokenizer.save_pretrained(tmp_path)
+    routing = Policy(str(tmp_path), threads=1).routing
+    assert routing.layers == list(range(len(routing.layers)))
+    assert len(routing.layers) > 1
