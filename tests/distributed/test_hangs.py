@@ -5,12 +5,15 @@ import signal
 import sys
 import threading
 import time
+from multiprocessing.util import Finalize
 
 import pytest
 import torch
 
 from posttrain.distributed import hangs
+from posttrain.distributed.sharding import ShardedModel, full_tensor
 from posttrain.distributed.world import control_group, current_world
+from posttrain.errors import InputError
 
 from . import together
 
@@ -65,8 +68,9 @@ def test_the_line_of_a_thread_and_what_it_waits_for():
 
 
 def hung(kind):
-    """Two processes, of which one stops, or which wait for each other in different calls."""
-    world = current_world()
+    """Two processes, of which one stops or fails, or which wait for each other in different calls."""
+    world, model = current_world(), torch.nn.Linear(4, 4)
+    weight = ShardedModel(model, [], torch.device("cpu")) and model.weight
     world.barrier()
     time.sleep(2)
     if kind == "suspended":
@@ -84,13 +88,19 @@ def hung(kind):
         os.kill(os.getpid(), signal.SIGSTOP)
     if kind == "crossed" and world.rank == 1:
         torch.distributed.all_reduce(torch.zeros(1), group=control_group(background=True))
+    if kind == "crossed":
+        full_tensor(weight)
+    if kind == "failed" and world.rank == 1:
+        Finalize(None, time.sleep, (15,), exitpriority=10)  # the process goes on, and so do its connections
+        raise InputError("broken")
     print("waiting", file=sys.stderr, flush=True)
     world.barrier()
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "kind", ["crossed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("stopped", "busy", "suspended"))]
+    "kind",
+    ["crossed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("stopped", "failed", "busy", "suspended"))],
 )
 def test_a_run_that_hangs_ends(kind, tmp_path, monkeypatch):
     arguments = (busy, ()) if kind == "busy" else (hung, (kind,))
@@ -98,11 +108,17 @@ def test_a_run_that_hangs_ends(kind, tmp_path, monkeypatch):
     logs = "".join((tmp_path / f"log-{rank}.txt").read_text() for rank in range(2))
     if kind in ("busy", "suspended"):
         assert codes == [[0, 0]], logs
+        assert logs.count("process 1 has waited for 5 s at") == (kind == "busy"), logs
+        return
+    if kind == "failed":
+        assert codes == [[-1, 2]], logs
+        assert "process 0 ends at" in logs
         return
     assert -1 in codes[0], logs
     assert 0 not in codes[0], logs
     expected = "process 1 of the run has not responded" if kind == "stopped" else "processes of the run have waited"
     assert logs.count(expected) == 1, logs
+    assert ("process 0 at distributed/sharding.py" in logs) == (kind == "crossed"), logs
     assert "--resume" in logs
 
 
@@ -112,7 +128,7 @@ def busy():
 
 
 def limited(work, arguments):
-    hangs.LIMIT = 5.0
+    hangs.LIMIT, hangs.GRACE = 5.0, 3.0
     current_world().barrier()
     time.sleep(6)  # until the thread has read the limit
     work(*arguments)

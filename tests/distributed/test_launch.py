@@ -154,6 +154,7 @@ def test_mismatched_settings_are_refused(monkeypatch):
         ({0: ("gone", 1, True), 1: ("the disk is full", 1, False)}, {0: 1, 1: 1}, "RunError", "the disk is full"),
         ({0: ("gone", 1, True)}, {0: 1, 1: -9}, "RunError", "process 1 of the run was ended by SIGKILL; continue with"),
         ({}, {1: 3}, "RunError", "process 1 of the run ended with exit code 3"),
+        ({}, {0: 1, 1: -15}, "RunError", "process 0 of the run ended with exit code 1"),  # on a full disk
         ({0: ("", 130, False), 1: ("", 130, False)}, {}, "KeyboardInterrupt", ""),
     ],
 )
@@ -164,3 +165,8 @@ def test_the_cause_is_reported_and_not_its_consequences(ends, failed, error, sai
     with pytest.raises(BaseException, match=said or None) as caught:
         launch._raise_first_error(tmp_path, failed, recipe)
     assert type(caught.value).__name__ == error
+
+
+def test_the_message_is_printed_where_it_cannot_be_recorded(tmp_path, capsys):
+    launch.write_end(tmp_path / "gone", 0, None, "the disk is full", 1)
+    assert capsys.readouterr().err == "the disk is full\n"

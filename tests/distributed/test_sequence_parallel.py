@@ -331,6 +331,7 @@ def test_updates_are_those_of_one_process(measured, processes, count, names):
 DIVIDED = (
     *("gemma3_text", "gemma3n_text", "phi3", "cohere2", "olmo2", "glm4", "gpt2", "gpt_neox", "opt", "starcoder2"),
     *("granite", "smollm3", "qwen2_moe", "mixtral", "deepseek_v2", "phimoe", "minimax_m2", "ernie4_5_moe"),
+    *("dbrx", "jetmoe"),
 )
 REFUSED = ("mamba", "lfm2", "qwen3_next", "recurrent_gemma", "bloom", "stablelm", "llama4_text")
 

@@ -13,7 +13,7 @@ from typing import Any
 from tests.training import small
 
 Job = dict[str, Any]
-"""`values` of a recipe; `resume`; `die`: (rank, what, count) for `small._arm`; `apart`: the first process plays for all, as
+"""`values` of a recipe; `resume`; `die`: (rank, what, count) for `small._arm`; `full`: the same, at which the disk is full; `apart`: the first process plays for all, as
 with an engine outside, through the modules of the model. Or `call`, a function, its `arguments`, and `hardware`."""
 
 
@@ -79,6 +79,8 @@ def _work(rank: int, size: int, ports: list[int], jobs: list[Job], folder: Path,
         try:
             if job.get("die") and job["die"][0] == rank:
                 small._arm(*job["die"][1:])
+            if job.get("full") and job["full"][0] == rank:
+                small.fill_disk(*job["full"][1:])
             if "call" in job:
                 from posttrain.distributed.world import join_world
                 from posttrain.recipe.hardware import HardwareRecipe

@@ -11,12 +11,15 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from posttrain.errors import InputError
 from posttrain.losses.surrogates import PpoLoss
 from posttrain.models.policy import Policy
+from posttrain.models.routing import Routing
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
 from posttrain.seeds import random_stream
 from posttrain.training.objectives import PolicyObjective, SupervisedObjective, token_forward
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.rows import stream_of
 from posttrain.training.updater import Sample, Updater
+from tests.adversary.architectures import tiny_families
+from tests.conftest import make_tokenizer
 from tests.models.families import save_family
 
 FAMILIES = {"qwen3_moe": 1, "qwen2_moe": 2, "mixtral": 2, "olmoe": 2, "granitemoe": 2, "glm4_moe": 1, "deepseek_v3": 1}
@@ -243,3 +246,12 @@ def test_a_reference_model_chooses_its_own_experts(folder):
 def test_models_without_experts_are_refused(folder, tiny_model, key, value):
     with pytest.raises(InputError, match=rf"model\.{key}: .*remove the key"):
         Policy(str(tiny_model), threads=1, **{key: value})
+
+
+def test_layers_of_routers_whose_model_calls_them_blocks(tmp_path):
+    tokenizer = make_tokenizer()
+    tiny_families().save_tiny("dbrx", tmp_path, len(tokenizer))
+    tokenizer.save_pretrained(tmp_path)
+    names = [name for name, _ in Policy(str(tmp_path), threads=1).model.named_modules() if name.endswith("router")]
+    assert ".blocks.1." in names[1]
+    assert Routing(names).layers == list(range(len(names)))

@@ -106,3 +106,34 @@ def test_a_dry_run_refuses_what_is_larger_than_this_machine(memory, words, code,
     asked = ["rl", "environment.type=bandit", "model.path=Qwen/Qwen3-0.6B", "rollout.tokens_per_turn=8", *words]
     assert main([*asked, "--dry-run"]) == code
     assert ("does not fit" in capsys.readouterr().err) == (code == 3)
+
+
+def rl(model, *words):
+    words = ["environment.type=bandit", "hardware.processes=8", "model.dtype=bfloat16", *words]
+    return load_recipe([], [f"model.path=Qwen/{model}", *words], "rl")
+
+
+def test_the_moment_that_needs_the_most_without_activations_decides():
+    """Activations of Qwen3-30B-A3B are larger than what sampling needs, and that does not fit either."""
+    with pytest.raises(InputError, match="the run needs an estimated 77"):
+        fit.fitted(rl("Qwen3-30B-A3B", "model.lora.rank=16", "engine.type=local"), DEVICES["h100"])
+
+
+@pytest.mark.parametrize(
+    ("words", "fits"),
+    [
+        (["engine.servers=8"], False),
+        (["hardware.ray=auto", "hardware.engines.count=8", "hardware.engines.colocated=true"], False),
+        (["engine.tensor_parallel=4", "engine.servers=2"], True),
+        (["engine.gpu_memory_utilization=0.85"], True),
+    ],
+)
+def test_an_engine_whose_weights_exceed_its_share_is_refused(words, fits):
+    recipe = rl("Qwen3-32B", "model.lora.rank=16", "engine.type=vllm", *words)
+    if fits:
+        fit.fitted(recipe, DEVICES["h100"])
+        return
+    with pytest.raises(
+        InputError, match=r"weights and a context need 61.*_utilization 0.5 of h100 is 37.3 GiB; raise it"
+    ):
+        fit.fitted(recipe, DEVICES["h100"])

@@ -3,6 +3,7 @@
 import pytest
 
 from posttrain.errors import InputError
+from posttrain.planning.devices import DEVICES
 from posttrain.planning.dry_run import batch_arithmetic
 from posttrain.planning.memory import ModelSizes, memory_estimate
 from posttrain.recipe.compose import load_recipe
@@ -54,6 +55,7 @@ def test_the_plan_shows_asynchronous_rollouts_and_their_memory():
     key = "weights of asynchronous rollouts"
     assert key not in memory_estimate(plain, TINY)
     assert memory_estimate(recipe, TINY)[key][0] == 4 * 4 * 1000
+    assert memory_estimate(recipe, TINY, Placement(2, 2), DEVICES["h100"])[key][0] == 4 * 1000
     newest = load_recipe([], [*given, "rollout.on_new_weights=continue"], "rl")
     assert memory_estimate(newest, TINY)[key][0] == 2 * 4 * 1000
 

@@ -1,5 +1,6 @@
 """A small but complete RL run in a separate process, which can kill itself at a given point."""
 
+import errno
 import gc
 import importlib
 import io
@@ -124,6 +125,17 @@ def _arm(what: str, count: int, number: int = signal.SIGKILL) -> None:
     def act(*args: Any) -> None:
         if next(calls) == count:
             os.kill(os.getpid(), number)
+
+    before_calls(what, act)
+
+
+def fill_disk(what: str, count: int) -> None:
+    """Raise the error of a full disk in the `count`-th call of `what`, which is named as in `_arm`."""
+    calls = itertools.count(1)
+
+    def act(*args: Any) -> None:
+        if next(calls) == count:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     before_calls(what, act)
 

@@ -1,8 +1,9 @@
 """Hang detection between the learner processes of a run, which otherwise wait for each other without a limit.
 
-Each process reports to the store of the run, from a thread, that it responds, how many collective calls it has started, and
-at which line its main thread is. A hang is a process that reports nothing, or all processes in collective calls without a new one.
-Not covered: kernels of NCCL that wait for each other while the main threads wait for their GPUs. Ray workers have
+Each process reports to the store of the run, from a thread, that it responds, whether it is blocked in a collective call, and
+at which line its main thread is. A hang is a process that reports nothing, or all processes blocked. A process that works for
+long is named, but not ended: nothing distinguishes an endless loop from a long rollout.
+NCCL has a time-out for its kernels, which wait for each other while the main threads wait for their GPUs. Ray workers have
 `distributed.ray.monitor`.
 """
 
@@ -13,13 +14,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
 LIMIT = 600.0
 """Seconds without a report, or in which all processes are blocked, after which the run ends. Longer than any collective call
 or forward pass."""
+GRACE = 90.0
+"""Seconds that a process has to end after another one failed, if it still waits for it: that process may go on, outside of the run."""
+FAILED = "posttrain/failure"
+"""Key in the store: the first process that failed, which reports its error."""
 _PACKAGE = Path(__file__).parents[1]
 _CALLS = {"world.py", "ray"}
 """Files and folders of the package with calls to other processes."""
@@ -42,16 +47,16 @@ def place_of(thread: int) -> tuple[str, bool]:
         return "its end", False
     ours = [place for place in frames if place[0].is_relative_to(_PACKAGE) and not _CALLS & {*place[0].parts}]
     file, line, name = (ours or frames)[0]
-    # Writing a checkpoint may take longer than the limit.
-    parts, calls = frames[0][0].parts, ("torch", "distributed")
-    inside = calls in pairwise(parts) and "checkpoint" not in parts
+    torch = takewhile(lambda parts: "torch" in parts, (place[0].parts for place in frames))
+    call = next((parts for parts in torch if ("torch", "distributed") in pairwise(parts)), ("checkpoint",))
+    inside = "checkpoint" not in call  # writing one may take longer than the limit
     return f"{file.relative_to(_PACKAGE) if ours else file.name}:{line} ({name})", inside
 
 
 def find_hang(reports: dict[int, dict[str, Any]], now: float, rank: int) -> str | None:
     """What hangs by the `reports` of all processes, seen by process `rank` at `now`, or None.
 
-    A report has `beat` and `calls`, which count, the seconds `beat_at` and `moved_at` when `rank` saw them change, `blocked`
+    A report has `beat` and `moves`, which count, the seconds `beat_at` and `moved_at` when `rank` saw them change, `blocked`
     and `line`.
     """
     for other, report in reports.items():
@@ -65,6 +70,15 @@ def find_hang(reports: dict[int, dict[str, Any]], now: float, rank: int) -> str 
         lines = ", ".join(f"process {other} at {report['line']}" for other, report in sorted(reports.items()))
         return f"the processes of the run have waited for each other for {LIMIT:.0f} s: {lines}; continue with --resume"
     return None
+
+
+def find_wait(reports: dict[int, dict[str, Any]], now: float, rank: int) -> str | None:
+    """What process `rank`, the first that waits for longer than the limit, waits for, if others work; else None."""
+    busy = [f"process {other} is at {report['line']}" for other, report in reports.items() if not report["blocked"]]
+    waits = [other for other, report in reports.items() if report["blocked"] and now - report["moved_at"] > LIMIT]
+    if not busy or rank not in waits[:1]:
+        return None
+    return f"process {rank} has waited for {LIMIT:.0f} s at {reports[rank]['line']}; {', '.join(busy)}"
 
 
 def end(message: str) -> None:
@@ -84,13 +98,14 @@ def watched(store: Any, rank: int, size: int) -> Iterator[None]:
     reports: dict[int, dict[str, Any]] = {}
 
     def watch() -> None:
-        beat, calls, last = 0, -1, time.monotonic()
+        beat, calls, moves, last, failed_at, waits = 0, -1, 0, time.monotonic(), None, False
         while not stopped.wait(min(5.0, LIMIT / 10)):
             beat += 1
             line, blocked = place_of(main)
             # A call between two reports counts as progress, so a blocked process has the same count twice.
             blocked, calls = blocked and calls == progress[0], progress[0]
-            store.set(f"hangs/{rank}", json.dumps({"beat": beat, "calls": calls, "blocked": blocked, "line": line}))
+            moves += not blocked
+            store.set(f"hangs/{rank}", json.dumps({"beat": beat, "moves": moves, "blocked": blocked, "line": line}))
             now = time.monotonic()
             if now - last > LIMIT / 2:  # this process was stopped, and perhaps all were
                 reports.clear()
@@ -98,12 +113,19 @@ def watched(store: Any, rank: int, size: int) -> Iterator[None]:
             for other in range(size):
                 key = f"hangs/{other}"
                 report = (
-                    json.loads(store.get(key)) if store.check([key]) else {"beat": 0, "calls": 0, "line": "its start"}
+                    json.loads(store.get(key)) if store.check([key]) else {"beat": 0, "moves": 0, "line": "its start"}
                 )
                 before = reports.get(other, {"beat_at": now, "moved_at": now})
-                for count, at in (("beat", "beat_at"), ("calls", "moved_at")):
+                for count, at in (("beat", "beat_at"), ("moves", "moved_at")):
                     report[at] = now if report[count] != before.get(count) else before[at]
                 reports[other] = {"blocked": False} | report
+            failed_at = failed_at or (now if store.check([FAILED]) else None)
+            if failed_at is not None and now - failed_at > GRACE and not stopped.is_set():
+                print(f"process {rank} ends at {line}: another one has failed", file=sys.stderr, flush=True)
+                os._exit(1)
+            told, sentence = waits, find_wait(reports, now, rank)
+            if (waits := sentence is not None) and not told:
+                print(sentence, file=sys.stderr, flush=True)
             if (message := find_hang(reports, now, rank)) is not None and not stopped.is_set():
                 if store.compare_set("hangs/reported", "", str(rank)) == str(rank).encode():
                     for function in on_hang:

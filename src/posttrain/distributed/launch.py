@@ -89,9 +89,9 @@ def _raise_first_error(folder: Path, failed: dict[int, Any], recipe: "Recipe") -
     for end in ends:
         if end["message"] and not end["lost"]:
             raise (InputError if end["code"] == 2 else RunError)(end["message"])
-    # Killed processes first: the others may have failed because of them.
+    # Killed processes first: the others may have failed because of them. The agent ends the others by SIGTERM.
     killed = {rank: code for rank, code in failed.items() if code < 0 and not (folder / f"end-{rank}.json").exists()}
-    for rank, code in (killed | failed).items():
+    for rank, code in sorted((killed | failed).items(), key=lambda one: (one[1] == -signal.SIGTERM, one[1] >= 0)):
         how = f"was ended by {signal.Signals(-code).name}" if rank in killed else f"ended with exit code {code}"
         hint = f"continue with `posttrain {recipe.stage} --resume {recipe.runs}/{recipe.name}`"
         raise RunError(f"process {rank} of the run {how}; {hint}")
@@ -149,10 +149,14 @@ def stop_signals_to(handle: Callable[[int], None]) -> Iterator[None]:
 
 
 def write_end(folder: Path, rank: int, error: BaseException | None, message: str, code: int) -> None:
-    """Record for the launching process how this rank ended. The file appears complete or not at all."""
+    """Record for the launching process how this rank ended. The file appears complete or not at all. On a full disk, the message is
+    printed instead."""
     from posttrain.distributed.world import RankLost
 
     end = {"code": code, "message": message, "lost": isinstance(error, RankLost)}
     temporary = folder / f".end-{rank}"
-    temporary.write_text(json.dumps(end))
-    temporary.rename(folder / f"end-{rank}.json")
+    try:
+        temporary.write_text(json.dumps(end))
+        temporary.rename(folder / f"end-{rank}.json")
+    except OSError:
+        print(message, file=sys.stderr, flush=True)

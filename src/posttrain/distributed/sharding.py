@@ -168,6 +168,7 @@ def compute_dtype(parameter: torch.Tensor) -> torch.dtype:
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor in its compute dtype. A collective call for a sharded tensor: all ranks make it."""
     dtype = compute_dtype(tensor)
+    progress[0] += 1
     return tensor.detach().full_tensor().to(dtype) if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 

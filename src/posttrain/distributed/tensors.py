@@ -22,9 +22,12 @@ def write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor], backgrou
     world, writer = current_world(), dcp.FileSystemWriter(directory, single_file_per_rank=True, sync_files=True)
     with _explained():
         dcp.save(dict(tensors), storage_writer=writer, **_process_group(background))
-    files = list(directory.glob(f"__{world.rank}_*"))
-    own = dict(zip(files, digests_of_files(files), strict=True))
-    return dict(chain.from_iterable(one.items() for one in world.gather([own], background)))
+
+    def digests() -> dict[Path, str]:
+        files = list(directory.glob(f"__{world.rank}_*"))
+        return dict(zip(files, digests_of_files(files), strict=True))
+
+    return dict(chain.from_iterable(one.items() for one in world.on_all_ranks(digests, background)))
 
 
 def read_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:

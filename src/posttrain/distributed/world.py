@@ -4,13 +4,16 @@ Every process runs the same stage on the same recipe. Decisions that concern all
 `World`, which all ranks call in the same order. Only rank 0 writes the run directory and prints to the user.
 """
 
+import faulthandler
 import itertools
 import os
+import pickle
 import signal
 import socket
 import struct
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -33,7 +36,7 @@ _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SIOCGIFADDR = 0x8915
 """Of Linux: the IPv4 address of a network interface."""
 _TIMEOUT_DAYS = 7
-"""Time-out of collective calls, longer than any rollout. A rank that exits is detected at once through its
+"""Time-out of collective calls in CPU memory, longer than any rollout. A rank that exits is detected at once through its
 connection.
 """
 
@@ -160,30 +163,52 @@ class World:
         self.any(False)
 
     def on_rank0(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 and return its result on every rank. A PosttrainError on rank 0 is raised on all."""
+        """Run `work` on rank 0 and return its result on every rank. An error on rank 0 is raised on all."""
         if self.size == 1:
             return work()
-        value, raised = self.broadcast(_attempt(work) if self.is_rank0 else (None, None))
+        value, own = _attempt(work) if self.is_rank0 else (None, None)
+        value, raised = self.broadcast((value, _portable(own)))
         if raised is not None:
-            raise raised
+            raise own or raised
         return value  # type: ignore[return-value]
 
-    def on_all_ranks(self, work: Callable[[], T]) -> list[T]:
-        """Run `work` on every rank and return the results in rank order. A PosttrainError on any rank is raised on all."""
+    def on_all_ranks(self, work: Callable[[], T], background: bool = False) -> list[T]:
+        """Run `work` on every rank and return the results in rank order. An error on any rank is raised on all."""
         if self.size == 1:
             return [work()]
-        results = self.gather([_attempt(work)])
+        value, own = _attempt(work)
+        results = self.gather([(value, _portable(own))], background)
         for _, raised in results:
             if raised is not None:
-                raise raised
+                raise own or raised
         return [value for value, _ in results]  # type: ignore[misc]
 
+    def raise_any(self, error: BaseException | None) -> None:
+        """Raise the `error` of any rank on all ranks."""
 
-def _attempt(work: Callable[[], T]) -> tuple[T | None, PosttrainError | None]:
+        def work() -> None:
+            if error is not None:
+                raise error
+
+        self.on_all_ranks(work)
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return work(), None
-    except PosttrainError as error:
+    except (Exception, KeyboardInterrupt) as error:
         return None, error
+
+
+def _portable(error: BaseException | None) -> BaseException | None:
+    """`error` for other ranks, with its traceback if it is unexpected; a RuntimeError if it cannot be sent."""
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+    except Exception:
+        copy = RuntimeError(f"{type(error).__name__}: {error}")
+    if isinstance(error, Exception) and not isinstance(error, PosttrainError):
+        copy.add_note("On the rank that failed:\n" + "".join(traceback.format_exception(error)))
+    return copy
 
 
 _SINGLE_PROCESS = World(HardwareRecipe())
@@ -262,15 +287,18 @@ def _joined(hardware: HardwareRecipe, device: str) -> Iterator[World]:
 def single_process() -> Iterator[World]:
     """Load and run models in this process alone inside the block; models are not sharded there.
 
-    Yields the outer world, so that rank 0 can act differently. All ranks wait for each other at the end of the block.
+    Yields the outer world, so that rank 0 can act differently. All ranks wait for each other at the end of the block, where an
+    error of any rank is raised on all.
     """
-    world = current_world()
+    world, raised = current_world(), None
     _state["world"] = _SINGLE_PROCESS
     try:
         yield world
+    except Exception as error:
+        raised = error
     finally:
         _state["world"] = world
-    world.barrier()
+    world.raise_any(raised)
 
 
 def threads_per_process(requested: int | None) -> int | None:
@@ -329,7 +357,10 @@ def _connect(world: World, on_gpu: bool) -> Any:
     import torch.distributed as dist
 
     timeout = timedelta(days=_TIMEOUT_DAYS)
+    # NCCL ends a process whose call takes longer; ranks wait for work of other ranks in calls of gloo. It shows no line itself.
+    limit = timedelta(seconds=hangs.LIMIT) if on_gpu else timeout
     if on_gpu:
+        faulthandler.enable(sys.__stderr__ or sys.stderr)
         if world.local_rank >= torch.cuda.device_count():
             raise InputError(
                 f"hardware.processes: {world.local_size} processes on this machine need one GPU each, but there are "
@@ -346,7 +377,7 @@ def _connect(world: World, on_gpu: bool) -> Any:
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     group_store = dist.PrefixStore("posttrain", store)
     try:
-        dist.init_process_group(backend, store=group_store, rank=world.rank, world_size=world.size, timeout=timeout)
+        dist.init_process_group(backend, store=group_store, rank=world.rank, world_size=world.size, timeout=limit)
     except RuntimeError as error:
         raise RunError(
             f"the learner processes cannot connect to each other ({str(error).splitlines()[0]}); set GLOO_SOCKET_IFNAME on "
@@ -357,7 +388,7 @@ def _connect(world: World, on_gpu: bool) -> Any:
     together = world.hardware.sequence_parallel
     # Every process takes part in making every group.
     for first in range(0, world.size, together) if together > 1 else ():
-        group = dist.new_group(list(range(first, first + together)), backend=backend, timeout=timeout)
+        group = dist.new_group(list(range(first, first + together)), backend=backend, timeout=limit)
         if first <= world.rank < first + together:
             _state["sequence"] = group
     return store
@@ -398,7 +429,7 @@ def sequence_group() -> Any:
 def _claim_report(store: Any, world: World) -> bool:
     """Whether this rank reports the error to the user. The first rank that asks the store does."""
     try:
-        return store.compare_set("posttrain/failure", "", str(world.rank)) == str(world.rank).encode()
+        return store.compare_set(hangs.FAILED, "", str(world.rank)) == str(world.rank).encode()
     except Exception:  # the process that hosts the store has exited
         return world.is_rank0
 

@@ -202,8 +202,7 @@ class TrainedModel:
         and may run in another thread. All ranks call both; only rank 0 writes."""
         if self.sharded is not None:
             write_rest = write_gathered(self.model, directory, self._saved_once())
-            if current_world().is_rank0:
-                self.tokenizer.save_pretrained(directory)
+            current_world().on_rank0(lambda: self.tokenizer.save_pretrained(directory))
             return write_rest
         saved = self.saved_tensors()
         distinct = {id(tensor): tensor for tensor in saved.values()}  # a tensor with several names stays one

@@ -68,7 +68,7 @@ class Routing:
 
     def __init__(self, names: list[str]) -> None:
         """`names`: those of the routers' modules."""
-        self.layers = [int(name.split(".layers.")[1].split(".")[0]) for name in names]
+        self.layers = [next(int(part) for part in name.split(".") if part.isdigit()) for name in names]
         """The layer of each router."""
         self._record: RoutedTokens | None = None
         self._given: torch.Tensor | None = None

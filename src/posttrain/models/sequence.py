@@ -74,7 +74,8 @@ class DividedLayout:
         divided = heads._replace(query=query, key=key, value=value, bounds=bounds)
         out = self.whole.attend(layer, divided)  # [H / P, T, D_v]
         sent = out.transpose(0, 1).flatten(1).unflatten(0, (count, -1))
-        return _Exchange.apply(sent).unflatten(2, (len(out), -1)).transpose(1, 2).flatten(0, 1)
+        # Contiguous by token, as attention of one process returns it and some models expect it.
+        return _Exchange.apply(sent).transpose(0, 1).flatten(1).unflatten(1, (count * len(out), -1)).transpose(0, 1)
 
 
 class _Exchange(torch.autograd.Function):

@@ -27,8 +27,8 @@ def write_weights(model: Any, directory: Path, tensors: dict[str, torch.Tensor] 
 def write_gathered(model: Any, directory: Path, named: Iterable[tuple[str, torch.Tensor]]) -> Callable[[], None]:
     """Write sharded tensors, which are gathered one at a time, in files of about `FILE_BYTES`, of which rank 0 has one in memory;
     adapters in one file. All ranks call it. Returns a function that writes the last file, and on other ranks does nothing."""
-    writes, files, whole = current_world().is_rank0, list[dict[str, int]](), hasattr(model, "peft_config")
-    held: dict[str, torch.Tensor] = {}
+    world, files, whole = current_world(), list[dict[str, int]](), hasattr(model, "peft_config")
+    held, size = dict[str, torch.Tensor](), 0
 
     def write() -> None:
         if files:
@@ -39,7 +39,7 @@ def write_gathered(model: Any, directory: Path, named: Iterable[tuple[str, torch
         held.clear()
 
     def write_rest() -> None:
-        if not writes:
+        if not world.is_rank0:
             return
         write()
         if (count := len(files)) == 1:
@@ -55,9 +55,10 @@ def write_gathered(model: Any, directory: Path, named: Iterable[tuple[str, torch
 
     for name, tensor in named:
         gathered = full_tensor(tensor).detach()
-        if not writes:
-            continue
-        if held and not whole and sum(one.nbytes for one in held.values()) + gathered.nbytes > FILE_BYTES:
-            write()
-        held[name] = gathered.to("cpu", copy=True).contiguous()
+        if size and not whole and size + gathered.nbytes > FILE_BYTES:
+            world.on_rank0(write)  # the others get its error, and wait for it here
+            size = 0
+        size += gathered.nbytes
+        if world.is_rank0:
+            held[name] = gathered.to("cpu", copy=True).contiguous()
     return write_rest

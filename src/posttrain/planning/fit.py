@@ -16,7 +16,7 @@ from posttrain.planning.memory import (
 )
 from posttrain.planning.workers import placed_recipe, placement_of
 from posttrain.recipe.model import LoraRecipe
-from posttrain.recipe.plan import ACTIVATIONS, CACHE, Device, Items, ModelSizes
+from posttrain.recipe.plan import ACTIVATIONS, CACHE, Device, Items, ModelSizes, Plan
 from posttrain.recipe.run import StageRecipe, TrainedRecipe
 
 
@@ -75,10 +75,13 @@ def dedicated_rows(recipe: StageRecipe, sizes: ModelSizes, device: Device | None
     return dedicated_memory(placed_recipe(recipe), sizes, device)
 
 
-def at_peak(recipe: StageRecipe, sizes: ModelSizes, device: Device | None) -> tuple[Mapping[str, int], str]:
+def at_peak(
+    recipe: StageRecipe, sizes: ModelSizes, device: Device | None, leave_out: Collection[str] = ()
+) -> tuple[Mapping[str, int], str]:
     """The items that are on the device at the same time when they need the most memory, and when that is. A CPU keeps the
-    cache of the engine and the memory of activations."""
+    cache of the engine and the memory of activations. `leave_out`: items not to count."""
     rows, placement = memory_rows(recipe, sizes, device), placement_of(recipe)
+    rows = {what: row for what, row in rows.items() if what not in leave_out}
     engine = engine_memory(recipe, sizes, placement, device)
     if device is None or not engine:
         return {what: count for what, (count, _) in rows.items()}, ""
@@ -108,7 +111,8 @@ def require_memory(recipe: StageRecipe, sizes: ModelSizes, memory: int) -> None:
 def too_large(
     recipe: StageRecipe, sizes: ModelSizes | None, device: Device | None, leave_out: Collection[str] = ()
 ) -> list[str]:
-    """A sentence if the run needs more memory than the device has; otherwise empty. `leave_out`: items not to count."""
+    """A sentence if the run needs more memory than the device has, or its engine more than its share; otherwise empty.
+    `leave_out`: items not to count."""
     if recipe.remote is not None or sizes is None or device is None:
         return []
     known, gpu = sizes, device
@@ -116,11 +120,10 @@ def too_large(
     def needed(changed: StageRecipe) -> int:
         """Bytes on the GPU that needs the most."""
         dedicated = dedicated_rows(changed, known, gpu).values()
-        items = at_peak(changed, known, gpu)[0]
-        return max(sum(count for what, count in items.items() if what not in leave_out), *dedicated, 0)
+        return max(sum(at_peak(changed, known, gpu, leave_out)[0].values()), *dedicated, 0)
 
     if (total := needed(recipe)) <= device.memory:
-        return []
+        return [*filter(None, [recipe.engine_refusal(Plan(known, placement_of(recipe), gpu))])]
     remedy = "no setting makes it fit; divide it (hardware.processes)"
     for keys in _smaller(recipe, known.heads):
         changes: dict[str, Any] = {}

@@ -47,6 +47,10 @@ class _Engine(BaseConfig):
         """The engine's weights, if it has its own, and its full KV cache, for contexts of `tokens` tokens."""
         return {}
 
+    def refusal(self, plan: Plan, model: ModelRecipe, tokens: int) -> str | None:
+        """Why the engine would not start on the plan's device, for contexts of `tokens` tokens; None if it would."""
+        return None
+
 
 class LocalEngineRecipe(_Engine):
     """The in-process engine: it uses the weights in training directly, with continuous batching and a prefix cache
@@ -71,7 +75,9 @@ class LocalEngineRecipe(_Engine):
     a GPU, only as many sequences are decoded at the same time as fit with `rollout.tokens_per_episode` tokens each."""
 
     def memory_items(self, plan: Plan, model: ModelRecipe, tokens: int) -> Items:
-        items, width = _own_weights(plan, model) if plan.placement.engines else {}, model.weight_bytes
+        items, width = {}, model.weight_bytes
+        if plan.placement.engines:
+            items = _own_weights(plan, model, plan.placement.tensor)
         each = plan.sizes.cache_bytes(width, plan.placement.tensor)
         size = self.slots * tokens * each
         if self.cache_bytes is not None and self.cache_bytes < size:
@@ -80,10 +86,10 @@ class LocalEngineRecipe(_Engine):
         return items | {CACHE: (size, how)}
 
 
-def _own_weights(plan: Plan, model: ModelRecipe) -> Items:
-    """The weights of an engine that does not use those of the learner."""
-    count = -(-model.weight_bytes * plan.sizes.parameters // plan.placement.tensor)
-    how = f"{model.weight_bytes} bytes a parameter over {plan.placement.tensor} devices"
+def _own_weights(plan: Plan, model: ModelRecipe, devices: int) -> Items:
+    """The weights of an engine that does not use those of the learner, on one of its devices."""
+    count = -(-model.weight_bytes * plan.sizes.parameters // devices)
+    how = f"{model.weight_bytes} bytes a parameter over {devices} devices"
     return {"weights of the engine": (count, how)}
 
 
@@ -246,7 +252,8 @@ class VllmEngineRecipe(_Engine):
         """
         if self.urls:
             return {}
-        items, device = _own_weights(plan, model), plan.device
+        devices, device = self._devices(plan), plan.device
+        items = _own_weights(plan, model, devices)
         if self.cache_gigabytes is not None:
             size = int(self.cache_gigabytes * 2**30)
             return items | {"key/value cache": (size, f"engine.cache_gigabytes {self.cache_gigabytes:g}")}
@@ -254,12 +261,31 @@ class VllmEngineRecipe(_Engine):
             share, (weights, _) = self.gpu_memory_utilization, items["weights of the engine"]
             how = f"engine.gpu_memory_utilization {share:g} of {device.name}, less the weights of the engine"
             return items | {"key/value cache": (max(0, round(share * device.memory) - weights), how)}
-        each = plan.sizes.cache_bytes(model.weight_bytes, plan.placement.tensor)
+        each = plan.sizes.cache_bytes(model.weight_bytes, devices)
         how = (
             f"answers in flight {self.slots} x rollout.tokens_per_episode {tokens} x {each:,} bytes; less where "
             "engine.gpu_memory_utilization, or 2 GiB, is less"
         )
         return items | {CACHE: (self.slots * tokens * each, how)}
+
+    def refusal(self, plan: Plan, model: ModelRecipe, tokens: int) -> str | None:
+        if self.urls or plan.device is None or self.cache_gigabytes is not None:
+            return None
+        devices, share = self._devices(plan), round(self.gpu_memory_utilization * plan.device.memory)
+        ((weights, _),) = _own_weights(plan, model, devices).values()
+        context = plan.sizes.cache_bytes(model.weight_bytes, devices) * (self.max_model_len or tokens)
+        if weights + context <= share:
+            return None
+        needed, has = (f"{count / 2**30:.1f} GiB" for count in (weights + context, share))
+        return (
+            f"vLLM's weights and a context need {needed} of each GPU, and engine.gpu_memory_utilization "
+            f"{self.gpu_memory_utilization:g} of {plan.device.name} is {has}; raise it, or divide the engine "
+            "(engine.tensor_parallel, or hardware.engines.devices with Ray)"
+        )
+
+    def _devices(self, plan: Plan) -> int:
+        """GPUs of one server. Workers of Ray have those of the placement."""
+        return plan.placement.tensor if plan.placement.engines else self.tensor_parallel
 
 
 PolicyEngineRecipe = Annotated[LocalEngineRecipe | VllmEngineRecipe, Field(discriminator="type")]

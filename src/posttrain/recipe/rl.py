@@ -289,8 +289,13 @@ class RlRecipe(SampledRecipe):
         if not rollout.async_rollouts:
             return items
         copies = 2 + (rollout.async_rollouts if rollout.on_new_weights == "finish" else 0)
-        count = copies * width * self.model.trained_parameters(plan.sizes)
         how = f"{copies} copies of the trained weights: in use and pending"
+        if plan.device is not None and plan.placement.shard > 1:  # which are gathered in the CPU memory of rank 0
+            copies, how = (
+                1,
+                f"the trained weights in use on rank 0, which has {copies - 1} pending copies in CPU memory",
+            )
+        count = copies * width * self.model.trained_parameters(plan.sizes)
         if plan.placement.shard > 1 and self.model.lora is not None:
             count, how = count + width * plan.sizes.parameters, f"{how}; frozen weights unsharded"
         items["weights of asynchronous rollouts"] = (count, how)

@@ -168,6 +168,12 @@ class StageRecipe(BaseConfig):
             return {}
         return self.sampler.memory_items(plan, self.model, self.rollout.tokens_per_episode)  # type: ignore[attr-defined]
 
+    def engine_refusal(self, plan: Plan) -> str | None:
+        """Why the engine would not start on the plan's device; None if it would."""
+        if self.sampler is None:
+            return None
+        return self.sampler.refusal(plan, self.model, self.rollout.tokens_per_episode)  # type: ignore[attr-defined]
+
     def models(self) -> dict[str, Any]:
         """Key -> section of each model that the run loads from a `path`, the model itself first."""
         return {} if self.remote is not None else {"model": self.model}

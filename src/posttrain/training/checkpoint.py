@@ -9,9 +9,10 @@ Older checkpoints are reduced to the policy. When the run has ended, the policie
 
 import json
 import os
+import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, count
@@ -138,8 +139,7 @@ class Checkpoints:
             return
         self._writing.join()
         self._writing, failure, self._failure = None, self._failure, None
-        for error in current_world().gather([] if failure is None else [failure]):
-            raise error
+        current_world().raise_any(failure)
 
     def require_room(self, steps: int, policy: int, state: int) -> None:
         """InputError if the disk has no room for the checkpoints of `steps` steps and the exported model.
@@ -161,21 +161,37 @@ class Checkpoints:
     def load(self, step: int) -> tuple[Path, Path, dict[str, Any]]:
         """The directories of the policy and of the tensors, and the trainer's state of `step`, verified."""
         path = self.path(step)
-        current_world().on_rank0(lambda: self.verify(path, resumable=True))
-        return path / "policy", path / "tensors", read_json(path / STATE, LARGEST, self.directory)
+        self.verify(path, resumable=True)
+        state = current_world().on_rank0(lambda: read_json(path / STATE, LARGEST, self.directory))
+        return path / "policy", path / "tensors", state
 
     def policy(self, step: int) -> Path:
         """The directory of the policy of `step`, verified."""
         self.wait()
         path = self.path(step)
-        current_world().on_rank0(lambda: self.verify(path))
+        self.verify(path)
         return path / "policy"
 
     def verify(self, path: Path, resumable: bool = False) -> None:
-        """Raise InputError unless this run wrote every file of the checkpoint and none has changed.
+        """Raise InputError unless this run wrote every file of the checkpoint and none has changed. All ranks call it, and
+        each reads a share of the files: those that it wrote, if there are as many ranks.
 
         `resumable`: also raise for a checkpoint that was reduced to its policy.
         """
+        world = current_world()
+        files, remedy, shares = world.on_rank0(lambda: self._listed(path, resumable))
+        mine = [name for name in files if shares[name] == world.rank]
+
+        def damaged() -> str | None:
+            there = [name for name in mine if is_file(path / name)]
+            found = dict(zip(there, digests_of_files([path / name for name in there], self.directory), strict=True))
+            return next((name for name in mine if found.get(name) != files[name]), None)
+
+        if bad := [name for name in world.on_all_ranks(damaged) if name is not None]:
+            raise InputError(f"{path / bad[0]} is damaged: its checksum differs; {remedy}")
+
+    def _listed(self, path: Path, resumable: bool) -> tuple[dict[str, str], str, dict[str, int]]:
+        """The digests of the checkpoint's files by name, the remedy if one differs, and the rank that reads each."""
         others = [s for s in self.steps() if self.path(s) != path and (self.path(s) / STATE).is_file()]
         remedy = (
             f"add --fall-back to resume from step {others[-1]}" if others else "start the run again with --overwrite"
@@ -196,11 +212,7 @@ class Checkpoints:
         for file in path.glob("*/**/[!.]*" if resumable else "policy/**/[!.]*"):
             if not file.is_dir() and str(file.relative_to(path)) not in files:
                 raise InputError(f"{file} is not a file that posttrain wrote to this checkpoint; move it away")
-        there = [name for name in files if is_file(path / name)]
-        found = dict(zip(there, digests_of_files([path / name for name in there], self.directory), strict=True))
-        for name, digest in files.items():
-            if found.get(name) != digest:
-                raise InputError(f"{path / name} is damaged: its checksum differs; {remedy}")
+        return files, remedy, _divided(path, files, current_world().size)
 
     def fall_back(self) -> list[str]:
         """Rename checkpoints newer than the newest intact one to `damaged_step_N`. Returns a message for each.
@@ -249,3 +261,14 @@ class Checkpoints:
             doomed = partial_path(self.path(step))
             self.path(step).rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _divided(path: Path, files: Iterable[str], ranks: int) -> dict[str, int]:
+    """The rank that reads each of the files to verify it. A rank's part of the tensors is its own; others are divided by size."""
+    sizes = {name: (path / name).stat().st_size if is_file(path / name) else 0 for name in files}
+    totals, shares = [0] * ranks, dict[str, int]()
+    for name in sorted(sizes, key=lambda name: ("/__" not in name, -sizes[name], name)):
+        part = re.search(r"/__(\d+)_", name)
+        rank = int(part[1]) % ranks if part else totals.index(min(totals))
+        shares[name], totals[rank] = rank, totals[rank] + sizes[name]
+    return shares

@@ -398,8 +398,11 @@ class Trainer(Generic[Output]):
         return improved
 
     def _call(self, function: Callable[[Callback], None]) -> None:
-        for callback in self.callbacks if self._world.is_rank0 else ():
-            function(callback)
+        def work() -> None:
+            for callback in self.callbacks:
+                function(callback)
+
+        self._world.on_rank0(work)
 
     def save(self, later: bool = False) -> Path:
         """Write a checkpoint of the last finished step; `later`: in a thread. A signal meanwhile takes effect afterwards, so
