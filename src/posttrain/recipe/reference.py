@@ -149,7 +149,10 @@ def allowed(info: FieldInfo) -> str:
     return _bounded(nullable, info) + (", or null" if nullable != words else "")
 
 
-_PATTERNS = {NAME: "of up to 200 letters, digits, `.`, `_` and `-`, the first a letter or digit"}
+_PATTERNS = {
+    NAME: "of up to 200 letters, digits, `.`, `_` and `-`, the first a letter or digit",
+    r"^https?://\S+$": "that begins with http:// or https://",
+}
 """Pattern of a text -> what it allows, in words."""
 
 
