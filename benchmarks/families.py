@@ -243,7 +243,7 @@ original length.
 
 ## Models that read images
 
-`pip install 'posttrain[images]'` adds these types ([how to train them](../how-to/images.md)). The conversations have none to three images of different
+`pip install ./plugins/images` adds these types ([how to train them](../how-to/images.md)). The conversations have none to three images of different
 sizes, and the distances are the same.
 
 {seeing}

@@ -187,9 +187,9 @@ def missing_extras(distribution: str = "posttrain") -> list[str]:
 def more() -> str:
     """The end of a sentence about a name that does not exist: which of posttrain's plug-ins could bring it. Empty if all
     of them are installed. Rows that cannot be used ask for it thousands of times."""
-    plugins = {extra for extra, required in _extras("posttrain") if required.startswith("posttrain-")}
-    absent = plugins & set(missing_extras())
-    return f"; `pip install 'posttrain[{','.join(sorted(absent))}]'` adds more" if absent else ""
+    missing = set(missing_extras())
+    absent = {name for extra, name in _extras("posttrain") if extra in missing and name.startswith("posttrain-")}
+    return f"; `pip install ./plugins/*` in a checkout adds {', '.join(sorted(absent))}" if absent else ""
 
 
 def _extras(distribution: str) -> Iterator[tuple[str, str]]:

@@ -14,8 +14,9 @@ from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.stages import Recipe
 from posttrain.recipe.trust import remember
 from posttrain.runs.directory import RunDirectory
+from posttrain.runs.storage import has_state
 from posttrain.terminal import new_console
-from posttrain.training.stage import run_in_process
+from posttrain.training.stage import finish_ended, run_in_process
 
 if TYPE_CHECKING:
     from posttrain.training.trainer import Callback
@@ -43,8 +44,14 @@ def run_stage(
     """
     console = console or new_console()
     require_inputs(recipe)
-    if not resume and not is_launched():  # before torch is imported; one process of several creates it
-        RunDirectory.require_free(Path(recipe.runs) / recipe.name, overwrite)
+    if not is_launched():  # before torch is imported; one process of several creates the run
+        path = Path(recipe.runs) / recipe.name
+        if not resume:
+            RunDirectory.require_free(path, overwrite)
+        elif not has_state(run := RunDirectory.open(path)):
+            with run.lock():
+                finish_ended(recipe, run, console)
+            return run
     remember(recipe)
     hardware = getattr(recipe, "hardware", HardwareRecipe())
     elsewhere = hardware.ray is not None or (hardware.learners > 1 and not is_launched())

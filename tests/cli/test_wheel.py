@@ -93,7 +93,7 @@ def test_the_core_names_the_extras_of_what_it_lacks(installed, tmp_path):
             [alone / "bin" / "posttrain", *words], cwd=tmp_path, capture_output=True, text=True, check=False
         )
         assert run.returncode == 2
-        assert "pip install 'posttrain[environments,images,imports,memory]'" in run.stderr
+        assert "adds posttrain-environments, posttrain-images, posttrain-import, posttrain-memory" in run.stderr
 
 
 @pytest.mark.slow

@@ -25,6 +25,8 @@ ROWS = {
     "pairs.jsonl": {"prompt": "a", "chosen": "b", "rejected": "c"},
     "prompts.jsonl": {"prompt": "a", "label": "b"},
 }
+FILES = {"score.py": "def score(prompt, answr):\n    return 1.0\n"}
+PROMPTS = "rl environment.type=text_task environment.prompts=prompts.jsonl"
 PLAYED = ["environment.type=bandit"]
 DATA = ["data.train=pairs.jsonl"]
 MISSING = {  # words -> what the message names
@@ -43,6 +45,12 @@ MISSING = {  # words -> what the message names
     "rl environment.type=text_task environment.prompts=prompts.jsonl environment.reward=exakt": "did you mean exact?",
     "rl environment.type=text_task environment.prompts=prompts.jsonl environment.reward=no.py:f": "environment.reward: there is no file no.py",
     "rl environment.type=text_task environment.prompts=prompts.jsonl environment.reward=exact environment.tools=[no.py:f] environment.max_turns=2": "environment.tools.0: there is no file no.py",
+    f"{PROMPTS} environment.reward=score.py:scor": "environment.reward: score.py has no function 'scor'; did you mean score.py:score?",
+    f"{PROMPTS} environment.reward=score.py:score": "the reward score.py:score has no parameter `answer`",
+    f"{PROMPTS} environment.reward=exact evaluation.held_out=5": "environment.prompts has 1 tasks",
+    "dpo data.train=pairs.jsonl data.held_out=5": "data.held_out: 5 rows would leave none of the 1 usable rows to train on",
+    "sft data.train.path=pairs.jsonl data.train.wieght=2": "there is no key data.train.wieght; the nearest is data.train.weight",
+    f"sft data.train=pairs.jsonl name={'x' * 201}": "it must be text of up to 200 letters",
     "chat runs/nosuch": "model.path: there is no folder runs/nosuch",
     "serve runs/nosuch --port 0": "model.path: there is no folder runs/nosuch",
     "data inspect nosuch.jsonl": "nosuch.jsonl: no such file",
@@ -69,6 +77,8 @@ MISSING = {  # words -> what the message names
 def test_what_is_missing_is_named_without_torch(tmp_path, monkeypatch):
     for name, row in ROWS.items():
         (tmp_path / name).write_text(json.dumps(row) + "\n")
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)
     used = RunDirectory.create(load_recipe([], [*PLAYED, "name=used"], "rl"))
@@ -87,7 +97,7 @@ def test_what_is_missing_is_named_without_torch(tmp_path, monkeypatch):
     assert results[0][3] == []
     # 0.4 s of processor time on the machine of the tests; numpy, 0.1 s more, comes with environments.
     assert results[0][2] < 450
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", *sorted(ROWS), "runs"]
+    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"here", *ROWS, "runs", *FILES}
 
 
 def test_vllm_of_another_interpreter_or_server_is_not_looked_for_here():

@@ -79,7 +79,7 @@ def test_a_missing_file(recipe_file, tmp_path):
         (["sinks=wandb"], 'sinks is "wandb"; it must be a list of tensorboard, wandb or trackio'),
         (
             ["name=3"],
-            "name is 3; it must be text of letters, digits, `.`, `_` and `-`, and begin with a letter or digit, in quotes",
+            "name is 3; it must be text of up to 200 letters, digits, `.`, `_` and `-`, the first a letter or digit, in quotes",
         ),
         (["rollout.episodes_per_group=1", "credit.type=grpo"], "`credit.type: grpo` compares the episodes"),
         (["learner.updates_per_step=9"], "`learner.updates_per_step` (9) is more than the groups of a step (8)"),

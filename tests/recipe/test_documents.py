@@ -58,7 +58,7 @@ def made(tiny_model, tmp_path_factory):
     place = folder / "runs/helpsteer3/data"
     place.mkdir(parents=True)
     for name, columns in HELPSTEER_FILES.items():
-        rows = [{"prompt": f"Task {n}.", **columns, "n": n} for n in range(600)]
+        rows = [{"prompt": f"Task {n}.", **columns, "n": n} for n in range(1100)]
         (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     RewardModel(ModelRecipe(path=str(tiny_model)), seed=0).export(folder / "reward-model")
     for run in ("rlhf-sft", "rlhf-reward", "rlhf-unit_reward", "helpsteer3-reward", "helpsteer3/rl", "rlhf/dpo"):

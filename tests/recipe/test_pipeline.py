@@ -79,7 +79,7 @@ def test_overrides_of_all_stages_win_over_files_and_those_of_one_stage_over_them
         ("stage: sft", "stage: sftt", 'stage warm: parts/p.yaml line 10: stage is "sftt" (did you mean sft?)'),
         ("name: learn", "name: warm", "parts/p.yaml: two stages are called warm; rename one"),
         ("name: demo", "seed: 3", "parts/p.yaml line 3: there is no key seed; write common.seed"),
-        ("name: demo", "name: 3", "parts/p.yaml line 3: name is 3; it must be text of letters"),
+        ("name: demo", "name: 3", "parts/p.yaml line 3: name is 3; it must be text of up to 200 letters"),
     ],
 )
 def test_an_error_names_stage_location_and_remedy(pipeline, before, after, expected):

@@ -9,17 +9,19 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from matplotlib import rc_context
 
 from posttrain.cli.main import main
 from posttrain.credit.units.mixing import UnitRewards
 from posttrain.credit.units.spans import Spans
 from posttrain.episode import Advantages, Outcome
 from posttrain.errors import InputError
+from posttrain.figures.draw import STYLE, entitle, new_figure
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog
-from posttrain.view.report import write_html
+from posttrain.view.report import _narrow, write_html
 from tests.conftest import make_tokenizer
 from tests.rollout.episodes import played
 from tests.runs.comparing import finished, make_run
@@ -240,6 +242,24 @@ def test_report_errors(tmp_path, capsys):
     (path / "metrics.jsonl").write_text("{}\n" + (path / "metrics.jsonl").read_text())
     assert main(["report", str(path)]) == 1
     assert "line 1 is damaged" in capsys.readouterr().err
+
+
+def test_legends_beside_the_axes_of_a_figure_are_below_them():
+    with rc_context(STYLE):
+        figure, panels = new_figure(2)
+        for axes in panels:
+            axes.plot([0, 1], [0, 1], label="held-out seeds")
+            axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        entitle(figure, "Learning curve of a run with a name that needs more than one line here")
+        _narrow(figure)
+        figure.canvas.draw()
+    assert figure.get_figwidth() == 6
+    assert len(figure.get_suptitle().splitlines()) == 2
+    first, second = (axes.get_window_extent() for axes in panels)
+    legends = [axes.get_legend().get_window_extent() for axes in panels]
+    assert first.y0 > legends[0].y1 > legends[0].y0 > second.y1
+    assert second.y0 > panels[1].xaxis.get_tightbbox().y0 > legends[1].y1 > 0
+    assert all(0 < legend.x0 < legend.x1 < figure.bbox.width for legend in legends)
 
 
 @pytest.mark.skipif(which("chromium") is None, reason="chromium is not installed")

@@ -88,6 +88,11 @@ def as_count(held_out: float, items: int) -> int:
     return held_out if isinstance(held_out, int) else max(1, round(held_out * items))
 
 
+def nothing_left(held_out: int, usable: int) -> str:
+    """The error of `held_out` rows to hold out of `usable` ones."""
+    return f"data.held_out: {held_out} rows would leave none of the {usable} usable rows to train on; hold out fewer"
+
+
 def split_tasks(
     rows: Sequence[TaskRow] | None,
     source: str,

@@ -206,10 +206,10 @@ _SVG: dict[Any, Any] = {
 }
 
 
-def entitle(figure: Figure, title: str) -> None:
-    """Set the title above all panels."""
+def entitle(figure: Figure, title: str, columns: int = 70) -> None:
+    """Set the title above all panels, in lines of at most `columns` characters."""
     figure.suptitle(
-        textwrap.fill(title, 70, break_on_hyphens=False), x=0.012, ha="left", fontweight="bold", fontsize=12
+        textwrap.fill(title, columns, break_on_hyphens=False), x=0.012, ha="left", fontweight="bold", fontsize=12
     )
 
 

@@ -3,11 +3,13 @@
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from posttrain.data.examples import read_examples
 from posttrain.data.files import require_source
+from posttrain.data.held_out import nothing_left
 from posttrain.data.problems import Problems
 from posttrain.errors import InputError
 from posttrain.models.files import require_model
@@ -26,10 +28,18 @@ def require_inputs(recipe: StageRecipe, engine_too: bool = True) -> None:
         file = re.fullmatch(r"(\S+\.py)(:\w+)?", str(use.value)) if use.does == "executes" else None
         if file is not None and not Path(file[1]).is_file():
             raise InputError(f"{use.key}: there is no file {file[1]}; correct the path")
+        if file is not None and file[2] and use.key.endswith("environment.reward"):
+            from posttrain.environments.rewards import load_reward  # imports numpy
+
+            load_reward(str(use.value), use.key)
     for section in _sections(recipe):
-        for _, sources in section:
+        for name, sources in section:
             if isinstance(sources, list) and sources and all(isinstance(one, SourceRecipe) for one in sources):
-                _require_rows(recipe, section, sources)
+                _require_rows(recipe, section, sources, getattr(section, "held_out", 0) if name == "train" else 0)
+                if getattr(section, "rows_key", "") == f"environment.{name}" and all(map(_is_here, sources)):
+                    from posttrain.planning.dry_run import tasks_of  # imports numpy
+
+                    tasks_of(recipe)
     for key, model in recipe.models().items():
         if model.path:
             require_model(model.path, f"{key}.path")
@@ -40,17 +50,26 @@ def require_inputs(recipe: StageRecipe, engine_too: bool = True) -> None:
         raise InputError(f"engine.type: vllm is not installed; {remedy}")
 
 
-def _require_rows(recipe: StageRecipe, section: BaseConfig, sources: list[SourceRecipe]) -> None:
-    """InputError for files that are not there, and for those of this machine without a row that the stage can use."""
+def _require_rows(recipe: StageRecipe, section: BaseConfig, sources: list[SourceRecipe], held_out: float) -> None:
+    """InputError for files that are not there, and for those of this machine without a row that the stage can use, or with
+    no more than the number of rows to hold out, `held_out`."""
     for source in sources:
         require_source(source)
     columns: Any = getattr(section, "columns", None)
-    if issubclass(type(columns), ConversationColumns) and all(Path(one.path).expanduser().exists() for one in sources):
+    if issubclass(type(columns), ConversationColumns) and all(map(_is_here, sources)):
         kind: Any = getattr(recipe if section is getattr(recipe, "data", None) else section, "kind", "prompt")
         problems = Problems()
         names = ColumnsRecipe.model_validate(columns.model_dump())
-        if next(read_examples(kind, sources, names, problems), None) is None:
+        most = held_out if isinstance(held_out, int) else 0
+        usable = sum(1 for _ in islice(read_examples(kind, sources, names, problems), most + 1))
+        if not usable:
             problems.require_any(", ".join(source.path for source in sources))
+        if usable <= most:
+            raise InputError("\n".join([nothing_left(most, usable), *problems.summary()]))
+
+
+def _is_here(source: SourceRecipe) -> bool:
+    return Path(source.path).expanduser().exists()
 
 
 def require_extras(recipe: StageRecipe) -> None:

@@ -43,6 +43,8 @@ Reads = Annotated[str, Mark("reads")]
 """Files, or a repository of the hub, that are read as data: rows, weights without pickles, templates in a sandbox."""
 Text = Annotated[str, NOTHING]
 """Words for people, models or servers, and names of columns and of parts of this package."""
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"
+"""Pattern of the name of a folder; file systems allow 255 bytes, and files that are being written have longer names."""
 
 
 class BaseConfig(BaseModel):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from posttrain.errors import InputError
-from posttrain.recipe.base import BaseConfig, Reads, Text, Writes
+from posttrain.recipe.base import NAME, BaseConfig, Reads, Text, Writes
 from posttrain.recipe.catalogue import recipe_file
 from posttrain.recipe.compose import checked, merge_typed, require_stage, typed_recipe
 from posttrain.recipe.reference import either
@@ -19,7 +19,6 @@ from posttrain.recipe.trust import require_trust_of_run
 from posttrain.recipe.validation import nearest_type
 
 _STAGE = "stage:"
-_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 STAGE = "stage "
 """Prefix of the names of stages among the inputs in `lineage.json`."""
@@ -48,7 +47,7 @@ class ConvertRecipe(BaseConfig):
     stage: Literal["convert"] = "convert"
     """`convert`, in pipelines only."""
     trains: ClassVar[bool] = False
-    name: Text = Field(pattern=_NAME)
+    name: Text = Field(pattern=NAME)
     """Name of the stage. Its files are in `<runs>/<name>`."""
     runs: Writes
     """Directory of the pipeline."""
@@ -61,7 +60,7 @@ class ConvertRecipe(BaseConfig):
 class PipelineStage(BaseConfig):
     """One stage of a pipeline, resolved."""
 
-    name: Text = Field(pattern=_NAME)
+    name: Text = Field(pattern=NAME)
     """Name of the stage: its run is `<runs>/<pipeline>/<name>`."""
     upstream: Text | None = None
     """The earlier stage whose exported model this one starts from (`from:` in the file)."""
@@ -81,7 +80,7 @@ class PipelineRecipe(BaseConfig):
 
     stage: Literal["pipeline"] = "pipeline"
     """`pipeline`; `posttrain pipeline` takes this one."""
-    name: Text = Field("pipeline", pattern=_NAME)
+    name: Text = Field("pipeline", pattern=NAME)
     """Name of the pipeline: its stages' runs are in `<runs>/<name>`."""
     runs: Writes = "runs"
     """Directory that holds the pipeline's directory."""
@@ -98,7 +97,7 @@ class PipelineFile(BaseConfig):
     """The file of a pipeline. `load_pipeline` says what its keys are."""
 
     stage: Literal["pipeline"] = "pipeline"
-    name: Text = Field("pipeline", pattern=_NAME)
+    name: Text = Field("pipeline", pattern=NAME)
     runs: Writes = "runs"
     data: Reads | None = None
     common: dict[str, Any] = {}

@@ -20,7 +20,7 @@ from pydantic import SerializeAsAny
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from posttrain.recipe.base import BaseConfig, Mark
+from posttrain.recipe.base import NAME, BaseConfig, Mark
 from posttrain.recipe.components import EnvironmentRecipe, environment_classes
 from posttrain.recipe.metrics import Metric
 from posttrain.recipe.registry import REGISTRIES
@@ -149,7 +149,10 @@ def allowed(info: FieldInfo) -> str:
     return _bounded(nullable, info) + (", or null" if nullable != words else "")
 
 
-_PATTERNS = {"^[A-Za-z0-9][A-Za-z0-9._-]*$": "of letters, digits, `.`, `_` and `-`, and begin with a letter or digit"}
+_PATTERNS = {
+    NAME: "of up to 200 letters, digits, `.`, `_` and `-`, the first a letter or digit",
+    r"^https?://\S+$": "that begins with http:// or https://",
+}
 """Pattern of a text -> what it allows, in words."""
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from posttrain.recipe.base import CONNECTS, BaseConfig, Connects, Text, Writes
+from posttrain.recipe.base import CONNECTS, NAME, BaseConfig, Connects, Text, Writes
 from posttrain.recipe.components import AnyEnvironment, environment_recipe
 from posttrain.recipe.detectable import FEWEST
 from posttrain.recipe.engines import LocalEngineRecipe, PolicyEngineRecipe
@@ -100,7 +100,7 @@ class StageRecipe(BaseConfig):
         Metric("speed/tokens_per_second", "tokens per second: sampled, or trained on"),
     )
 
-    name: Text = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: Text = Field("run", pattern=NAME)
     """Name of the run. Its directory is `<runs>/<name>`."""
     runs: Writes = "runs"
     """Directory that holds the runs."""

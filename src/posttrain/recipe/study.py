@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from posttrain.errors import InputError
-from posttrain.recipe.base import EXECUTES, BaseConfig, Executes, Text, Writes
+from posttrain.recipe.base import EXECUTES, NAME, BaseConfig, Executes, Text, Writes
 from posttrain.recipe.metrics import Metric
 from posttrain.recipe.needs import unless
 from posttrain.recipe.reference import metrics_of
@@ -126,7 +126,7 @@ class SamplerRecipe(BaseConfig):
 class Group(BaseConfig):
     """Keys that are searched together, on the full grid of their values."""
 
-    name: Text = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: Text = Field(pattern=NAME)
     """Name of the group in tables."""
     grid: dict[str, Values] = Field(min_length=1)
     """Recipe key -> list of values, or a name -> `together`. Later groups use the best values of earlier ones."""
@@ -137,7 +137,7 @@ class StudyRecipe(BaseConfig):
 
     stage: Literal["tune"] = "tune"
     """`tune`; `posttrain tune` takes this one."""
-    name: Text = Field("study", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: Text = Field("study", pattern=NAME)
     """Name of the study: its directory is `<runs>/<name>`."""
     runs: Writes = "runs"
     """Directory that holds the study's directory."""

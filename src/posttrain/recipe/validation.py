@@ -85,6 +85,7 @@ def _sentence(problem: ErrorDetails, path: KeyPath, schema: type[BaseConfig], gi
     words = problem["msg"] if info is None else allowed(info)
     if info is not None and typing.get_origin(info.annotation) is dict:  # its key is the user's, such as a threshold
         words, sections = problem["msg"].removeprefix("Input should be "), []
+    sections = [] if info is not None and _listed(info.annotation) else sections
     fields = sections[0].model_fields if sections else {}
     if kind == "missing":
         if len(sections) != 1:
@@ -192,7 +193,7 @@ def _at(path: KeyPath, part: type[BaseConfig], values: Any) -> tuple[Any, list[t
         info = next((section.model_fields[name] for section in chosen if name in section.model_fields), None)
         if info is None:
             return None, []
-        sections = sections_of(info.annotation)
+        sections = sections_of(info.annotation) or _listed(info.annotation)
         values = values.get(name) if isinstance(values, dict) else None
         if typing.get_origin(info.annotation) is dict:
             # The user chose the next name.
@@ -202,6 +203,12 @@ def _at(path: KeyPath, part: type[BaseConfig], values: Any) -> tuple[Any, list[t
             with suppress(InputError):
                 sections = [environment_class(str(values.get("type"))).Recipe]
     return info, sections
+
+
+def _listed(annotation: Any) -> list[type[BaseConfig]]:
+    """The sections of a list of sections, which may be one of several types."""
+    lists = [part for part in (annotation, *typing.get_args(annotation)) if typing.get_origin(part) is list]
+    return [section for part in lists for section in sections_of(typing.get_args(part)[0])]
 
 
 def _key_path(problem: ErrorDetails, values: Any) -> KeyPath:

@@ -298,6 +298,8 @@ _REMEDIES = {
     errno.EROFS: "the file system is read-only; choose another path",
     errno.EFBIG: "the limit of file sizes is reached; raise `ulimit -f`",
     errno.EMFILE: "too many open files; raise `ulimit -n`",
+    errno.ENAMETOOLONG: "a name in the path is too long; shorten it",
+    errno.ENOTDIR: "a folder in the path is a file; choose another path",
 }
 
 

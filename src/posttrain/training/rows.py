@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 
 from posttrain.data.examples import read_examples
-from posttrain.data.held_out import as_count, divide
+from posttrain.data.held_out import as_count, divide, nothing_left
 from posttrain.data.messages import UnpairedExample
 from posttrain.data.problems import Problems
 from posttrain.data.rendering import LossOn, Renderer
@@ -140,9 +140,7 @@ def hold_out(
     count = as_count(held_out, len(places))
     train, validation, final = divide(prompts, order, count - count // 2 * test, count // 2 * test)
     if not train or len(validation) + len(final) < count:
-        raise InputError(
-            f"data.held_out: {count} rows would leave none of the {len(places)} usable rows to train on; hold out fewer"
-        )
+        raise InputError(nothing_left(count, len(places)))
     kept = [[places[index][1] for index in train if places[index][0] == number] for number in range(len(sources))]
     return kept, [places[index][1] for index in validation], [places[index][1] for index in final]
 

@@ -79,7 +79,7 @@ def unused_gpu(device: str) -> list[str]:
     ]
 
 
-def _finish_ended(recipe: StageRecipe, run: RunDirectory, console: Console) -> None:
+def finish_ended(recipe: StageRecipe, run: RunDirectory, console: Console) -> None:
     """Report that the run has ended. InputError if the recipe has more steps than the run was started with."""
     steps = getattr(recipe, "steps", None)
     if steps is not None and steps > run.saved_step() and steps != run.load_recipe().steps:  # type: ignore[attr-defined]
@@ -270,7 +270,7 @@ def run_in_process(
         run = world.on_rank0(opened)
         keep_in(run.path / "images")
         if resume and not has_state(run):
-            world.on_rank0(lambda: _finish_ended(recipe, run, console))
+            world.on_rank0(lambda: finish_ended(recipe, run, console))
             return run
         if resume and world.is_rank0 and (done := run.saved_step()) >= (getattr(recipe, "steps", None) or math.inf):
             show_line(console, f"{run.path} has made all of its {done} steps; to train further, add steps={2 * done}")

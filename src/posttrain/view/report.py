@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from matplotlib.figure import Figure
+from matplotlib.transforms import ScaledTranslation
 
 from posttrain.errors import InputError, PosttrainError
-from posttrain.figures.draw import encode
+from posttrain.figures.draw import encode, entitle
 from posttrain.figures.plots import Compared, compare, figures
 from posttrain.figures.trajectories import draw, maker_of, row_of
 from posttrain.rollout.store import StoredStep, read_episodes, stored_steps
@@ -69,7 +70,7 @@ def section_of(source: Source) -> Section:
     section.facts = [(key, shortened(value)) for key, value in section.facts]
     section.warnings = [shortened(warning) for warning in section.warnings]
     drawn = figures(source.name, source.lines, Sampling.of(source.recipe))
-    section.images = [image(name, figure) for name, figure in drawn]
+    section.images = [image(name, _narrow(figure)) for name, figure in drawn]
     section.samples = _samples(run, section.missing)
     pages = [page for _, pages in section.samples for page in pages]
     section.colored = any(message.pieces or message.units for page in pages for message in page.messages)
@@ -110,6 +111,25 @@ def image(title: str, figure: Figure) -> Image:
     style = f"@media (prefers-color-scheme: dark){{svg{{fill:#e8e8e8}}{''.join(rules)}}}</style>"
     content = base64.b64encode(encode(figure, "svg").replace(b"</style>", style.encode(), 1)).decode()
     return Image(title, f"data:image/svg+xml;base64,{content}")
+
+
+def _narrow(figure: Figure) -> Figure:
+    """Make the figure narrower, with the legends that are beside its axes below them, so that its text can be read on a page
+    of 400 pixels. A figure with a legend beside all of its axes stays as it is."""
+    if figure.legends:
+        return figure
+    figure.set_figwidth(6)
+    entitle(figure, " ".join(figure.get_suptitle().split()), 52)
+    for axes in figure.axes:
+        legend = axes.get_legend()
+        if legend is None or legend.get_bbox_to_anchor().width:  # inside of the axes
+            continue
+        legend.set_loc("upper left")
+        axis = 0.5 if axes is figure.axes[-1] else 0.1  # height of its numbers and title, in inches
+        below = ScaledTranslation(0, -axis, figure.dpi_scale_trans)
+        legend.set_bbox_to_anchor((0, 0), axes.transAxes + below)
+        figure.set_figheight(figure.get_figheight() + 0.2 * len(legend.get_texts()))
+    return figure
 
 
 def runs_table(sources: Sequence[Source]) -> Table:
