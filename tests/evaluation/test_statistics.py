@@ -24,6 +24,7 @@ from posttrain.evaluation.statistics import (
 )
 from posttrain.evaluation.text_metrics import corpus_metric
 from posttrain.runs.intervals import mean_difference, success_rate
+from posttrain.seeds import random_stream
 from tests.evaluation.made import predictions
 
 VALUES = st.lists(st.floats(-100, 100), min_size=1, max_size=25)
@@ -115,6 +116,9 @@ def test_tables_of_the_same_items_use_the_same_resamples():
     assert np.allclose(resampled_sums(2 * table, seed=3, draws=40), 2 * drawn)
     assert not np.allclose(resampled_sums(table, seed=4, draws=40), drawn)
     assert np.allclose(resampled_sums(np.ones((15, 1)), draws=9), 15)
+    wide, generator = np.arange(2.0**17)[:, None], random_stream("items", 2**17, 0)  # computed two at a time
+    one_by_one = [[wide[generator.integers(len(wide), size=len(wide))].sum()] for _ in range(5)]
+    assert np.array_equal(resampled_sums(wide, draws=5), one_by_one)
 
 
 @pytest.mark.parametrize(("rows", "least"), [(10, 0.935), (30, 0.935)])

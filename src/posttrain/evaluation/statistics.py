@@ -312,10 +312,12 @@ def resampled_sums(table: np.ndarray, seed: int = 0, draws: int = DRAWS) -> np.n
     """
     n = len(table)
     generator = random_stream("items", n, seed)
-    samples = np.empty((draws, table.shape[1]))
-    for draw in range(draws):
-        samples[draw] = np.bincount(generator.integers(n, size=n), minlength=n) @ table
-    return samples
+    samples = []
+    for start in range(0, draws, block := max(1, 2**18 // n)):
+        count = min(block, draws - start)
+        drawn = generator.integers(n, size=(count, n)) + n * np.arange(count)[:, None]
+        samples.append(np.bincount(drawn.ravel(), minlength=count * n).reshape(count, n) @ table)
+    return np.concatenate(samples)
 
 
 @lru_cache(maxsize=2)
