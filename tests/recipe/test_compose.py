@@ -56,6 +56,14 @@ def test_error_of_a_bad_file_names_the_line(recipe_file, text, expected):
     assert expected in complaint(sources=[recipe_file(text)])
 
 
+def test_a_change_of_what_was_read_is_not_read_again():
+    for _ in range(2):
+        layer = read_text("a: {b: [1]}", "r.yaml")
+        assert (layer.values, layer.origin(("a", "b"))) == ({"a": {"b": [1]}}, "r.yaml line 1")
+        layer.values["a"]["b"].append(2)
+        layer.origins.clear()
+
+
 def test_a_missing_file(recipe_file, tmp_path):
     (tmp_path / "folder").mkdir()
     assert "there is no recipe file no.yaml; name a YAML file or a recipe" in complaint(sources=["no.yaml"])

@@ -4,9 +4,10 @@ Text is literal: `${...}` is not interpolated. Numbers such as `1e-6` are number
 """
 
 import copy
+import functools
 import re
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import yaml
@@ -151,6 +152,15 @@ def read_file(path: str) -> Layer:
 
 def read_text(text: str, path: str) -> Layer:
     """Like `read_file`, for text in memory. `path` is its name in messages."""
+    try:
+        parsed = _parsed(text, path)
+        return replace(parsed, values=copy.deepcopy(parsed.values), origins=dict(parsed.origins))
+    except RecursionError:
+        raise InputError(f"{path}: it is nested too deeply; write a flatter recipe") from None
+
+
+@functools.lru_cache(maxsize=8)  # a run reads its recipe several times
+def _parsed(text: str, path: str) -> Layer:
     try:
         loader = _loader(text, path)
         node = _bounded_node(loader, path)

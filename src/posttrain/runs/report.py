@@ -6,10 +6,11 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader
+from jinja2 import Environment, PackageLoader, Template
 
 from posttrain.errors import InputError, PosttrainError
 from posttrain.recipe.base import BaseConfig
@@ -105,12 +106,15 @@ class Report:
 
     def markdown(self, images: Sequence[tuple[str, str]] = (), **values: Any) -> str:
         """The report in Markdown. `images`: (title, file). `values`: further variables of the template."""
-        loader = PackageLoader("posttrain.runs", "pages")
-        environment = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, autoescape=False)
-        text = environment.get_template("report.md.j2").render(
-            report=self, images=images, pairs=markdown_table, **values
-        )
+        text = _template().render(report=self, images=images, pairs=markdown_table, **values)
         return printable(re.sub(r"\n{3,}", "\n\n", text).strip()) + "\n"
+
+
+@cache
+def _template() -> Template:
+    loader = PackageLoader("posttrain.runs", "pages")
+    environment = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, autoescape=False)
+    return environment.get_template("report.md.j2")
 
 
 def write_report(
