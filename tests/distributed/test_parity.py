@@ -117,6 +117,9 @@ GIVEN = {
     "given_mixtral_whole": ("mixtral", None),
 }
 """Names of the updates on given episodes -> their model and adapters."""
+OF_TWO = ("given", "given_dropout", "given_embeddings", "given_experts", "given_mixtral_whole")
+OF_REPLICAS = ("given_embeddings", "given_experts_whole", "given_mixtral")
+"""Those of quick tests."""
 
 
 def given_updates(model, out, lora):
@@ -154,10 +157,11 @@ def given_updates(model, out, lora):
         (Path(out) / "lines.json").write_text(json.dumps(lines))
 
 
-def jobs(tiny, folder, cases=tuple(CASES), hardware=None):
-    """The cases, and updates on given episodes."""
+def jobs(tiny, folder, cases, given, hardware=None):
+    """The cases, and the updates on given episodes."""
     found = [{"values": values_of(case, tiny, folder / case, hardware), "apart": case == "rl_apart"} for case in cases]
-    for name, (model, lora) in GIVEN.items():
+    for name in given:
+        model, lora = GIVEN[name]
         arguments = (tiny.parent / model, folder / name, lora)
         found.append({"call": given_updates, "arguments": arguments, "hardware": hardware or {}})
     return found
@@ -177,8 +181,8 @@ def alone(models, tmp_path_factory):
     """A function that returns the folder of the runs of one process, after running the cases that are not there yet."""
     folder = tmp_path_factory.mktemp("alone")
 
-    def run(cases):
-        missing = [job for job in jobs(models, folder, cases) if not finished(job)]
+    def run(cases, given):
+        missing = [job for job in jobs(models, folder, cases, given) if not finished(job)]
         if missing:
             together.succeed(1, missing, folder)
         return folder
@@ -193,15 +197,15 @@ def alone(models, tmp_path_factory):
 @pytest.fixture(
     scope="module",
     params=[
-        (2, QUICK, 1),
-        pytest.param((2, tuple(case for case in CASES if case not in QUICK), 1), marks=SLOW),
-        pytest.param((4, tuple(CASES), 1), marks=SLOW),
-        pytest.param((2, tuple(CASES), 2), marks=SLOW),
-        pytest.param((4, tuple(CASES), 2), marks=SLOW),
-        pytest.param((4, tuple(CASES), 4), marks=SLOW),
-        ([2, 2], ("sft",), 1),
-        pytest.param(([2, 2], tuple(case for case in CASES if case != "sft"), 1), marks=SLOW),
-        pytest.param(([2, 2], QUICK, 2), marks=SLOW),
+        (2, QUICK, 1, OF_TWO),
+        pytest.param((2, tuple(case for case in CASES if case not in QUICK), 1, GIVEN), marks=SLOW),
+        pytest.param((4, tuple(CASES), 1, GIVEN), marks=SLOW),
+        pytest.param((2, tuple(CASES), 2, GIVEN), marks=SLOW),
+        pytest.param((4, tuple(CASES), 2, GIVEN), marks=SLOW),
+        pytest.param((4, tuple(CASES), 4, GIVEN), marks=SLOW),
+        ([2, 2], ("sft",), 1, OF_REPLICAS),
+        pytest.param(([2, 2], tuple(case for case in CASES if case != "sft"), 1, GIVEN), marks=SLOW),
+        pytest.param(([2, 2], QUICK, 2, GIVEN), marks=SLOW),
     ],
     ids=[
         *("two", "two_others", "four", "two_together", "four_in_pairs", "four_together"),
@@ -211,11 +215,13 @@ def alone(models, tmp_path_factory):
 def divided(request, models, tmp_path_factory):
     """Where the runs of so many processes are, of which so many compute a row together, and their cases."""
     folder = tmp_path_factory.mktemp("divided")
-    given, cases, count = request.param
-    processes = int(np.prod(given))
-    hardware = {"processes": given, "sequence_parallel": count} if count > 1 or processes != given else None
-    together.succeed(processes, jobs(models, folder, cases, hardware), folder)
-    return folder, cases, count
+    groups, cases, count, given = request.param
+    # Each part of a row draws its own masks.
+    given = [name for name in given if count == 1 or name != "given_dropout"]
+    processes = int(np.prod(groups))
+    hardware = {"processes": groups, "sequence_parallel": count} if count > 1 or processes != groups else None
+    together.succeed(processes, jobs(models, folder, cases, given, hardware), folder)
+    return folder, cases, count, given
 
 
 COMPUTED, REUSED = "tokens/prefilled", "tokens/reused"
@@ -244,10 +250,10 @@ def same_weights(one, other, bound=WEIGHTS):
 
 
 def test_every_stage_makes_the_updates_of_one_process(alone, divided):
-    where, cases, _ = divided
+    where, cases, _, given = divided
     for case in cases:
         of_weights, of_metrics = OF_BFLOAT16 if case == "sft_bfloat16" else (WEIGHTS, METRICS)
-        expected, found = (folder / case / "small" for folder in (alone(cases), where))
+        expected, found = (folder / case / "small" for folder in (alone(cases, given), where))
         lines, others = small.metrics(expected), small.metrics(found)
         assert len(lines) == len(others)
         assert sum(line["kind"] == "train" for line in lines) >= 2
@@ -264,27 +270,25 @@ def small_start(run):
     return Path(yaml.safe_load((run / "recipe.yaml").read_text())["model"]["path"]) / "model.safetensors"
 
 
-@pytest.mark.parametrize("name", GIVEN)
-def test_updates_on_given_episodes_are_those_of_one_process(name, alone, divided):
-    where, cases, count = divided
-    if count > 1 and name == "given_dropout":
-        pytest.skip("each part of a row draws its own masks")
-    expected, found = alone(cases) / name, where / name
-    lines, others = (json.loads((folder / "lines.json").read_text()) for folder in (expected, found))
-    # What an engine outside would be given is what an export holds.
-    assert lines.pop() == others.pop() == {"wrong": 0.0}
-    for line, other in zip(lines, others, strict=True):
-        close(line, other, name)
-        assert line["optimizer/gradient_norm"] > 0.01
-        assert not ("expert" in name or "mixtral" in name) or line["loss/router"] > 1.9
-    file = "model.safetensors" if GIVEN[name][1] is None else "adapter_model.safetensors"
-    # Routers divide tokens among products, which round by their numbers of rows; without AVX-512 by more.
-    bound = 2 * WEIGHTS if name.endswith("whole") and count > 1 else WEIGHTS
-    same_weights(expected / "policy" / file, found / "policy" / file, bound)
+def test_updates_on_given_episodes_are_those_of_one_process(alone, divided):
+    where, cases, count, given = divided
+    for name in given:
+        expected, found = alone(cases, given) / name, where / name
+        lines, others = (json.loads((folder / "lines.json").read_text()) for folder in (expected, found))
+        # What an engine outside would be given is what an export holds.
+        assert lines.pop() == others.pop() == {"wrong": 0.0}
+        for line, other in zip(lines, others, strict=True):
+            close(line, other, name)
+            assert line["optimizer/gradient_norm"] > 0.01
+            assert not ("expert" in name or "mixtral" in name) or line["loss/router"] > 1.9
+        file = "model.safetensors" if GIVEN[name][1] is None else "adapter_model.safetensors"
+        # Routers divide tokens among products, which round by their numbers of rows; without AVX-512 by more.
+        bound = 2 * WEIGHTS if name.endswith("whole") and count > 1 else WEIGHTS
+        same_weights(expected / "policy" / file, found / "policy" / file, bound)
 
 
 def test_only_rank_0_prints(divided):
-    folder, cases, _ = divided
+    folder, cases, *_ = divided
     first, *others = (file.read_text() for file in sorted(folder.glob("log-*.txt")))
     assert first.count("report:") == len(cases)
     assert all("step" not in text for text in others)
