@@ -14,7 +14,7 @@ from .test_resume_state import distill
 ERRORS = {"interrupt": KeyboardInterrupt, "error": ZeroDivisionError, "exit": SystemExit}
 RUNS = ["rl", "rl_async", "rl_async_continue", "rl_guarded", "distill", "sft", "dpo", "bco", "dpo_moving", "reward"]
 CASES = [(kind, error) for kind in RUNS for error in ERRORS]
-QUICK = [("rl_async", "interrupt"), ("rl_guarded", "interrupt")]
+QUICK = [("rl_async", "interrupt")]
 
 
 def recipe(kind, tiny, teacher, runs):
