@@ -166,7 +166,7 @@ def test_the_command_plans_from_stored_and_from_pilot_runs(tiny_model, tmp_path,
     keys = [f"model.path={tiny_model}", "model.threads=1", f"runs={tmp_path}", "environment.type=word_sort", "steps=1"]
     keys += ["rollout.groups_per_step=2", "rollout.episodes_per_group=2", "evaluation.start=false"]
     keys += ["evaluation.every=1", "evaluation.final_seeds.count=30", "evaluation.episodes_per_seed=2"]
-    keys += ["evaluation.sampling.temperature=1", "plots=false"]
+    keys += ["evaluation.sampling.temperature=1", "rollout.tokens_per_turn=8", "evaluation.seeds.count=2"]
     for seed in (0, 1):
         assert main(["rl", *keys, f"seed={seed}", f"name=pilot-{seed}"]) == 0
     capsys.readouterr()

@@ -42,7 +42,7 @@ def test_the_same_seed_makes_the_same_trials(begun, tmp_path):
 
 
 def test_the_search_finds_the_optimum_and_every_trial_is_a_run_with_its_recipe(begun, tmp_path):
-    assert studies.tune(tmp_path, trials=40) == 0
+    assert studies.tune(tmp_path, trials=20) == 0
     found = best(tmp_path)
     assert 1e-5 < found["optimizer"]["learning_rate"] < 1e-3
     assert found["rollout"]["episodes_per_group"] in (4, 5, 6)
