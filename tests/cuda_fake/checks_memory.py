@@ -3,6 +3,7 @@
 import contextlib
 import gc
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from posttrain.training.optimizer import Optimizer
 from posttrain.training.reference import move_towards
 from tests.cuda_fake import made
 from tests.cuda_fake.checks_engine import sampled
+from tests.training import small
 
 TOKENS = 2048
 
@@ -142,10 +144,17 @@ def test_gradients_in_bfloat16_are_not_all_held(device, thin_model, monkeypatch)
     assert piled - freed > 0.8 * gradients
 
 
-@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapters"])
-@pytest.mark.parametrize("name", ["Qwen3-4B", "Qwen3-8B", "Qwen3-30B-A3B"])
-def test_the_plan_of_a_few_layers_is_within_a_tenth_of_the_peak(device, thin_model, name, lora, recomputed):
+FEW_LAYERS = list(product(("Qwen3-4B", "Qwen3-8B", "Qwen3-30B-A3B"), (False, True), (False, True)))
+EACH_PAIR = [
+    *(("Qwen3-4B", False, True), ("Qwen3-4B", True, False), ("Qwen3-8B", False, False), ("Qwen3-8B", True, True)),
+    *(("Qwen3-30B-A3B", False, False), ("Qwen3-30B-A3B", True, True)),
+]
+"""Every two of a model, adapters and checkpointing."""
+
+
+@pytest.mark.parametrize("case", small.cases(FEW_LAYERS, EACH_PAIR), ids=str)
+def test_the_plan_of_a_few_layers_is_within_a_tenth_of_the_peak(device, thin_model, case):
+    name, lora, recomputed = case
     layers = 4 if "A3B" in name else 2  # two layers of experts are gathered at a time
     with made.processes(device, 8, 1):
         peak = measured(device, thin_model, name, 4096, lora, recomputed, layers=layers)["peak"]
@@ -153,9 +162,12 @@ def test_the_plan_of_a_few_layers_is_within_a_tenth_of_the_peak(device, thin_mod
     assert sum(items.values()) == pytest.approx(peak, rel=0.1), {what: n / 2**20 for what, n in items.items()}
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapters"])
-@pytest.mark.parametrize("processes", [[2, 4], [4, 2]], ids=str)
-def test_the_plan_of_replicas_is_within_a_tenth_of_the_peak(device, thin_model, processes, lora):
+REPLICAS = [([2, 4], False), ([4, 2], True), ([2, 4], True), ([4, 2], False)]
+
+
+@pytest.mark.parametrize("case", small.cases(REPLICAS, REPLICAS[:2]), ids=str)
+def test_the_plan_of_replicas_is_within_a_tenth_of_the_peak(device, thin_model, case):
+    processes, lora = case
     with made.processes(device, processes, 1):
         peak = measured(device, thin_model, "Qwen3-4B", 4096, lora, True, layers=2)["peak"]
     items = planned("Qwen3-4B", 4096, lora, True, layers=2, processes=processes)

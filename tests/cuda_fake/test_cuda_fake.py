@@ -23,22 +23,37 @@ NAMES = sorted(
 )
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory):
+def run(folder, *options):
     """Name of a check, with its parameters -> its report."""
     if compiler() is None:
         pytest.skip("needs a C++ compiler for the fake CUDA device: install g++ or clang++, or set CXX")
     if torch.version.cuda is not None:
         pytest.skip("torch is built for CUDA, which the fake device would replace")
-    results = tmp_path_factory.mktemp("fake") / "results.json"
-    done = started.run(results)
+    results = folder / "results.json"
+    done = started.run(results, *options)
     assert results.is_file(), done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(results.read_text(encoding="utf-8"))
+
+
+def all_passed(reports):
+    failed = [f"{key}\n{report['text']}" for key, report in reports.items() if report["outcome"] != "passed"]
+    assert not failed, "\n\n".join(failed)
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("fake"))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_on_fake_tensors(name, reports):
     found = {key: report for key, report in reports.items() if key.partition("[")[0].endswith(name)}
     assert found, f"{name} was not run"
-    failed = [f"{key}\n{report['text']}" for key, report in found.items() if report["outcome"] != "passed"]
-    assert not failed, "\n\n".join(failed)
+    all_passed(found)
+
+
+@pytest.mark.slow
+def test_slow_cases_on_fake_tensors(tmp_path):
+    reports = run(tmp_path, "-m", "slow")
+    assert len(reports) == 8
+    all_passed(reports)
