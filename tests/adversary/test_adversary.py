@@ -8,13 +8,12 @@ from tests.adversary.soak import soak
 from tests.adversary.surfaces import SURFACES, attempt
 
 CASES = {
-    2: ("clock", "mcp"),
+    2: ("clock", "mcp", "architecture"),
     3: ("interpreter", "run_folder", "poisoned_episode", "connections", "commands"),
     4: ("agent_calls", "serve"),
-    6: ("architecture",),
+    5: ("chat_template", "exported"),
     8: ("run_directory",),
-    10: ("exported",),
-    12: ("server", "chat_template", "model_directory"),
+    12: ("server", "model_directory"),
     25: ("requests", "wire", "resumed"),
     60: ("tool_calls",),
     80: ("disguise", "journal"),
@@ -25,11 +24,13 @@ COUNTS = {surface: count for count, surfaces in CASES.items() for surface in sur
 SLOW = {"kill": 3, "outage": 8, "killed": 20, "no_space": 20, "bombs": 40}
 SLOW |= dict.fromkeys(("permission", "plugins", "audited", "places"), 12)
 """Surfaces that train models in other processes, or take long, and their numbers of cases."""
+MORE = {"architecture": 12, "chat_template": 24, "exported": 20}
+"""Surfaces of which the quick tests have fewer cases, and their numbers."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_server_is_left():
-    """Close the servers of `connections` and `requests`: test processes of pytest-xdist end without `atexit`."""
+    """Close the servers of `connections` and `requests`: processes of `tests.forks` end without `atexit`."""
     yield
     SERVERS.close()
 
@@ -52,9 +53,9 @@ def test_no_hostile_run_folder_gets_through_any_page_or_command(kind, tmp_path, 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("surface", SLOW)
+@pytest.mark.parametrize("surface", SLOW | MORE)
 def test_seeded_attacks_of_slow_surfaces_do_not_get_through(surface, tmp_path):
-    failed = [(seed, attempt(surface, seed, tmp_path / "case")) for seed in range(SLOW[surface])]
+    failed = [(seed, attempt(surface, seed, tmp_path / "case")) for seed in range((SLOW | MORE)[surface])]
     assert [one for one in failed if one[1] is not None] == []
 
 
