@@ -18,7 +18,9 @@ class BaseModel:
     model_fields: dict[str, Any] = {}
 
     def __init_subclass__(cls, **settings: Any) -> None:
-        named = {name: SimpleNamespace(annotation=kind) for name, kind in get_annotations(cls).items()}
+        marks = {name: getattr(kind, "__metadata__", ()) for name, kind in get_annotations(cls).items()}
+        kinds = {name: kind.__origin__ if marks[name] else kind for name, kind in get_annotations(cls).items()}
+        named = {name: SimpleNamespace(annotation=kinds[name], metadata=marks[name]) for name in kinds}
         cls.model_fields = {**cls.model_fields, **named}
 
     def __init__(self, **values: Any) -> None:

@@ -111,13 +111,17 @@ class Passes:
         self.recording = 0.0
 
     def __enter__(self) -> None:
-        replay, record = RecordedDecoder._replayed, CudaGraphs.__call__
+        replay, compute, record = RecordedDecoder.replayed, RecordedDecoder.hidden, CudaGraphs.__call__
 
         def replayed(decoder: Any, *inputs: Any) -> Any:
             out = replay(decoder, *inputs)
-            self.all += 1
-            self.eager += out is None
+            self.all += out is not None
             return out
+
+        def computed(decoder: Any, *inputs: Any) -> Any:
+            self.all += 1
+            self.eager += 1
+            return compute(decoder, *inputs)
 
         def recorded(graphs: Any, run: Any) -> Any:
             begun = time.perf_counter()
@@ -127,7 +131,8 @@ class Passes:
             return made
 
         self._held = ExitStack()
-        self._held.enter_context(mock.patch.object(RecordedDecoder, "_replayed", replayed))
+        self._held.enter_context(mock.patch.object(RecordedDecoder, "replayed", replayed))
+        self._held.enter_context(mock.patch.object(RecordedDecoder, "hidden", computed))
         self._held.enter_context(mock.patch.object(CudaGraphs, "__call__", recorded))
 
     def __exit__(self, *error: object) -> None:

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from harness.models import make_tokenizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import posttrain
 from posttrain.episode import Advantages, Episode, RewardStreams
@@ -80,19 +80,21 @@ def last_update(
     weights = before
     gradient: dict[str, torch.Tensor] = {}
 
-    def read(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        gradient.update((names[id(p)], p.grad.detach().clone()) for p in parameters if p.grad is not None)
-
     made = posttrain.Learner(policy, learning_rate=learning_rate, max_gradient_norm=NO_CLIP, **learner)
-    handle = register_optimizer_step_pre_hook(read)
+    step = made.optimizer.step
+
+    def read_and_step() -> float:
+        trained = [each for each in made.optimizer.trained if each.gradient is not None]
+        gradient.update((names[id(each.parameter)], each.gradient.detach().clone()) for each in trained)
+        return step()
+
     try:
         for _ in range(updates):
             weights = _weights(policy)
             gradient.clear()
-            metrics = made.update(episodes, credit)
+            with mock.patch.object(made.optimizer, "step", read_and_step):
+                metrics = made.update(episodes, credit)
     finally:
-        handle.remove()
         with torch.no_grad():
             for name, parameter in policy.model.named_parameters():
                 parameter.copy_(before[name])

@@ -202,7 +202,6 @@ def test_rows_of_several_runs_have_their_spread(monkeypatch, capsys):
     assert spread([[speed(1.0)], failed]) == failed
 
 
-@pytest.mark.slow
 def test_a_bare_checkout_is_enough(tmp_path):
     """In an interpreter that finds neither pydantic nor what else posttrain wants beside torch and transformers."""
     (tmp_path / "sitecustomize.py").write_text(

@@ -61,8 +61,10 @@ def test_a_kernel_gives_impossible_tokens_no_gradient(kernels):
     assert not logits[:, 300:].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.float32) for name in MODELS), ("mistral", torch.bfloat16), ("qwen3", torch.bfloat16)],
+)
 def test_fused_layers_equal_separate_operations(name, dtype, monkeypatch):
     """Prompts and decoding over the cache of a GPU, with biases, windows, head norms, and heads of 32, 48 and 64."""
     convert = interpreter._convert_float
