@@ -239,8 +239,13 @@ def reinforce_pp(plays: Sequence[Play], settings: Any) -> PerEpisode:
 
 
 def reinforce_pp_baseline(plays: Sequence[Play], settings: Any) -> PerEpisode:
-    """Hu 2025 (2501.03262) equation 7: minus the group's mean, then normalized over the batch."""
-    return whiten(in_groups(_dr_grpo)(plays, settings))
+    """Hu 2025 (2501.03262) equation 7: minus the group's mean, then normalized over the batch without groups of one, which are
+    left out of the update."""
+    rows = in_groups(_dr_grpo)(plays, settings)
+    compared = [i for members in groups(plays) if len(members) > 1 for i in members]
+    for i, row in zip(compared, whiten([rows[i] for i in compared]), strict=True):
+        rows[i] = row
+    return rows
 
 
 def gae_of(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
