@@ -25,7 +25,6 @@ from posttrain.errors import RunError
 from posttrain.models.cuda.attention import Spans, flash_over_cache
 from posttrain.models.forward import upload
 from posttrain.models.layers import Heads
-from posttrain.recipe.rollout import SamplingRecipe
 
 if TYPE_CHECKING:
     from posttrain.engines.local.decoder import Decoder
@@ -279,33 +278,9 @@ class RecordedDecoder:
         return numbers
 
 
-def read_later(numbers: torch.Tensor) -> Callable[[], np.ndarray]:
-    """Start to copy `numbers` from the device. The function that is returned waits for them, not for later work."""
-    copied = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
-    copied.copy_(numbers, non_blocking=True)
-    done = torch.cuda.Event() if numbers.is_cuda else None
-    if done is not None:
-        done.record()
-
-    def read() -> np.ndarray:
-        if done is not None:
-            done.synchronize()
-        return copied.numpy()
-
-    return read
-
-
 def places(decoder: "Decoder") -> list[tuple[int, torch.Size]]:
     """Where a pass of the decoder reads weights, as addresses and shapes."""
     return [(tensor.data_ptr(), tensor.shape) for tensor in decoder.reads()]
-
-
-# -- sampling ---------------------------------------------------------------------------------------------------------
-
-
-def truncates(sampling: SamplingRecipe) -> bool:
-    """Whether tokens of positive probability are never sampled."""
-    return sampling.temperature > 0 and bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0)
 
 
 def sum_by_products(values: torch.Tensor) -> torch.Tensor:

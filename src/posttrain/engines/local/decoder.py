@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch.nn.functional import rms_norm
 
 from posttrain.engines.local.cache import CachedLayout
 from posttrain.engines.local.cpu.kernel import decoding_kernel
 from posttrain.engines.local.cpu.layers import CompiledLayer, CompiledLayers, SamplingLinear
-from posttrain.engines.local.cuda import RecordedDecoder, sum_by_products, truncates
+from posttrain.engines.local.cuda import RecordedDecoder, sum_by_products
 from posttrain.models.cpu.backend import rotate
 from posttrain.models.forward import (
     Float32Head,
@@ -326,6 +327,11 @@ def _draw(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     return (block * BLOCK + torch.minimum(index, last))[:, 0].clamp_(max=vocabulary - 1)
 
 
+def truncates(sampling: SamplingRecipe) -> bool:
+    """Whether tokens of positive probability are never sampled."""
+    return sampling.temperature > 0 and bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0)
+
+
 def truncate(probabilities: torch.Tensor, sampling: Sequence[SamplingRecipe]) -> torch.Tensor:
     """Set `probabilities` [B, V] outside top-k, then top-p, and min-p to zero, row by row, without rescaling.
 
@@ -374,3 +380,19 @@ def _running_sum(values: torch.Tensor) -> torch.Tensor:
     if values.is_cuda and torch.are_deterministic_algorithms_enabled():
         return sum_by_products(values)
     return values.cumsum(-1)
+
+
+def read_later(numbers: torch.Tensor) -> Callable[[], np.ndarray]:
+    """Start to copy `numbers` from the device. The function that is returned waits for them, not for later work."""
+    copied = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
+    copied.copy_(numbers, non_blocking=True)
+    done = torch.cuda.Event() if numbers.is_cuda else None
+    if done is not None:
+        done.record()
+
+    def read() -> np.ndarray:
+        if done is not None:
+            done.synchronize()
+        return copied.numpy()
+
+    return read

@@ -18,8 +18,8 @@ import torch
 from posttrain.distributed.sharding import compute_dtype
 from posttrain.engines.local.cache import ID, CachedLayout, Segment, longest_prefix
 from posttrain.engines.local.cpu.kernel import PAGE
-from posttrain.engines.local.cuda import RecordedDecoder, read_later
-from posttrain.engines.local.decoder import Decoder, sample
+from posttrain.engines.local.cuda import RecordedDecoder
+from posttrain.engines.local.decoder import Decoder, read_later, sample
 from posttrain.engines.local.gate import choose_decoding
 from posttrain.engines.local.slots import Placement, Rows, Slots
 from posttrain.engines.protocol import Completion, EngineCounters, Request, StopStrings

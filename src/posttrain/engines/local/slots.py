@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.engines.local.cache import ID, Prefix, longest_prefix
-from posttrain.engines.local.cuda import truncates
+from posttrain.engines.local.decoder import truncates
 from posttrain.recipe.rollout import SamplingRecipe
 
 MIN_PENDING_TOKENS = 4
