@@ -42,6 +42,7 @@ from learning import COMMON as LEARNING
 from learning import ENVIRONMENTS, merged
 
 import posttrain
+from posttrain.recipe.catalogue import recipe_file
 from posttrain.runs.intervals import Estimate, mean_difference, success_rate
 from posttrain.runs.machine import describe_machine
 from posttrain.seeds import random_stream
@@ -97,7 +98,7 @@ class Run:
     @property
     def name(self) -> str:
         """Name of its directory."""
-        return re.sub(r"\W+", "_", f"{self.claim}-{self.variant}-{self.seed}-{self.keys}")
+        return re.sub(r"\W+", "_", f"{self.claim}-{self.variant}-{self.seed}-{self.keys}")[:200]
 
 
 def short_writer(out: Path) -> Path:
@@ -333,11 +334,44 @@ def run_procedures(run: Run) -> Line:
     return {"curve": [before, after], "final": after, "ranked": procedure_models.ranked(scorer, run.out)}
 
 
+# -- the memory agent --------------------------------------------------------------------------------------------------
+
+MEMORY: Keys = {
+    "stages.warm-up.experts.seeds.count": 400,
+    "stages.warm-up.evaluation.final_seeds.count": 400,
+    "stages.rl.steps": 24,
+    "stages.rl.evaluation.every": 24,
+    "stages.rl.checkpoint.every": 8,
+    "common.model.threads": 1,
+}
+KINDS = ("retrieval", "update", "clarification", "filter")
+MEMORY_VARIANTS: dict[str, Keys] = {"24 steps": {}}
+
+
+def run_memory(run: Run) -> Line:
+    """Success and kind by task of the board's memory agent, imitated from fewer solutions, before and after RL."""
+    stages = posttrain.pipeline(
+        recipe_file("memory/board"),
+        name=run.name,
+        runs=str(run.out),
+        **(MEMORY | {"common.seed": run.seed} | json.loads(run.keys or "{}")),
+    )
+    played = [result.episodes(split="final") for result in stages.values()]
+    before, after = ([int(bool(e.success)) for e in episodes[-len(played[0]) :]] for episodes in played)
+    return {
+        "curve": [before, after],
+        "final": after,
+        "kinds": [next(kind for kind in KINDS if kind in e.scores) for e in played[-1][-len(before) :]],
+        "policies": {row["policy"]: row.get("success") for row in stages["rl"].evaluation},
+    }
+
+
 RUNNERS: dict[str, tuple[Callable[[Run], Line], dict[str, Keys]]] = {
     "units": (run_units, UNIT_VARIANTS),
     "ragen": (run_ragen, RAGEN_VARIANTS),
     "reward model": (run_rewarded, REWARDED_VARIANTS),
     "procedures": (run_procedures, MODELLED_VARIANTS),
+    "memory": (run_memory, MEMORY_VARIANTS),
 }
 
 
@@ -466,6 +500,29 @@ def procedures_table(lines: Sequence[Line]) -> str:
     return markdown(rows)
 
 
+def memory_table(lines: Sequence[Line]) -> str:
+    """Success of the memory agent before and after RL, by kind of task, and of policies that are written by hand."""
+    lines = sorted(lines, key=lambda line: line["seed"])
+    before, after = (np.array([line["curve"][place] for line in lines]) for place in (0, 1))
+    rows = []
+    for kind in ("all", *KINDS):
+        of = np.array([kind in ("all", one) for one in lines[0]["kinds"]])
+        gain = crossed_mean((after - before)[:, of])
+        rows.append(
+            {
+                "kind": kind,
+                "tasks": int(of.sum()),
+                "training seeds": len(lines),
+                "before RL": shown(crossed_mean(before[:, of], rate=True)),
+                "after RL": shown(crossed_mean(after[:, of], rate=True)),
+                "after - before": shown(gain),
+                "seeds that would decide": verdict(gain, (after - before)[:, of].mean(1).tolist()),
+            }
+        )
+    known = {name: value for name, value in lines[0]["policies"].items() if value is not None and name != "trained"}
+    return f"{', '.join(f'{name} {value:.1%}' for name, value in known.items())}\n\n{markdown(rows)}"
+
+
 def deviations(found: Estimate) -> str:
     """In standard deviations, with the limits if there are any."""
     return f"{found.value:.2f}" + ("" if np.isnan(found.low) else f" [{found.low:.2f}, {found.high:.2f}]")
@@ -475,6 +532,7 @@ def tables(lines: Sequence[Line]) -> str:
     """The tables of all claims that have lines."""
     by = {name: [line for line in lines if line["claim"] == name] for name in RUNNERS}
     made = {"units": units_table, "ragen": ragen_table, "reward model": rewarded_table, "procedures": procedures_table}
+    made["memory"] = memory_table
     return "\n".join(f"## {name}\n\n{made[name](found)}" for name, found in by.items() if found)
 
 
