@@ -24,9 +24,9 @@ from posttrain.models.forward import base_decoder, logits_of, path_of, transform
 from posttrain.models.layers import lengths_of
 
 Decoding = Literal["fused", "flash", "paged", "modules", "cached", "placed", "whole"]
-"""`fused`: GPU kernels, recorded. `flash`: the same without the kernels of `models.cuda.decoding`. `paged`: the paged cache, with the fastest operations. `modules`: the same by the
-model's modules. `cached`: a cache of transformers for each sequence. `placed`: the same, with position ids. `whole`: every
-sequence from its first token."""
+"""`fused`: GPU kernels, recorded. `flash`: the same without the kernels of `models.cuda.decoding`. `paged`: the paged cache,
+with the fastest operations. `modules`: the same by the model's modules. `cached`: a cache of transformers for each sequence.
+`placed`: the same, with position ids. `whole`: every sequence from its first token."""
 STEPS = (1, 1, 5, 1, 1)
 """New tokens of each sequence in the passes after its prompt: decoding, and an observation."""
 
