@@ -531,8 +531,13 @@ def deviations(found: Estimate) -> str:
 def tables(lines: Sequence[Line]) -> str:
     """The tables of all claims that have lines."""
     by = {name: [line for line in lines if line["claim"] == name] for name in RUNNERS}
-    made = {"units": units_table, "ragen": ragen_table, "reward model": rewarded_table, "procedures": procedures_table}
-    made["memory"] = memory_table
+    made = {
+        "units": units_table,
+        "ragen": ragen_table,
+        "reward model": rewarded_table,
+        "procedures": procedures_table,
+        "memory": memory_table,
+    }
     return "\n".join(f"## {name}\n\n{made[name](found)}" for name, found in by.items() if found)
 
 

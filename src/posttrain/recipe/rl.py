@@ -291,10 +291,8 @@ class RlRecipe(SampledRecipe):
         copies = 2 + (rollout.async_rollouts if rollout.on_new_weights == "finish" else 0)
         how = f"{copies} copies of the trained weights: in use and pending"
         if plan.device is not None and plan.placement.shard > 1:  # which are gathered in the CPU memory of rank 0
-            copies, how = (
-                1,
-                f"the trained weights in use on rank 0, which has {copies - 1} pending copies in CPU memory",
-            )
+            how = f"the trained weights in use on rank 0, which has {copies - 1} pending copies in CPU memory"
+            copies = 1
         count = copies * width * self.model.trained_parameters(plan.sizes)
         if plan.placement.shard > 1 and self.model.lora is not None:
             count, how = count + width * plan.sizes.parameters, f"{how}; frozen weights unsharded"

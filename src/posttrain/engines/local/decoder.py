@@ -18,6 +18,7 @@ from posttrain.engines.local.cpu.kernel import decoding_kernel
 from posttrain.engines.local.cpu.layers import CompiledLayer, CompiledLayers, SamplingLinear
 from posttrain.engines.local.cuda import RecordedDecoder, sum_by_products
 from posttrain.models.cpu.backend import rotate
+from posttrain.models.cuda import triton_kernels
 from posttrain.models.forward import (
     Float32Head,
     base_decoder,
@@ -73,10 +74,8 @@ def decoder_of(model: torch.nn.Module, recorded: bool = False, fused: bool = Fal
 
 
 def decoding_kernels() -> Any:
-    """The module of Triton kernels."""
-    from posttrain.models.cuda import decoding
-
-    return decoding
+    """The module of Triton kernels; None without Triton."""
+    return triton_kernels("decoding")
 
 
 class ModuleDecoder:
