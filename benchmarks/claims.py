@@ -8,20 +8,27 @@ See docs/results/claims.md. A run's outcome is one line of OUT/claims.jsonl; run
 
 import argparse
 import json
-import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from board import by_task as board_results
+from claimed.games import (
+    COLLAPSE_VARIANTS,
+    RAGEN_VARIANTS,
+    SEARCH_VARIANTS,
+    collapse_table,
+    ragen_table,
+    run_lake,
+    run_ragen,
+    search_table,
+)
+from claimed.run import COMMON, Keys, Line, Run
 from harness import procedure_models
 from harness.crossed import crossed_mean
-from harness.made_model import fine_tuned, random_episode, slower
+from harness.made_model import fine_tuned
 from harness.options import names, numbers
 from harness.paired import difference, overall, results, shown, verdict
 from harness.ranked_pairs import (
@@ -38,22 +45,16 @@ from harness.ranked_pairs import (
 )
 from harness.table import markdown, read_lines
 from harness.verified_units import CURVE, FINAL, MARKS, TRAINED, policies, random_score, register, write_rows
-from learning import COMMON as LEARNING
-from learning import ENVIRONMENTS, merged
+from learning import merged
 
 import posttrain
 from posttrain.recipe.catalogue import recipe_file
-from posttrain.runs.intervals import Estimate, mean_difference, success_rate
+from posttrain.runs.intervals import Estimate, success_rate
 from posttrain.runs.machine import describe_machine
-from posttrain.seeds import random_stream
-
-Keys = dict[str, Any]
-Line = dict[str, Any]
 
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 VERIFIER = "posttrain_environments.rationales.verifier:scores"
-COMMON: Keys = {"checkpoint": {"every": 100_000}, "evaluation": {"sampling": {"temperature": 1.0}}, "overwrite": True}
 UNITS: Keys = {
     "environment": {"type": "text_task", "reward": VERIFIER},
     "steps": 10,
@@ -80,25 +81,6 @@ UNIT_VARIANTS: dict[str, Keys] = {
     "grpo outcome": {"credit": {"type": "grpo"}},
     "grpo prefix": {"credit": {"type": "verified_unit_groups"}},
 }
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training run of a claim."""
-
-    claim: str
-    variant: str
-    seed: int
-    out: Path
-    tuning: bool = False
-    """On the tasks on which settings are chosen."""
-    keys: str = ""
-    """Further keys as JSON."""
-
-    @property
-    def name(self) -> str:
-        """Name of its directory."""
-        return re.sub(r"\W+", "_", f"{self.claim}-{self.variant}-{self.seed}-{self.keys}")[:200]
 
 
 def short_writer(out: Path) -> Path:
@@ -149,79 +131,6 @@ def run_units(run: Run) -> Line:
     random = float(np.mean([random_score(policy, number) for number, policy in enumerate(tasks)]))
     steps = [row["step"] for row in result.evaluations]
     return {"steps": steps, "curve": curve, "final": final, "random": random, "scores": scores}
-
-
-# -- RAGEN: thinking, imitation and reinforcement learning -------------------------------------------------------------
-
-GAMES: dict[str, Keys] = {"bandit": {"steps": 10, "imitated": 16}, "firm lake": {"steps": 15, "imitated": 64}}
-"""RL steps, and the optimal traces of fine-tuning."""
-FORMATS = ("no thinking", "thinking")
-WAYS = ("SFT", "RL", "SFT then RL")
-SIZES: dict[str, dict[str, int]] = {"5M": {"hidden": 352, "layers": 3}, "20M": {"hidden": 512, "layers": 6}}
-"""Larger models, of 5.3 and 21 million weights; the others have 1.2."""
-RAGEN_VARIANTS: dict[str, dict[str, int]] = {
-    **{f"{game} | {thoughts} | {way}": {} for game in GAMES for thoughts in FORMATS for way in WAYS},
-    **{f"{game} | no thinking | {way} | {size}": SIZES[size] for size in SIZES for game in GAMES for way in WAYS},
-}
-
-
-def random_player(game: str, thinking: bool, seed: int, out: Path, size: dict[str, int]) -> Path:
-    """A model that plays one game at random in its format, trained from random weights; made once for each seed."""
-    name = "-".join([game, "thinking" if thinking else "answers", *map(str, size.values())]).replace(" ", "_")
-    settings = {**ENVIRONMENTS[game]["environment"], "format": {"thinking": thinking}}
-    environment = posttrain.make_env(settings.pop("type"), **settings)()
-    traces = [random_episode(environment, n, random_stream("claims", "moves", n)) for n in range(300_000, 300_400)]
-    file = out / "data" / f"{name}.jsonl"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in traces))
-    keys = {
-        "data": {"train": str(file)},
-        "loss_on": "all",
-        "steps": 60 if game == "bandit" else 150,
-        "rows_per_update": 12,
-        "optimizer": {"learning_rate": 3e-3 * slower(**size), "warmup_updates": 10, "schedule": "cosine"},
-    }
-    messages = [message for trace in traces for message in trace]
-    return fine_tuned(out / "models" / f"{name}-{seed}", seed, messages, keys, marks=MARKS, **size)
-
-
-def run_ragen(run: Run) -> Line:
-    """Success by task after imitation, reinforcement learning or both, from a model that plays at random."""
-    game, thoughts, way, *_ = run.variant.split(" | ")
-    size = RAGEN_VARIANTS[run.variant]
-    model = random_player(game, thoughts == "thinking", run.seed, run.out, size)
-    own = merged(ENVIRONMENTS[game], {"environment": {"format": {"thinking": thoughts == "thinking"}}})
-    common = {"seed": run.seed, "runs": str(run.out), "name": run.name, "overwrite": True}
-    if way != "RL":
-        sft = {
-            "environment": own["environment"],
-            "experts": {"seeds": {"start": 200_000, "count": GAMES[game]["imitated"]}},
-            "rows_per_update": 8,
-            "optimizer": {"learning_rate": 1e-3 * slower(**size)},
-        }
-        model = fine_tuned(model.parent.with_name(f"{model.parent.name}-imitated"), run.seed, [], sft, start=model)
-    evaluation = {"sampling": {"temperature": 1.0}, "seeds": {"start": 1_000_000, "count": 128}}
-    evaluation["final_seeds"] = {"start": 1_500_000 if run.tuning else 2_000_000, "count": FINAL}
-    keys = merged({"environment": own["environment"], "rollout": {"tokens_per_turn": 48, "tokens_per_episode": 700}})
-    keys |= {"model": {"path": str(model), "threads": 1}, "evaluation": evaluation, **common}
-    if way == "SFT":
-        result = posttrain.evaluate(**keys)
-        curves: list[Keys] = []
-    else:
-        keys = merged(
-            LEARNING,
-            own,
-            keys,
-            {"steps": GAMES[game]["steps"], "evaluation": {"every": 5}, "checkpoint": COMMON["checkpoint"]},
-        )
-        keys = merged(keys, {"optimizer": {"learning_rate": slower(**size) * keys["optimizer"]["learning_rate"]}})
-        result = posttrain.rl(**merged(keys, json.loads(run.keys or "{}")))
-        curves = result.evaluations
-    rates = {row["policy"]: row["success"] for row in result.evaluation}
-    final = [int(bool(episode.success)) for episode in result.episodes(split="final")][-FINAL:]
-    curve = [[int(bool(e.success)) for e in result.episodes(row["step"], "evaluation")] for row in curves] or [final]
-    known = {key: rates.get(key) for key in ("random", "optimal")}
-    return {"steps": [row["step"] for row in curves] or [0], "curve": curve, "final": final, **known}
 
 
 # -- a policy under its reward model -----------------------------------------------------------------------------------
@@ -369,9 +278,11 @@ def run_memory(run: Run) -> Line:
 RUNNERS: dict[str, tuple[Callable[[Run], Line], dict[str, Keys]]] = {
     "units": (run_units, UNIT_VARIANTS),
     "ragen": (run_ragen, RAGEN_VARIANTS),
+    "search": (run_lake, SEARCH_VARIANTS),
     "reward model": (run_rewarded, REWARDED_VARIANTS),
     "procedures": (run_procedures, MODELLED_VARIANTS),
     "memory": (run_memory, MEMORY_VARIANTS),
+    "collapse": (run_lake, COLLAPSE_VARIANTS),
 }
 
 
@@ -399,51 +310,6 @@ def units_table(lines: Sequence[Line]) -> str:
     start = crossed_mean([line["curve"][0] for line in lines if line["variant"] == "ppo outcome"], rate=True)
     random = np.mean([line["random"] for line in lines])
     return f"Random steps {random:.1%}, before RL {shown(start)}, optimal 100.0%.\n\n{markdown(rows)}"
-
-
-def success_rows(lines: Sequence[Line], game: str, thoughts: str, size: str) -> list[Keys]:
-    """A row of success by way, if there are runs."""
-    names = {way: f"{game} | {thoughts} | {way}" + (f" | {size}" if size in SIZES else "") for way in WAYS}
-    known = [line for line in lines if line["variant"] == names["RL"]]
-    if not known:
-        return []
-    return [
-        {
-            "game": game,
-            "weights": size,
-            "format": thoughts,
-            "training seeds": min(len(results(lines, name, "final")) for name in names.values()),
-            "random": f"{known[0]['random']:.1%}",
-            **{way: overall(lines, name, "final") for way, name in names.items()},
-            "optimal": f"{known[0]['optimal']:.1%}",
-        }
-    ]
-
-
-def ragen_table(lines: Sequence[Line]) -> str:
-    """Success by game, format and way, and the paired differences that the claims are about."""
-    rows, compared = [], []
-    for game in GAMES:
-        for thoughts, size in (*((thoughts, "1.2M") for thoughts in FORMATS), *((FORMATS[0], size) for size in SIZES)):
-            rows += success_rows(lines, game, thoughts, size)
-            end = f" | {size}" if size in SIZES else ""
-            for way, base in (("RL", "SFT"), ("SFT then RL", "SFT"), ("SFT then RL", "RL")):
-                names = (f"{game} | {thoughts} | {one}{end}" for one in (way, base))
-                what = f"{way} - {base}, {thoughts}{', ' + size if end else ''}"
-                compared.append((game, what, "after training", *difference(lines, *names, "final")))
-        for way in WAYS:
-            for key in ("final", "curve") if way != "SFT" else ("final",):
-                values = difference(lines, f"{game} | thinking | {way}", f"{game} | no thinking | {way}", key)
-                what = "after training" if key == "final" else "area under the curve"
-                compared.append((game, f"thinking - no thinking, {way}", what, *values))
-    stored = read_lines(Path(__file__).parents[1] / "docs" / "results" / "board.jsonl")
-    for entry in ("bandit", "firm_lake", "slippery_lake", "sokoban"):
-        gains = [float(np.mean(board_results(line))) - line["before"] for line in stored if line["entry"] == entry]
-        gain = mean_difference(gains)
-        values = (shown(gain), verdict(gain, gains))
-        compared.append((f"{entry}, SmolLM2-135M", "SFT then RL - SFT, no thinking", "after training", *values))
-    heads = ("game", "difference", "of", "points", "seeds that would decide")
-    return f"{markdown(rows)}\n{markdown([dict(zip(heads, row, strict=True)) for row in compared])}"
 
 
 def rewarded_table(lines: Sequence[Line]) -> str:
@@ -534,9 +400,11 @@ def tables(lines: Sequence[Line]) -> str:
     made = {
         "units": units_table,
         "ragen": ragen_table,
+        "search": search_table,
         "reward model": rewarded_table,
         "procedures": procedures_table,
         "memory": memory_table,
+        "collapse": collapse_table,
     }
     return "\n".join(f"## {name}\n\n{made[name](found)}" for name, found in by.items() if found)
 
