@@ -41,8 +41,8 @@ SEARCH: dict[str, dict[str, Keys]] = {
     # 200 times the published ones: the model is small.
     "learning rate": {f"{rate:g}": {"optimizer": {"learning_rate": rate}} for rate in (1e-4, 2e-4, 1e-3, 2e-3)},
     "KL coefficient": {f"{beta:g}": {"kl": {"coefficient": beta}} for beta in (0.001, 0.005, 0.01, 0.04, 0.1, 0.5)},
-    "turns, temperature": {
-        f"{turns}, {heat:g}": {
+    "turns x temperature": {
+        f"{turns} x {heat:g}": {
             "environment": {"max_turns": turns},
             "rollout": {"sampling": {"temperature": heat}},
         }
@@ -53,20 +53,26 @@ SEARCH: dict[str, dict[str, Keys]] = {
 """RAGEN's four groups of settings."""
 SEARCH_VARIANTS = {f"{group} | {name}": keys for group, names in SEARCH.items() for name, keys in names.items()}
 GSPO: Keys = {"credit": {"type": "grpo"}, "steps": 40, "evaluation": {"every": 5}}
+PUBLISHED: Keys = {
+    "rollout": {"groups_per_step": 32, "episodes_per_group": 4},
+    "loss": {"type": "gspo", "clip_low": 0.1, "clip_high": 0.1},
+    "kl": {"coefficient": 0.1, "estimator": "k3", "target": 0.02, "horizon": 256},
+    "learner": {"updates_per_step": 4, "epochs_per_step": 10},
+}
+NARROW = {"type": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}
 COLLAPSE_VARIANTS: dict[str, Keys] = {
-    "published": {
-        "rollout": {"groups_per_step": 32, "episodes_per_group": 4},
-        "loss": {"type": "gspo", "clip_low": 0.1, "clip_high": 0.1},
-        "kl": {"coefficient": 0.1, "estimator": "k3", "target": 0.02, "horizon": 256},
-        "learner": {"updates_per_step": 4, "epochs_per_step": 10},
-    },
+    "published": PUBLISHED,
+    "published with a narrow clip": PUBLISHED | {"loss": NARROW},
+    "published with one pass": PUBLISHED | {"learner": {"updates_per_step": 4}},
+    "published with a fixed KL coefficient": PUBLISHED | {"kl": {"coefficient": 0.1, "estimator": "k3"}},
     "corrected": {
-        "loss": {"type": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
+        "loss": NARROW,
         "kl": {"coefficient": 0.001, "estimator": "k3"},
         "learner": {"updates_per_step": 2, "epochs_per_step": 2},
     },
 }
-"""Settings of `memory/gspo_published`, and of `memory/gspo` with 128 episodes in a step as well."""
+"""The settings of `memory/gspo_published`, with one supposed cause of its collapse removed, and those of `memory/gspo`; steps
+have 128 episodes."""
 
 
 def random_player(game: str, thinking: bool, seed: int, out: Path, size: dict[str, int]) -> Path:
@@ -137,7 +143,9 @@ def run_lake(run: Run) -> Line:
     if run.claim == "search":
         steps: Keys = {"steps": GAMES["firm lake"]["steps"], "evaluation": {"every": 5}}
         return outcome(trained(run, model, own, merged(steps, SEARCH_VARIANTS[run.variant])))
-    return outcome(trained(run, model, own, merged(GSPO, COLLAPSE_VARIANTS[run.variant])))
+    result = trained(run, model, own, merged(GSPO, COLLAPSE_VARIANTS[run.variant]))
+    measured = {key: round(result.metrics[-1][key], 4) for key in ("kl/coefficient", "policy/kl")}
+    return outcome(result) | measured
 
 
 def success_rows(lines: Sequence[Line], game: str, thoughts: str, size: str) -> list[Keys]:

@@ -5,6 +5,7 @@ from pathlib import Path
 import claims
 import numpy as np
 import pytest
+from claimed import games
 from harness import paired, ranked_pairs, verified_units
 from harness.table import read_lines
 
@@ -94,6 +95,18 @@ def test_rewards_are_shown_in_deviations_of_those_before_rl():
     table = claims.rewarded_table([{**line, "seed": seed} for seed in range(5)])
     row = next(row for row in table.splitlines() if row.startswith("| its reward model | 5"))
     assert [float(cell.split()[0]) for cell in row.split("|")[3:8]] == [-2, 0, 2, 4, 2]
+
+
+def test_the_settings_of_a_search_are_ranked_by_each_seed():
+    successes = {f"{group} | {name}": k for group, names in games.SEARCH.items() for k, name in enumerate(names)}
+    lines = [
+        {"variant": name, "seed": seed, "final": [1] * (k if seed == 0 else 10 - k) + [0] * 10}
+        for name, k in successes.items()
+        for seed in (0, 1)
+    ]
+    row = games.search_table(lines).splitlines()[2].split(" | ")
+    assert row[3:5] == ["16 x 16, then 4 x 4", "9, 9"]
+    assert row[5].startswith("-1.00")
 
 
 def test_the_page_has_the_tables_of_the_stored_runs():

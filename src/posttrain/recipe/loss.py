@@ -215,7 +215,7 @@ class KlRecipe(BaseConfig):
     target: Annotated[float | None, needs("coefficient", refused=True)] = Field(None, gt=0)
     """Target KL per token of the adaptive coefficient. Null: fixed coefficient."""
     horizon: Annotated[float, PENALIZED, needs("target")] = Field(10_000.0, gt=0)
-    """Adaptive coefficient: number of episodes over which it adapts. Smaller is faster."""
+    """Adaptive coefficient: a step changes it by at most 20% x episodes / horizon. A short horizon can undo what was learned."""
     reference: Annotated[ReferenceRecipe, PENALIZED] = ReferenceRecipe()
 
     def _check(self) -> None:

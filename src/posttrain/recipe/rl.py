@@ -369,8 +369,8 @@ class RlRecipe(SampledRecipe):
         factor = 1 - KL_STEP * min(1, episodes / kl.horizon)
         if kl.target is not None and factor <= _STEEP:
             warnings.append(
-                f"kl.horizon {kl.horizon:g} is short for {episodes} episodes per step: while the KL is below kl.target, "
-                f"the coefficient is multiplied by {factor:.2g} each step and quickly approaches 0; raise kl.horizon"
+                f"kl.horizon {kl.horizon:g} is short for {episodes} episodes per step: while the KL is above kl.target, the coefficient is "
+                f"multiplied by {2 - factor:.2g} each step, until it undoes what was learned, and below by {factor:.2g}; raise kl.horizon"
             )
         if self.model.lora is not None and self.model.lora.dropout > 0:
             warnings.append("model.lora.dropout above 0 makes the policies of engine and learner differ")

@@ -125,7 +125,7 @@ class KlController(Saved):
     """The KL coefficient: fixed, or adapted to a target.
 
     Adaptive: e = clip(KL / target - 1, -s, s) with s = `KL_STEP`, coefficient x (1 + e n / horizon) after n episodes; n
-    is capped at one horizon, so one update changes the coefficient by at most a factor s. Source: Ziegler et al. 2019.
+    is capped at one horizon, so one update changes the coefficient by at most a share s. Source: Ziegler et al. 2019.
     """
 
     saved = ("coefficient",)
