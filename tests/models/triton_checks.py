@@ -1,5 +1,7 @@
 """The Triton kernels in Triton's interpreter, against the same computation by operations of torch (`test_projection.py`)."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -19,6 +21,7 @@ from posttrain.training.optimizer import fused_adamw
 from tests.engines.test_decoder import MODELS, made
 from tests.engines.test_flash_layout import documented
 from tests.models.test_projection import VOCABULARY, inputs
+from tests.training import small
 
 
 @pytest.fixture
@@ -28,10 +31,17 @@ def kernels(monkeypatch):
     return vocabulary
 
 
-@pytest.mark.parametrize("elements", [3 * VOCABULARY, 13 * 300, 10**6])
-@pytest.mark.parametrize(("divisor", "upstream"), [(1.0, [1.0, 0.0]), (0.7, [0.0, 1.0]), (0.7, [0.5, -2.0])])
-@pytest.mark.parametrize("wide", [False, True])
-def test_kernels_equal_the_operations(elements, divisor, upstream, wide, kernels, monkeypatch):
+EACH = list(
+    product([3 * VOCABULARY, 13 * 300, 10**6], [(1.0, 1.0, 0.0), (0.7, 0.0, 1.0), (0.7, 0.5, -2.0)], [False, True])
+)
+QUICK = [one for number, one in enumerate(EACH) if number % 4 in (0, 3)]
+"""Every two of a number of elements, a loss and a width of the logits."""
+
+
+@pytest.mark.parametrize("case", small.cases(EACH, QUICK), ids=str)
+def test_kernels_equal_the_operations(case, kernels, monkeypatch):
+    elements, (divisor, *upstream), wide = case
+
     def results(dtype):
         hidden, weight, targets = inputs(dtype)
         scores = projected_scores(hidden, weight, targets, divisor, elements, wide and dtype != torch.float64)
@@ -77,11 +87,11 @@ def test_fused_layers_equal_separate_operations(name, dtype, monkeypatch):
         return wide.bfloat16().view(torch.int16).numpy().view(np.uint16).reshape(numbers.shape)
 
     monkeypatch.setattr(interpreter, "_convert_float", rounding)
-    model = made(name, dtype, **({"head_dim": 48} if name == "mistral" else {}))
+    model = made(name, dtype, num_hidden_layers=2, **({"head_dim": 48} if name == "mistral" else {}))
 
     def passes(decoding):
         cache, ids, outputs = KeyValueRows(3), torch.arange(3, 40), []
-        for spans in (((0, 0, 12), (2, 0, 7)), ((0, 12, 1), (1, 0, 5), (2, 7, 1)), ((0, 13, 1), (1, 5, 1), (2, 8, 1))):
+        for spans in (((0, 0, 10), (2, 0, 4)), ((0, 10, 1), (1, 0, 3), (2, 4, 1)), ((0, 11, 1), (1, 3, 1), (2, 5, 1))):
             layout = FlashLayout(cache, [Segment(*span) for span in spans], torch.device("cpu"))
             positions = torch.from_numpy(positions_of(layout.segments))
             outputs.append(decoding.hidden(ids[: len(positions)], positions, layout).float())
