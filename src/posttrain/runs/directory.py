@@ -238,7 +238,10 @@ class RunDirectory:
             directory.mkdir()
         header = f"# Recipe of a posttrain {__version__} run, with every default written out. Run it again with\n"
         header += f"# posttrain {recipe.stage} recipe.yaml name=ANOTHER\n"
-        content = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+        dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # ten times faster where there is libyaml
+        content = yaml.dump(
+            recipe.model_dump(mode="json"), None, dumper, sort_keys=False, allow_unicode=True, width=120
+        )
         write_atomically(self.recipe_file, header + content)
         about = {"posttrain_run": FORMAT, "id": uuid.uuid4().hex[:12], "recipe_hash": recipe_hash(recipe)}
         write_atomically(self.environment_file, json.dumps(about | describe_machine(), indent=2) + "\n")
