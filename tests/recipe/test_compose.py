@@ -94,6 +94,13 @@ def test_a_missing_file(recipe_file, tmp_path):
         (["rollout.tokens_per_episode=8192"], "= 8192 tokens, more than `learner.tokens_per_batch` = 4096"),
         (["loss.aggregation=constant"], "loss: set `constant` if and only if `aggregation: constant`"),
         (["rolout.group_per_step=4"], "the nearest is rollout.groups_per_step"),
+        (["evaluation.samplng.temperature=0"], "the nearest is evaluation.sampling.temperature"),
+        (["environment={type: text_task, reward: [{functon: exact}]}"], "the nearest is environment.reward.function"),
+        (["environment={type: text_task, reward: [exact, exakt]}"], "(did you mean exact?)"),
+        (
+            ["environment={type: text_task, reward: [{weight: a}]}"],
+            'environment.reward.weight is "a"; it must be a number',
+        ),
         (["a..b=1"], "override a..b=1: 'a..b' is not a dotted key; write `section.key=value`"),
         (["steps"], "override 'steps' has no value; write `steps=value`"),
         (["sinks=[a"], "override sinks=[a: the value is not YAML; quote it if it is text"),
