@@ -78,7 +78,7 @@ def test_a_missing_file(recipe_file, tmp_path):
         (["kl.zork=1"], "there is no key kl.zork; the keys of kl are apply_to, coefficient, estimator, horizon"),
         (["environment.size=4"], "there is no key environment.size; it belongs to environment.type frozen_lake"),
         (["loss.type=gsop"], 'loss.type is "gsop" (did you mean gspo?); it must be ppo, gspo, gspo_token, cispo'),
-        (["loss.type=grpo"], 'loss.type is "grpo" (a type of credit: write credit.type=grpo); it must be ppo'),
+        (["loss.type=grpo"], 'loss.type is "grpo" (a type of credit: write `credit.type=grpo`); it must be ppo'),
         (["model.device=mps"], 'model.device is "mps" (did you mean cpu?)'),
         (["environment.type=bandt"], "there is no environment 'bandt' (did you mean bandit?); use one of bandit, "),
         (["environment.type=3"], "override environment.type=3: environment.type is 3; it must be text"),

@@ -7,6 +7,7 @@ import typing
 from contextlib import suppress
 from functools import cache
 from importlib import resources
+from itertools import chain
 from typing import Any
 
 from pydantic import ValidationError
@@ -82,9 +83,13 @@ def _sentence(problem: ErrorDetails, path: KeyPath, schema: type[BaseConfig], gi
         types = [tag.strip(" '") for tag in problem["ctx"]["expected_tags"].split(",")]
         tag, where = _value(given.values, (*path, "type")), given.origin((*path, "type"))
         hint = nearest_type(str(tag), types)
-        for name, other in schema.model_fields.items():
-            if any(tag in tags_of(section) for section in sections_of(other.annotation)):
-                hint = f" (a type of {name}: write {name}.type={tag})"
+        for stage, part in {"": schema, **STAGES}.items():
+            fields = part.model_fields.items()
+            if name := next(
+                (key for key, info in fields if tag in chain(*map(tags_of, sections_of(info.annotation)))), ""
+            ):
+                how = f" in stage {stage}: run `posttrain {stage} " if stage else ": write `"
+                hint = f" (a type of {name}{how}{name}.type={tag}`)"
                 break
         return f"{where}: {dotted}.type is {_show(tag)}{hint}; it must be {either(types)}"
     info, sections = _at(path, schema, given.values)
@@ -133,7 +138,7 @@ def _remedy(path: KeyPath, schema: type[BaseConfig], given: Layer) -> str:
         way = (*way, *difflib.get_close_matches(step, inside, 1, 0.75))
     if len(way) == len(path) and (not foreign or way[-1] == name):
         return f"the nearest is {'.'.join(way)}"
-    names = [key.path for key in keys_of(schema, environments=not section or not around)]
+    names = [key.path for key in keys_of(schema, environments=not section or not around or "environment" in inner)]
     if around and issubclass(around[0], EnvironmentRecipe):
         names += [key.path for key in keys_of(around[0], f"{'.'.join(section)}.")]
     for key in sorted(names, key=len) if section else ():

@@ -97,7 +97,11 @@ class RunDirectory:
 
     @classmethod
     def require_free(cls, path: Path, overwrite: bool = False) -> None:
-        """InputError if `create` would refuse `path`."""
+        """InputError if `create` would refuse `path`, or has no folder to write it in."""
+        parent = next(folder for folder in path.absolute().parents if folder.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            why = "is not writable" if parent.is_dir() else "is a file"
+            raise InputError(f"cannot write {path}: {parent} {why}; set `runs` to a folder that can be written")
         if not is_used(path):
             return
         if path.is_symlink() or not _is_run(path):
