@@ -109,7 +109,7 @@ def _classes(module: str) -> dict[str, list[ast.stmt]]:
     """The statements of every class in the source of `module`, by qualified name; none for a module without source."""
     found: dict[str, list[ast.stmt]] = {}
     with suppress(OSError, TypeError):  # made by a program
-        inside = [("", ast.parse(inspect.getsource(sys.modules[module])))]
+        inside: list[tuple[str, ast.Module | ast.ClassDef]] = [("", ast.parse(inspect.getsource(sys.modules[module])))]
         for prefix, node in inside:
             for one in (one for one in node.body if isinstance(one, ast.ClassDef)):
                 found[f"{prefix}{one.name}"] = one.body

@@ -84,10 +84,8 @@ def _sentence(problem: ErrorDetails, path: KeyPath, schema: type[BaseConfig], gi
         tag, where = _value(given.values, (*path, "type")), given.origin((*path, "type"))
         hint = nearest_type(str(tag), types)
         for stage, part in {"": schema, **STAGES}.items():
-            fields = part.model_fields.items()
-            if name := next(
-                (key for key, info in fields if tag in chain(*map(tags_of, sections_of(info.annotation)))), ""
-            ):
+            tags = {key: chain(*map(tags_of, sections_of(info.annotation))) for key, info in part.model_fields.items()}
+            if name := next((key for key, of_key in tags.items() if tag in of_key), ""):
                 how = f" in stage {stage}: run `posttrain {stage} " if stage else ": write `"
                 hint = f" (a type of {name}{how}{name}.type={tag}`)"
                 break
