@@ -258,6 +258,12 @@ def exported_model(run: Path) -> Path:
     """The model that the run in the directory `run` has exported; InputError if there is none."""
     model = run / "model"
     if not any((model / name).is_file() for name in ("config.json", "adapter_config.json")):
+        if (run / "report.md").is_file():
+            stage = RunDirectory(run).recipe_values().get("stage")
+            raise InputError(
+                f"{run} has ended and its model is deleted; a study keeps that of its best trial (`weights`); train it again "
+                f"with `posttrain {stage} {run / 'recipe.yaml'} runs=runs name=again`"
+            )
         raise InputError(
             f"{run} has no model yet; wait for its end, continue it with --resume {run}, or use the policy of a checkpoint in "
             f"{run}/checkpoints"
