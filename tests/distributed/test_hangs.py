@@ -56,13 +56,16 @@ def test_the_line_of_a_thread_and_what_it_waits_for():
         go_on.wait()
 
     thread = threading.Thread(target=work)
-    thread.start()
+    waiting = threading.Thread(target=thread.join)
+    for one in (thread, waiting):
+        one.start()
     ready.wait()
     time.sleep(0.05)
-    place, waits = hangs.place_of(thread.ident)
-    assert (place.startswith("threading.py:"), waits) == (True, False)
+    for one in (thread, waiting):
+        place, waits = hangs.place_of(one.ident)
+        assert (place.startswith("threading.py:"), place.endswith("(wait)"), waits) == (True, True, False)
     go_on.set()
-    thread.join()
+    waiting.join()
     assert not hangs.place_of(threading.get_ident())[1]
     assert hangs.place_of(-1) == ("its end", False)
 
@@ -90,6 +93,10 @@ def hung(kind):
         torch.distributed.all_reduce(torch.zeros(1), group=control_group(background=True))
     if kind == "crossed":
         full_tensor(weight)
+    if kind == "writers":  # threads that write a checkpoint, for which the processes wait
+        thread = threading.Thread(target=world.gather, args=([], world.rank == 0))
+        thread.start()
+        thread.join()
     if kind == "failed" and world.rank == 1:
         Finalize(None, time.sleep, (15,), exitpriority=10)  # the process goes on, and so do its connections
         raise InputError("broken")
@@ -97,10 +104,13 @@ def hung(kind):
     world.barrier()
 
 
+SLOW = ("stopped", "writers", "failed", "busy", "suspended")
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "kind",
-    ["crossed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("stopped", "failed", "busy", "suspended"))],
+    ["crossed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)],
 )
 def test_a_run_that_hangs_ends(kind, tmp_path, monkeypatch):
     arguments = (busy, ()) if kind == "busy" else (hung, (kind,))
