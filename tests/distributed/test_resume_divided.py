@@ -47,7 +47,7 @@ def regrouped(runs, models):  # noqa: F811
     start(1, "1_2", steps=3)
     # Two processes computed the rows of the first steps together, then none did.
     start(2, "together_1", steps=3, hardware={"processes": 2, "sequence_parallel": 2})
-    start(4, "replicas", steps=3, hardware={"processes": [2, 2]})
+    start(6, "replicas", steps=3, hardware={"processes": [3, 2], "sequence_parallel": 2})
     for name in ("replicas_4", "replicas_1"):
         shutil.copytree(folder / "replicas", folder / name)
     for processes, name in (
