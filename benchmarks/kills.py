@@ -11,7 +11,7 @@ killed. Lost are finished steps that have to be repeated. A kill is a line of OU
 
 On a cluster, one run of 16 steps is killed in every phase, in another step each, with two learners, two engines and two processes of
 environments. Its bits are compared with those of an undisturbed run on the same cluster. Seconds are those to the end of the second
-step from the kill, less those of the undisturbed run. Of the first machine, there is one kill, whose seconds are those to the end.
+step from the kill, less those of the undisturbed run. Of the first machine, there is one kill in 80 steps, with the seconds to the end.
 """
 
 import argparse
