@@ -2,7 +2,9 @@
 
 import asyncio
 import copy
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -285,6 +287,45 @@ def test_passes_start_before_the_tokens_of_the_last_are_read(tiny_model, monkeyp
         assert event != "ahead" or pending == 2
     assert pending <= 1, "the last one may have been started for nothing"
     assert 2 * events.count("ahead") > events.count("start")
+
+
+@pytest.mark.parametrize("call", ["sleep", "load_weights"])
+def test_answers_in_flight_go_on_without_the_pass_that_was_started_ahead(call, tiny_model):
+    policy = Policy(ModelRecipe(path=str(tiny_model)))
+    policy.end_tokens = frozenset({-1})
+    requests = [Request(tuple(range(5, 12 + i)), SamplingRecipe(), i, 20) for i in range(3)]
+
+    def record(run):
+        out = run()
+        return lambda: out.copy_(run()), out
+
+    async def disturbed():
+        asked = asyncio.gather(*(engine.generate(request) for request in requests))
+        while engine._ahead is None:
+            await asyncio.sleep(0)
+        engine.sleep() if call == "sleep" else engine.load_weights(1)
+        return await asked
+
+    engine = flash_engine(
+        policy, lambda model: cuda.RecordedDecoder(ModuleDecoder(model), sample_recorded, lambda: record)
+    )
+    expected = answers(LocalEngine(policy, slots=8), requests)
+    assert [found.ids for found in asyncio.run(disturbed())] == [answer.ids for answer in expected]
+
+
+def test_the_token_that_is_read_is_the_next_input_of_a_sequence_with_copies(monkeypatch):
+    monkeypatch.setattr(cuda, "RECORDED_AFTER", 0)
+    model = SimpleNamespace(hidden=lambda ids, *_: ids[:, None], logits=lambda hidden: hidden, reads=lambda: iter(()))
+    rows = KeyValueRows(9)
+    rows.reserve(1)
+    decoder = cuda.RecordedDecoder(
+        model,
+        lambda logits, _: torch.stack([torch.arange(1.0, len(logits) + 1)] * 2).double(),
+        lambda: lambda run: (lambda: None, run()),
+    )
+    inputs = np.array([[0.0] * 5, [0] * 5, [0, 2, 3, 4, 7], *[[1.0] * 5] * 3])
+    tokens, _ = decoder.replayed(inputs, rows, CPU, samples=True)
+    assert decoder._last[[0, 2, 3, 4, 7]].tolist() == tokens.tolist() == [1, 2, 3, 4, 5]
 
 
 def test_the_gate_compares_recorded_passes(tiny_model):
