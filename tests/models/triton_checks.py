@@ -66,7 +66,7 @@ def test_a_kernel_gives_impossible_tokens_no_gradient(kernels):
     [*((name, torch.float32) for name in MODELS), ("mistral", torch.bfloat16), ("qwen3", torch.bfloat16)],
 )
 def test_fused_layers_equal_separate_operations(name, dtype, monkeypatch):
-    """Prompts and decoding over the cache of a GPU, with biases, windows, head norms, and heads of 32, 48 and 64."""
+    """Prompts and decoding over the cache of a GPU, with biases, windows, head norms, heads of 32, 64 and 80, and 2 or 7 per key."""
     convert = interpreter._convert_float
 
     def rounding(numbers, source, target, mode):
@@ -77,7 +77,8 @@ def test_fused_layers_equal_separate_operations(name, dtype, monkeypatch):
         return wide.bfloat16().view(torch.int16).numpy().view(np.uint16).reshape(numbers.shape)
 
     monkeypatch.setattr(interpreter, "_convert_float", rounding)
-    model = made(name, dtype, **({"head_dim": 48} if name == "mistral" else {}))
+    odd = {"head_dim": 80, "num_attention_heads": 7, "num_key_value_heads": 1, "intermediate_size": 1025}
+    model = made(name, dtype, **(odd if name == "mistral" else {}))
 
     def passes(decoding):
         cache, ids, outputs = KeyValueRows(3), torch.arange(3, 40), []
