@@ -117,10 +117,16 @@ def test_a_cache_that_does_not_fit_names_what_to_lower(monkeypatch):
         rows.layer(0, like)
 
 
-def flash_engine(policy, decoder):
+def again(run):
+    """Records as a CUDA graph: the function runs again, and what it returns is written to the same place."""
+    out = run()
+    return lambda: out.copy_(run()), out
+
+
+def flash_engine(policy, record=again, decoder=ModuleDecoder):
     engine = LocalEngine(policy, slots=8)
     engine._parts, engine._flash, engine._cache = gate.Parts("flash"), True, KeyValueRows(8)
-    engine._parts.decoder = decoder
+    engine._parts.decoder = lambda model: cuda.RecordedDecoder(decoder(model), sample_recorded, lambda: record)
     return engine
 
 
@@ -132,7 +138,6 @@ def test_recorded_passes_sample_what_passes_of_the_paged_cache_do(tiny_model):
     recordings, replays = [], []
 
     def record(run):
-        """As a CUDA graph: the recorded function runs again, and what it returns is written to the same place."""
         out, place = run(), engine._cache.keys[0].data_ptr()
         recordings.append(out)
 
@@ -145,8 +150,8 @@ def test_recorded_passes_sample_what_passes_of_the_paged_cache_do(tiny_model):
         return replay, out
 
     def decoder(model):
-        """The decoder has copies of the weights, as `StreamlinedDecoder` has."""
-        return cuda.RecordedDecoder(ModuleDecoder(copy.deepcopy(model)), sample_recorded, lambda: record)
+        """With copies of the weights, as `StreamlinedDecoder` has."""
+        return ModuleDecoder(copy.deepcopy(model))
 
     ways = [{"top_p": 0.9}, {"temperature": 0.7}, {"temperature": 0.0}, {}, {"temperature": 2.0}, {}, {}]
     prompts = [tuple(range(5, 12 + 9 * i)) for i in range(7)]
@@ -155,7 +160,7 @@ def test_recorded_passes_sample_what_passes_of_the_paged_cache_do(tiny_model):
     def sampled(engine):
         return [(answer.ids, answer.logprobs) for answer in answers(engine, requests)]
 
-    paged, engine = LocalEngine(policy, slots=8), flash_engine(policy, decoder)
+    paged, engine = LocalEngine(policy, slots=8), flash_engine(policy, record, decoder)
     for version in range(3):
         paged.load_weights(version)
         engine.load_weights(version)
@@ -199,7 +204,7 @@ def test_a_size_is_recorded_once_for_each_place_of_the_cache(tiny_model):
         requests = [Request((5, 6, 7 + i), SamplingRecipe(), 9 * step + i, 12 + 3 * i) for i in range(6)]
         return [answer.ids for answer in answers(engine, requests)]
 
-    engine = flash_engine(policy, lambda model: cuda.RecordedDecoder(Plain(model), sample_recorded, lambda: record))
+    engine = flash_engine(policy, record, Plain)
     fresh = LocalEngine(policy, slots=8)
     for step in range(5):
         recordings.append([])
@@ -271,7 +276,7 @@ def test_passes_start_before_the_tokens_of_the_last_are_read(tiny_model, monkeyp
     async def played(engine):
         return await asyncio.gather(*(episode(engine, number) for number in range(9)))
 
-    engine = flash_engine(policy, lambda model: cuda.RecordedDecoder(Plain(model), sample_recorded, lambda: record))
+    engine = flash_engine(policy, record, Plain)
     expected = asyncio.run(played(LocalEngine(policy, slots=8)))
     for version in range(4):
         engine.load_weights(version)
@@ -295,10 +300,6 @@ def test_answers_in_flight_go_on_without_the_pass_that_was_started_ahead(call, t
     policy.end_tokens = frozenset({-1})
     requests = [Request(tuple(range(5, 12 + i)), SamplingRecipe(), i, 20) for i in range(3)]
 
-    def record(run):
-        out = run()
-        return lambda: out.copy_(run()), out
-
     async def disturbed():
         asked = asyncio.gather(*(engine.generate(request) for request in requests))
         while engine._ahead is None:
@@ -306,9 +307,7 @@ def test_answers_in_flight_go_on_without_the_pass_that_was_started_ahead(call, t
         engine.sleep() if call == "sleep" else engine.load_weights(1)
         return await asked
 
-    engine = flash_engine(
-        policy, lambda model: cuda.RecordedDecoder(ModuleDecoder(model), sample_recorded, lambda: record)
-    )
+    engine = flash_engine(policy)
     expected = answers(LocalEngine(policy, slots=8), requests)
     assert [found.ids for found in asyncio.run(disturbed())] == [answer.ids for answer in expected]
 
@@ -369,9 +368,7 @@ def test_nothing_is_recorded_with_deterministic_kernels(tiny_model):
         raise AssertionError("recorded")
 
     policy = Policy(ModelRecipe(path=str(tiny_model)))
-    engine = flash_engine(
-        policy, lambda model: cuda.RecordedDecoder(ModuleDecoder(model), sample_recorded, lambda: record)
-    )
+    engine = flash_engine(policy, record)
     torch.use_deterministic_algorithms(True)
     try:
         answers(engine, [Request((5, 6), SamplingRecipe(), 0, 2 * cuda.RECORDED_AFTER)])
