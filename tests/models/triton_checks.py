@@ -76,7 +76,7 @@ def test_a_kernel_gives_impossible_tokens_no_gradient(kernels):
     [*((name, torch.float32) for name in MODELS), ("mistral", torch.bfloat16), ("qwen3", torch.bfloat16)],
 )
 def test_fused_layers_equal_separate_operations(name, dtype, monkeypatch):
-    """Prompts and decoding over the cache of a GPU, with biases, windows, head norms, and heads of 32, 48 and 64."""
+    """Prompts and decoding over the cache of a GPU, with biases, windows, head norms, heads of 32, 64 and 80, and 2 or 7 per key."""
     convert = interpreter._convert_float
 
     def rounding(numbers, source, target, mode):
@@ -87,7 +87,8 @@ def test_fused_layers_equal_separate_operations(name, dtype, monkeypatch):
         return wide.bfloat16().view(torch.int16).numpy().view(np.uint16).reshape(numbers.shape)
 
     monkeypatch.setattr(interpreter, "_convert_float", rounding)
-    model = made(name, dtype, num_hidden_layers=2, **({"head_dim": 48} if name == "mistral" else {}))
+    odd = {"head_dim": 80, "num_attention_heads": 7, "num_key_value_heads": 1, "intermediate_size": 1025}
+    model = made(name, dtype, num_hidden_layers=2, **(odd if name == "mistral" else {}))
 
     def passes(decoding):
         cache, ids, outputs = KeyValueRows(3), torch.arange(3, 40), []
@@ -122,10 +123,13 @@ def test_a_step_of_adamw_equals_the_operations(dtype, eight, monkeypatch):
         low = torch.zeros(start.shape, dtype=torch.int16) if dtype == torch.bfloat16 else None
         weight.copy_(start) if low is None else adamw.split(start.clone(), weight, low)
         sides.append((module, weight, low, adamw.zero_moments(weight, eight)))
+    launch = kernel.step
+    # A GPU gets numbers in float32.
+    monkeypatch.setattr(kernel, "step", lambda *given: launch(*given[:-1], [float(np.float32(n)) for n in given[-1]]))
     for count, size in enumerate((1.0, 1e-3, 30.0), 1):
         gradient = size * torch.randn(start.shape, generator=draws)
         gradient[:3] = 0
-        rates = adamw.Rates(0.01 * count, (0.9, 0.95), 1e-8, 0.1, max(size, 1.0), count)
+        rates = adamw.Rates(0.01 * count, (0.9, 0.999), 1e-8, 0.1, max(size, 1.0), count)
         for module, weight, low, moments in sides:
             monkeypatch.setattr(adamw, "adamw_kernels", lambda weight, module=module: module)
             adamw.update_tensor(rates, weight, low, gradient.clone(), moments, fused_adamw)
@@ -140,5 +144,5 @@ def test_a_step_of_adamw_equals_the_operations(dtype, eight, monkeypatch):
             assert apart.max() <= 1
             assert apart.float().mean() < 1e-3
         else:
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(found, expected, rtol=5e-6, atol=2e-8)
     assert not (masters[1] == start).any()
