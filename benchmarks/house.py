@@ -6,6 +6,7 @@ one file of the package to a function of another one, counted once for each pair
 
 import argparse
 import ast
+import functools
 import io
 import json
 import sys
@@ -178,7 +179,7 @@ def distribution_counts() -> list[dict[str, Any]]:
 def source_counts() -> dict[str, Any]:
     """Sizes of the core: its source, its recipe, its command line, and the circles among its packages."""
     files = sorted(CORE.rglob("*.py"))
-    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    nodes = [node for file in files for node in nodes_of(file)]
     functions = sum(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in nodes)
     lines = sum(map(_lines, files))
     commands = options_of_commands()
@@ -196,6 +197,12 @@ def source_counts() -> dict[str, Any]:
     }
 
 
+@functools.cache
+def nodes_of(file: Path) -> list[ast.AST]:
+    """Every node of the syntax tree of a file, which is read once."""
+    return list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+
+
 def _asks_for_a_recipe(node: ast.AST) -> bool:
     """Whether `node` is a call of `isinstance` for a class whose name ends in `Recipe`."""
     if not isinstance(node, ast.Call) or getattr(node.func, "id", "") != "isinstance" or len(node.args) != 2:
@@ -204,6 +211,7 @@ def _asks_for_a_recipe(node: ast.AST) -> bool:
     return any(name.endswith("Recipe") for name in names)
 
 
+@functools.cache
 def recipe_keys() -> set[str]:
     """Dotted names of the keys of all stages, without those that only the environments of plug-ins have."""
     from posttrain.plugins import entry_points
@@ -250,7 +258,7 @@ def imports_of_packages() -> dict[str, set[str]]:
     found: dict[str, set[str]] = defaultdict(set)
     for file in CORE.rglob("*.py"):
         package = _package(file.relative_to(CORE).with_suffix("").parts)
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in nodes_of(file):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.module:
                 # `from posttrain import x` names the package x, if there is one.

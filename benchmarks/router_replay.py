@@ -3,7 +3,7 @@
     python benchmarks/router_replay.py
 
 A random Qwen3-MoE of 4 layers, each with 16 experts of which a token uses 4, learns in bfloat16 to say many letters. Both sides
-have the same seeds. `--ahead 1` samples with the weights of the step before (`rollout.async_rollouts`).
+have the same seeds. With `rollout.async_rollouts` 1, weights are those of the step before.
 """
 
 import argparse

@@ -73,6 +73,7 @@ def learning(
             engine.load_weights(step)
             begun = _now(device)
             answers = all_answers(engine, list(zip(asked, ends, strict=True)), SamplingRecipe(), "step", step)
+            engine.sleep()  # as in a run; on a GPU the next step makes the cache and its recordings again
             generated = _now(device)
         samples = [answer_sample(p, answer, step, i) for i, (p, answer) in enumerate(zip(asked, answers, strict=True))]
         scores = logprobs(training.learner, samples)

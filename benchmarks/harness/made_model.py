@@ -102,12 +102,12 @@ def _make(directory: Path, seed: int) -> None:
     episodes = _episodes()
     tokenizer = _tokenizer(message for game in episodes for messages in game for message in messages)
     phases = [
-        [[_ids(tokenizer, row) for messages in game for row in rows(messages)] for game in episodes]
+        [[row for messages in game for row in rows(messages)] for game in episodes]
         for rows in (_excerpts, lambda messages: [messages])
     ]
     torch_state = torch.random.get_rng_state()
     model = _untrained(tokenizer, seed)
-    _fit(model, phases)
+    _fit(model, tokenizer, phases)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     torch.random.set_rng_state(torch_state)
@@ -214,7 +214,7 @@ def _ids(tokenizer: Any, messages: list[Message]) -> list[int]:
     return ids
 
 
-def _fit(model: Any, phases: list[list[list[list[int]]]]) -> None:
+def _fit(model: Any, tokenizer: Any, phases: list[list[list[list[Message]]]]) -> None:
     """Train on all tokens of each phase's rows, drawn uniformly over games, with AdamW, linear warm-up, and cosine
     decay to 10% over both phases.
     """
@@ -229,7 +229,7 @@ def _fit(model: Any, phases: list[list[list[list[int]]]]) -> None:
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * factor
         chosen = [games[int(game)] for game in draws.integers(len(games), size=size)]
-        batch = [torch.tensor(rows[int(draws.integers(len(rows)))]) for rows in chosen]
+        batch = [torch.tensor(_ids(tokenizer, rows[int(draws.integers(len(rows)))])) for rows in chosen]
         ids = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True)
         model(input_ids=ids, labels=ids.masked_fill(ids == 0, -100)).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

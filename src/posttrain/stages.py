@@ -9,8 +9,9 @@ from rich.console import Console
 from posttrain.distributed.launch import launch
 from posttrain.distributed.world import is_launched
 from posttrain.errors import InputError
-from posttrain.planning.inputs import require_inputs
+from posttrain.planning.inputs import require_inputs, rows_are_here
 from posttrain.recipe.hardware import HardwareRecipe
+from posttrain.recipe.rollout import evaluated_environment
 from posttrain.recipe.stages import Recipe
 from posttrain.recipe.trust import remember
 from posttrain.runs.directory import RunDirectory
@@ -48,6 +49,11 @@ def run_stage(
         path = Path(recipe.runs) / recipe.name
         if not resume:
             RunDirectory.require_free(path, overwrite)
+            if evaluated_environment(recipe) is not None and rows_are_here(recipe):
+                from posttrain.planning.dry_run import tasks_of  # imports numpy
+                from posttrain.training.tasks import check_tasks
+
+                check_tasks(recipe, tasks_of(recipe))
         elif not has_state(run := RunDirectory.open(path)):
             with run.lock():
                 finish_ended(recipe, run, console)

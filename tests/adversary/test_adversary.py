@@ -9,9 +9,9 @@ from tests.adversary.surfaces import SURFACES, attempt
 
 CASES = {
     2: ("clock", "mcp", "architecture"),
-    3: ("interpreter", "run_folder", "poisoned_episode", "connections", "commands"),
+    3: ("chat_template", "interpreter", "run_folder", "poisoned_episode", "connections", "commands"),
     4: ("agent_calls", "serve"),
-    5: ("chat_template", "exported"),
+    5: ("exported",),
     8: ("run_directory",),
     12: ("server", "model_directory"),
     25: ("requests", "wire", "resumed"),

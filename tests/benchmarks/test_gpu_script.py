@@ -38,7 +38,7 @@ QUICK = argparse.Namespace(device="cpu", tiny=True)
     ],
 )
 def test_every_part_prints_numbers(part, rows):
-    found = list(gpu.measure(part, "cpu", True, LIMITS, 20))
+    found = list(gpu.measure(part, "cpu", True, LIMITS, 120))
     assert len(found) == rows
     assert all(math.isfinite(row.value) for row in found)
     if part in ("sft-4B", "decode-0.5B"):

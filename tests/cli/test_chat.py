@@ -45,6 +45,9 @@ def test_a_run_is_its_exported_model(tiny_model, tmp_path, capsys, monkeypatch):
     (run / "recipe.yaml").write_text("stage: rl\n")
     assert main(["chat", str(run)]) == 2
     assert "has no model yet" in capsys.readouterr().err
+    (run / "report.md").touch()
+    assert main(["chat", str(run)]) == 2
+    assert f"`posttrain rl {run / 'recipe.yaml'} runs=runs name=again`" in capsys.readouterr().err
     (run / "model").symlink_to(tiny_model)
     typed, words = "hello\n", ("--max-tokens", "3", "--system", "Be brief.")
     of_run = said(capsys, monkeypatch, typed, run, *words)

@@ -27,6 +27,7 @@ from posttrain.training.optimizer import Optimizer
 from posttrain.training.updater import Updater
 from tests.cuda_fake import made
 from tests.models import fake_liger
+from tests.training import small
 
 
 def waits_per_batch(device, learner, objective, pairs=False):
@@ -188,9 +189,13 @@ def test_passes_without_gradient(device, policy):
     assert next(iter(energies.without_gradient(batch)))[1].shape == (4 * (made.LENGTH - made.PROMPT),)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
-@pytest.mark.parametrize("lora", [None, {"rank": 4, "dropout": 0.1}], ids=["full", "lora"])
-def test_adapters_and_gradient_checkpointing(device, thin_model, lora, checkpointing):
+LORA = {"rank": 4, "dropout": 0.1}
+PASSES = [(lora, checkpointing) for lora in (None, LORA) for checkpointing in (False, True, "selective")]
+
+
+@pytest.mark.parametrize("case", small.cases(PASSES, [PASSES[1], *PASSES[3:]]), ids=str)
+def test_adapters_and_gradient_checkpointing(device, thin_model, case):
+    lora, checkpointing = case
     policy = Policy(made.recipe(thin_model, lora=lora, gradient_checkpointing=checkpointing))
     learner = made.policy_updater(policy)
     assert waits_per_batch(device, learner, SupervisedObjective()) == (2, 0), device.syncs

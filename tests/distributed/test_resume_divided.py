@@ -47,18 +47,11 @@ def regrouped(runs, models):  # noqa: F811
     start(1, "1_2", steps=3)
     # Two processes computed the rows of the first steps together, then none did.
     start(2, "together_1", steps=3, hardware={"processes": 2, "sequence_parallel": 2})
-    start(4, "replicas", steps=3, hardware={"processes": [2, 2]})
+    start(6, "replicas", steps=3, hardware={"processes": [3, 2], "sequence_parallel": 2})
     for name in ("replicas_4", "replicas_1"):
         shutil.copytree(folder / "replicas", folder / name)
-    for processes, name in (
-        (1, "2_1"),
-        (2, "1_2"),
-        (4, "2_4"),
-        (1, "together_1"),
-        (4, "replicas_4"),
-        (1, "replicas_1"),
-    ):
-        go_on(models, folder, processes, name)
+    for name in ("2_1", "1_2", "2_4", "together_1", "replicas_4", "replicas_1"):
+        go_on(models, folder, int(name[-1]), name)
     go_on(models, folder, 4, "2_4_together", count=4)
     go_on(models, folder, [2, 2], "2_4_replicas")
     return folder

@@ -2,7 +2,9 @@
 
 import asyncio
 import copy
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -115,10 +117,16 @@ def test_a_cache_that_does_not_fit_names_what_to_lower(monkeypatch):
         rows.layer(0, like)
 
 
-def flash_engine(policy, decoder):
+def again(run):
+    """Records as a CUDA graph: the function runs again, and what it returns is written to the same place."""
+    out = run()
+    return lambda: out.copy_(run()), out
+
+
+def flash_engine(policy, record=again, decoder=ModuleDecoder):
     engine = LocalEngine(policy, slots=8)
     engine._parts, engine._flash, engine._cache = gate.Parts("flash"), True, KeyValueRows(8)
-    engine._parts.decoder = decoder
+    engine._parts.decoder = lambda model: cuda.RecordedDecoder(decoder(model), sample_recorded, lambda: record)
     return engine
 
 
@@ -130,7 +138,6 @@ def test_recorded_passes_sample_what_passes_of_the_paged_cache_do(tiny_model):
     recordings, replays = [], []
 
     def record(run):
-        """As a CUDA graph: the recorded function runs again, and what it returns is written to the same place."""
         out, place = run(), engine._cache.keys[0].data_ptr()
         recordings.append(out)
 
@@ -143,8 +150,8 @@ def test_recorded_passes_sample_what_passes_of_the_paged_cache_do(tiny_model):
         return replay, out
 
     def decoder(model):
-        """The decoder has copies of the weights, as `StreamlinedDecoder` has."""
-        return cuda.RecordedDecoder(ModuleDecoder(copy.deepcopy(model)), sample_recorded, lambda: record)
+        """With copies of the weights, as `StreamlinedDecoder` has."""
+        return ModuleDecoder(copy.deepcopy(model))
 
     ways = [{"top_p": 0.9}, {"temperature": 0.7}, {"temperature": 0.0}, {}, {"temperature": 2.0}, {}, {}]
     prompts = [tuple(range(5, 12 + 9 * i)) for i in range(7)]
@@ -153,7 +160,7 @@ def test_recorded_passes_sample_what_passes_of_the_paged_cache_do(tiny_model):
     def sampled(engine):
         return [(answer.ids, answer.logprobs) for answer in answers(engine, requests)]
 
-    paged, engine = LocalEngine(policy, slots=8), flash_engine(policy, decoder)
+    paged, engine = LocalEngine(policy, slots=8), flash_engine(policy, record, decoder)
     for version in range(3):
         paged.load_weights(version)
         engine.load_weights(version)
@@ -197,7 +204,7 @@ def test_a_size_is_recorded_once_for_each_place_of_the_cache(tiny_model):
         requests = [Request((5, 6, 7 + i), SamplingRecipe(), 9 * step + i, 12 + 3 * i) for i in range(6)]
         return [answer.ids for answer in answers(engine, requests)]
 
-    engine = flash_engine(policy, lambda model: cuda.RecordedDecoder(Plain(model), sample_recorded, lambda: record))
+    engine = flash_engine(policy, record, Plain)
     fresh = LocalEngine(policy, slots=8)
     for step in range(5):
         recordings.append([])
@@ -269,7 +276,7 @@ def test_passes_start_before_the_tokens_of_the_last_are_read(tiny_model, monkeyp
     async def played(engine):
         return await asyncio.gather(*(episode(engine, number) for number in range(9)))
 
-    engine = flash_engine(policy, lambda model: cuda.RecordedDecoder(Plain(model), sample_recorded, lambda: record))
+    engine = flash_engine(policy, record, Plain)
     expected = asyncio.run(played(LocalEngine(policy, slots=8)))
     for version in range(4):
         engine.load_weights(version)
@@ -285,6 +292,39 @@ def test_passes_start_before_the_tokens_of_the_last_are_read(tiny_model, monkeyp
         assert event != "ahead" or pending == 2
     assert pending <= 1, "the last one may have been started for nothing"
     assert 2 * events.count("ahead") > events.count("start")
+
+
+@pytest.mark.parametrize("call", ["sleep", "load_weights"])
+def test_answers_in_flight_go_on_without_the_pass_that_was_started_ahead(call, tiny_model):
+    policy = Policy(ModelRecipe(path=str(tiny_model)))
+    policy.end_tokens = frozenset({-1})
+    requests = [Request(tuple(range(5, 12 + i)), SamplingRecipe(), i, 20) for i in range(3)]
+
+    async def disturbed():
+        asked = asyncio.gather(*(engine.generate(request) for request in requests))
+        while engine._ahead is None:
+            await asyncio.sleep(0)
+        engine.sleep() if call == "sleep" else engine.load_weights(1)
+        return await asked
+
+    engine = flash_engine(policy)
+    expected = answers(LocalEngine(policy, slots=8), requests)
+    assert [found.ids for found in asyncio.run(disturbed())] == [answer.ids for answer in expected]
+
+
+def test_the_token_that_is_read_is_the_next_input_of_a_sequence_with_copies(monkeypatch):
+    monkeypatch.setattr(cuda, "RECORDED_AFTER", 0)
+    model = SimpleNamespace(hidden=lambda ids, *_: ids[:, None], logits=lambda hidden: hidden, reads=lambda: iter(()))
+    rows = KeyValueRows(9)
+    rows.reserve(1)
+    decoder = cuda.RecordedDecoder(
+        model,
+        lambda logits, _: torch.stack([torch.arange(1.0, len(logits) + 1)] * 2).double(),
+        lambda: lambda run: (lambda: None, run()),
+    )
+    inputs = np.array([[0.0] * 5, [0] * 5, [0, 2, 3, 4, 7], *[[1.0] * 5] * 3])
+    tokens, _ = decoder.replayed(inputs, rows, CPU, samples=True)
+    assert decoder._last[[0, 2, 3, 4, 7]].tolist() == tokens.tolist() == [1, 2, 3, 4, 5]
 
 
 def test_the_gate_compares_recorded_passes(tiny_model):
@@ -328,9 +368,7 @@ def test_nothing_is_recorded_with_deterministic_kernels(tiny_model):
         raise AssertionError("recorded")
 
     policy = Policy(ModelRecipe(path=str(tiny_model)))
-    engine = flash_engine(
-        policy, lambda model: cuda.RecordedDecoder(ModuleDecoder(model), sample_recorded, lambda: record)
-    )
+    engine = flash_engine(policy, record)
     torch.use_deterministic_algorithms(True)
     try:
         answers(engine, [Request((5, 6), SamplingRecipe(), 0, 2 * cuda.RECORDED_AFTER)])

@@ -23,6 +23,7 @@ from posttrain.runs.log import read_log
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.tables import read_verdict
 from tests.evaluation.made import write
+from tests.training import small
 
 
 def evaluations(draws, looks, reward, audit, tasks=48):
@@ -66,7 +67,7 @@ def test_a_run_alarms_at_most_at_its_level(reward, audit):
         assert np.mean([set(one) != {NEITHER} for one in found]) <= above(LEVEL, runs)
 
 
-@pytest.mark.parametrize("extended", [(3, 3, 3), (1,) * 15, pytest.param((12, 24), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("extended", small.cases([(3, 3, 3), (1,) * 15, (12, 24)], [(3, 3, 3)]))
 def test_an_extended_run_keeps_its_level(extended):
     """It is extended whatever it has shown. Half as many false results as with the level of three evaluations for all."""
     draws, runs, looks = np.random.default_rng(7), 300, 3

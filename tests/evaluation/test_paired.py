@@ -119,6 +119,8 @@ def test_the_standardised_difference():
     assert math.isnan(few.low)
     assert math.isnan(few.high)
     assert abs(standardized_difference([0.1] * 12 + [0.1 + 0.7]).high) < 100
+    unequal = standardized_difference([-1.0, -0.1, -0.1, *[0.0] * 61])
+    assert unequal.low < 0 < unequal.high  # as the interval of the mean
 
 
 @pytest.mark.parametrize("n", [3, 5, 10, 40])

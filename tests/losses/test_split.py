@@ -1,5 +1,7 @@
 """Law 4: however the streams of an optimizer step are divided into micro-batches, the gradient is the same."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -38,8 +40,9 @@ def partitions(items):
             yield [*rest[:i], [items[0], *part], *rest[i + 1 :]]
 
 
-def step(loss, aggregation, parts):
-    """Gradient and metrics of one optimizer step in which `parts` are the micro-batches."""
+@functools.cache
+def passed(loss, aggregation, part):
+    """Gradient and metrics of one micro-batch, the streams `part` of an optimizer step."""
     rng = np.random.default_rng(0)
     streams = [{k: rng.normal(size=n) for k in ("noise", "mismatch", "reference", "advantages")} for n in LENGTHS]
     inputs = [rng.normal(size=(n, FEATURES)) for n in LENGTHS]
@@ -48,32 +51,39 @@ def step(loss, aggregation, parts):
     options = {"aggregation": aggregation} | ({"constant": 7.0} if aggregation == "constant" else {})
     recipe = TypeAdapter(LossRecipe).validate_python(LOSSES.get(loss, {"type": "ppo"}) | options)
     weights, divisor = token_weights(aggregation, LENGTHS, recipe.constant)
-    totals: dict[str, np.ndarray] = {}
+    joined = {k: torch.from_numpy(np.concatenate([streams[i][k] for i in part])) for k in streams[0]}
+    x = torch.from_numpy(np.concatenate([inputs[i] for i in part]))
+    logprobs = torch.nn.functional.logsigmoid(x @ parameters)
+    old = torch.nn.functional.logsigmoid(x @ start) + 0.2 * joined["noise"]
+    lengths = torch.tensor([LENGTHS[i] for i in part])
+    batch = TokenBatch(
+        rollout_logprobs=old + 0.3 * joined["mismatch"],
+        advantages=joined["advantages"],
+        stream=torch.repeat_interleave(torch.arange(len(part)), lengths),
+        lengths=lengths,
+        weights=torch.repeat_interleave(torch.tensor([weights[i] for i in part], dtype=torch.float64), lengths),
+        ref_logprobs=old + joined["reference"],
+        old_logprobs=old,
+    )
+    if loss in ("nll", "dft"):
+        value, metrics = {"nll": nll, "dft": dft}[loss](logprobs, batch), {}
+    elif loss in ("k2", "k3"):
+        value, metrics = kl_loss(loss, logprobs, batch), {}
+    else:
+        value, metrics = policy_loss(recipe, logprobs, batch)
+    (value / divisor).backward()
+    return parameters.grad, metrics
+
+
+def step(loss, aggregation, parts):
+    """Gradient and metrics of one optimizer step in which `parts` are the micro-batches."""
+    gradient, totals = torch.zeros(FEATURES, dtype=torch.float64), {}
     for part in parts:
-        joined = {k: torch.from_numpy(np.concatenate([streams[i][k] for i in part])) for k in streams[0]}
-        x = torch.from_numpy(np.concatenate([inputs[i] for i in part]))
-        logprobs = torch.nn.functional.logsigmoid(x @ parameters)
-        old = torch.nn.functional.logsigmoid(x @ start) + 0.2 * joined["noise"]
-        lengths = torch.tensor([LENGTHS[i] for i in part])
-        batch = TokenBatch(
-            rollout_logprobs=old + 0.3 * joined["mismatch"],
-            advantages=joined["advantages"],
-            stream=torch.repeat_interleave(torch.arange(len(part)), lengths),
-            lengths=lengths,
-            weights=torch.repeat_interleave(torch.tensor([weights[i] for i in part], dtype=torch.float64), lengths),
-            ref_logprobs=old + joined["reference"],
-            old_logprobs=old,
-        )
-        if loss in ("nll", "dft"):
-            value, metrics = {"nll": nll, "dft": dft}[loss](logprobs, batch), {}
-        elif loss in ("k2", "k3"):
-            value, metrics = kl_loss(loss, logprobs, batch), {}
-        else:
-            value, metrics = policy_loss(recipe, logprobs, batch)
-        (value / divisor).backward()
+        added, metrics = passed(loss, aggregation, tuple(part))
+        gradient = gradient + added
         for name, pair in metrics.items():
             totals[name] = totals.get(name, np.zeros(2)) + pair
-    return parameters.grad, totals
+    return gradient, totals
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])

@@ -78,7 +78,7 @@ def of_transformers(directory, streams, masks):
     return torch.stack(scores).numpy()
 
 
-def sampled(policy, counts=(9, 30, 50), tokens=20):
+def sampled(policy, counts=(9, 30, 50), tokens=10):
     """Streams, masks and log-probabilities of two turns that the local engine samples."""
     engine = LocalEngine(policy, slots=4)
     engine.load_weights(0)

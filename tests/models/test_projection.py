@@ -54,11 +54,12 @@ def test_values_and_gradients_equal_the_plain_ones(monkeypatch, elements, diviso
         torch.testing.assert_close(one, other, atol=1e-10, rtol=0)
 
 
-def test_triton_kernels_equal_the_operations():
+@pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_triton_kernels_equal_the_operations(cases):
     pytest.importorskip("triton", reason="needs Triton: pip install triton")
     # Triton reads the variable when it is imported, and leaves messages on standard error when its process ends.
     checks = str(Path(__file__).parent / "triton_checks.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", checks]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", cases, checks]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]

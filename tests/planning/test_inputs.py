@@ -21,11 +21,13 @@ for words in json.loads(sys.argv[1]):
     print(json.dumps([code, written.getvalue(), len(sys.modules), sorted({"torch", "transformers", "numpy"} & {*sys.modules})]))
 """
 ROWS = {
-    "odd.jsonl": {"question": "1 + 1?", "reply": "2"},
-    "pairs.jsonl": {"prompt": "a", "chosen": "b", "rejected": "c"},
-    "prompts.jsonl": {"prompt": "a", "label": "b"},
+    "odd.jsonl": [{"question": "1 + 1?", "reply": "2"}],
+    "pairs.jsonl": [{"prompt": "a", "chosen": "b", "rejected": "c"}],
+    "prompts.jsonl": [{"prompt": prompt, "label": "b"} for prompt in "acd"],
 }
-FILES = {"score.py": "def score(prompt, answr):\n    return 1.0\n"}
+FILES = {
+    "score.py": "def score(prompt, answr):\n    return 1.0\ndef broken(prompt, answer, **row):\n    return row['x']\n"
+}
 PROMPTS = "rl environment.type=text_task environment.prompts=prompts.jsonl"
 PLAYED = ["environment.type=bandit"]
 DATA = ["data.train=pairs.jsonl"]
@@ -37,7 +39,7 @@ MISSING = {  # words -> what the message names
     "sft environment.type=bandt": "did you mean bandit?",
     "dpo data.train=. data.validation=nosuch/rows.parquet": "nosuch/rows.parquet: no such file",
     "dpo data.train=odd.jsonl": "needs `chosen`",
-    "dpo data.train=pairs.jsonl los.beta=1": "use loss.beta",
+    "dpo data.train=pairs.jsonl los.beta=1": "the nearest is loss.beta",
     "reward data.train=nosuch.csv": "nosuch.csv: no such file",
     "reward data.train=odd.jsonl": "needs `chosen`",
     "rl environment.type=text_task environment.prompts=nosuch.csv": "nosuch.csv: no such file",
@@ -47,17 +49,25 @@ MISSING = {  # words -> what the message names
     "rl environment.type=text_task environment.prompts=prompts.jsonl environment.reward=exact environment.tools=[no.py:f] environment.max_turns=2": "environment.tools.0: there is no file no.py",
     f"{PROMPTS} environment.reward=score.py:scor": "environment.reward: score.py has no function 'scor'; did you mean score.py:score?",
     f"{PROMPTS} environment.reward=score.py:score": "the reward score.py:score has no parameter `answer`",
-    f"{PROMPTS} environment.reward=exact evaluation.held_out=5": "environment.prompts has 1 tasks",
+    f"{PROMPTS} environment.reward=exact evaluation.held_out=5": "environment.prompts has 3 tasks",
+    PROMPTS: "nothing scores the answers; name a function in environment.reward",
+    f"{PROMPTS} environment.reward=score.py:broken": "score.py:broken raised KeyError on prompts.jsonl row",
     "dpo data.train=pairs.jsonl data.held_out=5": "data.held_out: 5 rows would leave none of the 1 usable rows to train on",
+    "dpo data.train=pairs.jsonl data.held_out=0.9": "data.held_out: 1 rows would leave none of the 1 usable rows to train on",
     "sft data.train.path=pairs.jsonl data.train.wieght=2": "there is no key data.train.wieght; the nearest is data.train.weight",
     f"sft data.train=pairs.jsonl name={'x' * 201}": "it must be text of up to 200 letters",
     "chat runs/nosuch": "model.path: there is no folder runs/nosuch",
     "serve runs/nosuch --port 0": "model.path: there is no folder runs/nosuch",
     "data inspect nosuch.jsonl": "nosuch.jsonl: no such file",
+    "data inspect odd.jsonl": "the columns question, reply are not those of",
+    "data inspect odd.jsonl --kind pair": "needs `chosen`",
     "data inspect odd.jsonl model.path=runs/nosuch": "model.path: there is no folder runs/nosuch",
     "fit-normalizer runs/nosuch": "there is no run at runs/nosuch",
     "pipeline nosuch": "there is no recipe file nosuch",
     "recipe zzz": "stage rl has no key zzz; `posttrain recipe --stage rl` shows all",
+    "rl environment.type=bandit runs=odd.jsonl": "odd.jsonl is a file; set `runs`",
+    "rl loss.type=dpo": "run `posttrain dpo loss.type=dpo`",
+    "serve model=x": "there is no folder model=x",
     "rl environment.type=bandit name=used": "the run runs/used exists; continue it with",
     "rl environment.type=bandit engine.type=vllm": "engine.type: vllm is not installed",
     "rl environment.type=bandit rollout.group_per_step=4": "the nearest is rollout.groups_per_step",
@@ -75,8 +85,8 @@ MISSING = {  # words -> what the message names
 
 
 def test_what_is_missing_is_named_without_torch(tmp_path, monkeypatch):
-    for name, row in ROWS.items():
-        (tmp_path / name).write_text(json.dumps(row) + "\n")
+    for name, rows in ROWS.items():
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "here").mkdir()

@@ -63,7 +63,7 @@ def recorded_turns(tiny_model, folder, calls, steps, groups):
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("calls", "steps", "groups", "least"), [(24, 2, 2, 192), pytest.param(250, 5, 4, 10_000, marks=pytest.mark.slow)]
+    ("calls", "steps", "groups", "least"), [(48, 2, 1, 192), pytest.param(250, 5, 4, 10_000, marks=pytest.mark.slow)]
 )
 def test_turns_of_agents_are_stored_as_they_were_sampled(calls, steps, groups, least, tiny_model, tmp_path):
     stored, engine, streams = recorded_turns(tiny_model, tmp_path, calls, steps, groups)

@@ -20,6 +20,7 @@ from posttrain.environments.make import make_env
 from posttrain.environments.protocol import Call, CallTimeout, Environment, Observation, Step, ended_in, ended_within
 from posttrain.episode import Outcome
 from posttrain.errors import InputError, RunError
+from posttrain.recipe.rl import RlRecipe
 from posttrain.recipe.rollout import RolloutRecipe
 from posttrain.rollout.store import read_episodes, write_episodes
 from posttrain.training.evaluators import EpisodeEvaluator
@@ -308,14 +309,14 @@ class Opening(Environment):
 
 @pytest.mark.parametrize("place", ["constructor", "reward"])
 def test_the_check_before_a_run_names_what_hangs_or_exits(place, monkeypatch):
-    recipe = make_env(Opening).recipe
+    recipe = RlRecipe(environment=make_env(Opening).recipe)
     tasks = TaskSplit(range(1), range(1), range(1), None)
     monkeypatch.setattr(Opening, "where", f"{place} hangs")
-    (line,) = check_tasks(recipe, tasks, RolloutRecipe(environment_timeout=0.05), False)
+    (line,) = check_tasks(recipe.model_copy(update={"rollout": RolloutRecipe(environment_timeout=0.05)}), tasks)
     assert ("constructor" in line, "reward" in line, "0.05 s" in line) == (place == "constructor", False, True)
     monkeypatch.setattr(Opening, "where", f"{place} exits")
     with pytest.raises(InputError, match=r"SystemExit: 0"):
-        check_tasks(recipe, tasks, RolloutRecipe(environment_timeout=None), False)
+        check_tasks(recipe.model_copy(update={"rollout": RolloutRecipe(environment_timeout=None)}), tasks)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +331,7 @@ def test_a_range_of_returns_that_is_none_is_named_before_the_run(bounds, monkeyp
 
     monkeypatch.setattr(Opening, "return_range", return_range)
     with pytest.raises(InputError, match=r"`return_range` of .*Opening"):
-        check_tasks(make_env(Opening).recipe, TaskSplit(range(1), range(1), range(1), None), RolloutRecipe(), False)
+        check_tasks(RlRecipe(environment=make_env(Opening).recipe), TaskSplit(range(1), range(1), range(1), None))
 
 
 def test_baselines_that_exit_are_named(tmp_path):

@@ -122,7 +122,7 @@ def test_the_engine_starts_before_the_optimizer_is_made(kind, module, keys, tiny
 class Processes:
     """Two processes, of which this is the second; records when it waits for the other."""
 
-    is_rank0, is_single_process, size, sharded = False, False, 2, True
+    is_rank0, size, sharded = False, 2, True
 
     def __init__(self, events):
         self.events = events

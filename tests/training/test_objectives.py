@@ -1,5 +1,7 @@
 """Quantities that the policy's objective computes over a whole update, before its micro-batches."""
 
+from copy import copy
+
 import numpy as np
 import pytest
 import torch
@@ -23,7 +25,8 @@ def sample(advantages, group=0, truncated=False, **fields):
 
 
 def step(objective, samples, parts, by="logprobs"):
-    """Gradient by the log-probability (or entropy) of each token, and metrics, of an update in the micro-batches `parts`."""
+    """Gradient by the log-probability (or entropy) of each token, and metrics, of an update in the micro-batches `parts`, each in
+    a process of its own."""
     weights, divisor = objective.weigh(samples)
     gradients, totals = [np.zeros(s.sampled_tokens) for s in samples], {}
     for part in parts:
@@ -33,7 +36,7 @@ def step(objective, samples, parts, by="logprobs"):
         count = sum(samples[i].sampled_tokens for i in chosen)
         logprobs = torch.full((count,), -1.0, requires_grad=True)
         entropies = torch.full((count,), 0.5, requires_grad=True)
-        loss, metrics = objective(
+        loss, metrics = copy(objective)(
             TokenScores(logprobs, entropies), [samples[i] for i in chosen], [weights[i] for i in chosen]
         )
         (loss / divisor).backward()
@@ -44,6 +47,8 @@ def step(objective, samples, parts, by="logprobs"):
         for i, gradient in zip(chosen, np.split(found, ends), strict=True):
             gradients[i] = gradient
         add_totals(totals, metrics)
+    of_all = [count for name, (_, count) in totals.items() if name.endswith(("cov_masked", "_held", "entropy_masked"))]
+    assert not of_all or of_all == [sum(one.sampled_tokens for one in samples)]
     return np.concatenate(gradients), means(totals)
 
 

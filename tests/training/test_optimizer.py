@@ -93,6 +93,16 @@ def test_8_bit_state_resumes_to_the_same_bits_and_its_steps_are_close_to_those_o
     assert 0 < (of_8 - of_32).norm() / (of_32 - start).norm() < 0.1
 
 
+def test_8_bit_moments_move_weights_without_a_gradient_by_no_more_than_others():
+    """Second moments that are small beside others of their block stay above 0: first moments are divided by their roots."""
+    (each, _), optimizer = (optimizer := made("adamw_8bit")).trained, optimizer
+    for size in (1.0, 0.0, 0.0):
+        before = each.master.clone()
+        each.gradient = size * torch.logspace(0, -8, 128).repeat(96, 1)
+        optimizer.step()
+        assert 0 < (each.master - before).abs().max() < 2 * optimizer.recipe.learning_rate
+
+
 @settings(max_examples=150)
 @given(st.integers(1, 60), st.sampled_from([1, 3, 64, 200, 256, 512]), st.integers(1, 5), st.integers(1, 5), st.data())
 def test_8_bit_moments_of_other_shards_are_copied_by_block_or_rounded_again(rows, columns, saved, shards, data):

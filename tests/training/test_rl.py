@@ -93,6 +93,7 @@ def test_every_algorithm_takes_steps(changes, tiny_model, tmp_path):
 def test_a_run_can_be_extended(tiny_model, tmp_path):
     limited, _ = train(tiny_model, tmp_path, max_minutes=1e-6)
     assert lines(limited, "train") == []
+    assert [line["step"] for line in lines(limited, "warning") if "max_minutes" in line["message"]] == [0]
     assert (limited.path / "model" / "model.safetensors").is_file()
     train(tiny_model, tmp_path, steps=2, optimizer={"learning_rate": 1e-3})
     longer, _ = train(tiny_model, tmp_path, resume=True, steps=4, optimizer={"learning_rate": 1e-3})

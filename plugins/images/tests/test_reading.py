@@ -3,8 +3,6 @@
 import base64
 import json
 import struct
-import subprocess
-import sys
 import zlib
 
 import numpy as np
@@ -20,6 +18,7 @@ from posttrain.data.messages import UnusableRow, messages_of
 from posttrain.environments.protocol import Observation, ProtocolError, require_observation
 from posttrain.errors import InputError, RunError
 from posttrain_images import reading, store
+from tests.forked import run_script
 
 ANSWER = {"role": "assistant", "content": "red"}
 PNG = encoded(picture())
@@ -232,6 +231,8 @@ def test_a_run_of_text_imports_nothing_of_this(tiny_model, tmp_path):
         "print([name for name in sys.modules if name.startswith('posttrain_images')])"
     )
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "1?"}, ANSWER]}))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    (tmp_path / "script.py").write_text(code)
+    code, said = run_script(tmp_path / "script.py", [], tmp_path)
+    assert code == 0, said
+    assert said.splitlines()[-1] == "[]"
     assert not (tmp_path / "run" / "images").exists()

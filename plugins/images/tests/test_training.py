@@ -127,7 +127,9 @@ def playing(model, runs, **changes):
     """A recipe of RL on albums."""
     rollout = {"groups_per_step": 2, "episodes_per_group": 3, "tokens_per_turn": 6, "tokens_per_episode": 400}
     recipe = {"model": {"path": str(model), "threads": 1}, "environment": {"type": f"{__file__}:Album"}}
-    recipe |= {"rollout": rollout, "evaluation": {"every": 0}, "seeds": {"start": 0, "count": 4}, "runs": str(runs)}
+    held_out = {"seeds": {"start": 1000, "count": 1}, "final_seeds": {"start": 2000, "count": 2}}
+    recipe |= {"rollout": rollout, "evaluation": {"every": 0, **held_out}, "runs": str(runs)}
+    recipe |= {"seeds": {"start": 0, "count": 4}}
     return recipe | changes
 
 
@@ -185,6 +187,7 @@ def test_agents_and_predictions_have_the_pictures(model_of, tmp_path, monkeypatc
     task = {"type": "text_task", "prompts": str(write_rows(tmp_path / "data")), "reward": "exact"}
     agent = {"command": f"{sys.executable} {tmp_path / 'agent.py'}"}
     recipe = playing(model_of("idefics3"), tmp_path, environment=task, agent=agent, steps=1, seeds={})
+    recipe["evaluation"] = {"every": 0}  # of the rows
     posttrain.rl(recipe, name="agents")
     stored = read_episodes(tmp_path / "agents" / "episodes" / "step_000001.train.jsonl.zst").episodes
     assert all((episode.streams[0].ids >= FIRST).any() for episode in stored)

@@ -88,10 +88,13 @@ def inspect(
     require_model(recipe.model.path)
     from posttrain.data.inspect import inspect_rows
     from posttrain.data.rendering import Renderer
-    from posttrain.models.load import load_end_tokens, load_tokenizer
 
-    tokenizer = load_tokenizer(recipe.model)
-    renderer = Renderer(tokenizer, load_end_tokens(recipe.model.path, tokenizer))
+    def renderer() -> Renderer:
+        from posttrain.models.load import load_end_tokens, load_tokenizer  # imports torch
+
+        tokenizer = load_tokenizer(recipe.model)
+        return Renderer(tokenizer, load_end_tokens(recipe.model.path, tokenizer))
+
     inspect_rows(recipe.data, kind, renderer, loss_on, rows, limit, new_console(highlight=False))
 
 

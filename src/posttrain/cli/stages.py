@@ -150,7 +150,7 @@ def show_checks(recipe: "Recipe", console: "Console", made: Sequence[Path] = ())
 
 def check_machine(recipe: "Recipe", sizes: "ModelSizes | None", device: "Device | None") -> None:
     """InputError for packages that a run on this machine lacks, and DoesNotFit if it would be on its processors and needs
-    more memory than they have."""
+    more memory than they have. Prints a warning if it may need more."""
     import torch
 
     from posttrain.planning.fit import require_memory
@@ -162,7 +162,8 @@ def check_machine(recipe: "Recipe", sizes: "ModelSizes | None", device: "Device 
     on_gpu = device is not None or (torch.cuda.is_available() and recipe.model.device != "cpu")
     memory = memory_of_processors()
     if sizes is not None and memory is not None and recipe.remote is None and not on_gpu:
-        require_memory(recipe, sizes, memory)
+        for line in require_memory(recipe, sizes, memory):
+            typer.echo(line)
 
 
 def planned_device(dry_run: bool, on: str | None, full: bool = False) -> "Device | None":

@@ -1,5 +1,6 @@
 """Showing rows: text with the trained tokens highlighted, lengths, and problems."""
 
+from collections.abc import Callable
 from itertools import chain, islice, pairwise
 from typing import Any
 
@@ -28,19 +29,23 @@ _LABELS = frozenset(
 def inspect_rows(
     recipe: DataRecipe,
     kind: Kind | None,
-    renderer: Renderer,
+    make_renderer: Callable[[], Renderer],
     loss_on: LossOn,
     shown: int,
     limit: int,
     console: Console,
 ) -> None:
-    """Print `shown` complete rows, then lengths and problems of the first `limit`. `kind` None: infer it from the columns."""
+    """Print `shown` complete rows, then lengths and problems of the first `limit`. `kind` None: infer it from the columns.
+
+    `make_renderer` is called once there is a usable row."""
     columns = recipe.columns
     if kind is None:
         kind = _inferred_kind(recipe)
     problems = Problems()
-    examples = islice(read_examples(kind, recipe.train, columns, problems), limit)
-    rows = list(tokenize(examples, recipe, renderer, loss_on, problems))
+    rows: list[TokenRow] = []
+    if examples := list(islice(read_examples(kind, recipe.train, columns, problems), limit)):
+        renderer = make_renderer()
+        rows = list(tokenize(examples, recipe, renderer, loss_on, problems))
     for row in rows[:shown]:
         _show(row, kind, renderer, console)
     if not rows:

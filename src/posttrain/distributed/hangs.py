@@ -34,13 +34,15 @@ progress = [0]
 
 
 def place_of(thread: int) -> tuple[str, bool]:
-    """The line that the thread executes, and whether it is in a collective call.
+    """The line that the thread, or the one whose end it waits for, executes, and whether it is in a collective call.
 
     It is the innermost line of the package outside of `_CALLS`, else of any file.
     """
     frame: Any = sys._current_frames().get(thread)
     frames = []
     while frame is not None:
+        if frame.f_code is threading.Thread.join.__code__:
+            return place_of(frame.f_locals["self"].ident)
         frames.append((Path(frame.f_code.co_filename), frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
     if not frames:

@@ -69,11 +69,6 @@ class World:
         return self.rank == 0
 
     @property
-    def is_single_process(self) -> bool:
-        """Whether this is the only process."""
-        return self.size == 1
-
-    @property
     def sharded(self) -> bool:
         """Whether models are sharded with FSDP: over several processes, or in one process for its CPU offload."""
         return self.size > 1 or self.hardware.offload == "all"

@@ -180,7 +180,7 @@ def standardized_difference(differences: Sequence[float]) -> Estimate:
     """Cohen's d_z of paired differences, mean / standard deviation (divisor n - 1; Cohen 1988).
 
     Student's t interval with the variance of the delta method, that of z - d (z^2 - (n - 1) / n) / 2 over items, where z
-    are the standardized differences. The value is NaN for fewer than two differences, or if they are equal up to rounding,
+    are the standardized differences, and at least that of the mean. The value is NaN for fewer than two differences, or if they are equal up to rounding,
     and the limits are NaN for fewer than three.
     """
     values = np.asarray(differences, dtype=np.float64)
@@ -192,7 +192,8 @@ def standardized_difference(differences: Sequence[float]) -> Estimate:
     if n < 3:
         return Estimate(value, math.nan, math.nan, n)
     z = (values - values.mean()) / deviation
-    error = float((z - value * z**2 / 2).std(ddof=1)) / math.sqrt(n)
+    # At least that of the mean: few unequal items look certain to the delta method, and Student's test does not.
+    error = max(float((z - value * z**2 / 2).std(ddof=1)), 1.0) / math.sqrt(n)
     return Estimate(value, *t_limits(value, error, n - 1), n)
 
 

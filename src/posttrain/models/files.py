@@ -99,10 +99,9 @@ def local_directory(path: str, key: str = "model.path") -> str | None:
     """The model directory `path`; None for a hub id. InputError for a directory that is missing or has no model."""
     folder = Path(path).expanduser()
     if not folder.exists():
-        parts = path.split("/")
         # Ids of the hub have at most one slash, after a name that is no folder here.
-        of_runs = len(parts) == 2 and (parts[0] == "runs" or Path(parts[0]).is_dir())
-        if not path.startswith((".", "/", "~")) and len(parts) <= 2 and not of_runs:
+        before, slash, _ = path.partition("/")
+        if re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path) and not (slash and (before == "runs" or Path(before).is_dir())):
             return None
         several = "a pattern of checkpoints needs `--all`"
         remedy = several if has_magic(path) else "train the model first, or correct the path"

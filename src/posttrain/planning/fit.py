@@ -92,20 +92,23 @@ def at_peak(
     return max(both, key=lambda moment: sum(moment[0].values()))
 
 
-def require_memory(recipe: StageRecipe, sizes: ModelSizes, memory: int) -> None:
-    """DoesNotFit if the run needs more than `memory` bytes on the processors of this machine.
+def require_memory(recipe: StageRecipe, sizes: ModelSizes, memory: int) -> list[str]:
+    """DoesNotFit if the run needs more than `memory` bytes on the processors of this machine, in all its processes.
 
-    All its processes count, and the key/value cache and the memory of activations, whose estimates are upper limits there,
-    do not.
+    The key/value cache and the memory of activations, whose estimates are upper limits there, are left out. Returns a
+    sentence if the run may need more with them.
     """
     hardware = getattr(recipe, "hardware", None)
     count = 1 if hardware is None or hardware.ray is not None else hardware.learners
-    items = at_peak(recipe, sizes, None)[0].items()
-    needed = count * sum(number for what, number in items if what not in (ACTIVATIONS, CACHE))
+    items = at_peak(recipe, sizes, None)[0]
+    needed = count * sum(number for what, number in items.items() if what not in (ACTIVATIONS, CACHE))
+    has = f"this machine has {shown_bytes(memory)}"
     if needed > memory:
         needs = f"it needs {shown_bytes(needed)} besides activations and the key/value cache"
-        has = f"this machine has {shown_bytes(memory)}"
         raise DoesNotFit(f"the run does not fit: {needs}, and {has}; `--full` lists the parts")
+    if (most := count * sum(items.values())) > memory:
+        return [f"warning: the run may need up to {shown_bytes(most)}, and {has}; `--full` lists the parts"]
+    return []
 
 
 def too_large(

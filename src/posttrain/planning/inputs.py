@@ -4,12 +4,13 @@ import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import islice
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 from posttrain.data.examples import read_examples
 from posttrain.data.files import require_source
-from posttrain.data.held_out import nothing_left
+from posttrain.data.held_out import as_count, nothing_left
 from posttrain.data.problems import Problems
 from posttrain.errors import InputError
 from posttrain.models.files import require_model
@@ -36,10 +37,6 @@ def require_inputs(recipe: StageRecipe, engine_too: bool = True) -> None:
         for name, sources in section:
             if isinstance(sources, list) and sources and all(isinstance(one, SourceRecipe) for one in sources):
                 _require_rows(recipe, section, sources, getattr(section, "held_out", 0) if name == "train" else 0)
-                if getattr(section, "rows_key", "") == f"environment.{name}" and all(map(_is_here, sources)):
-                    from posttrain.planning.dry_run import tasks_of  # imports numpy
-
-                    tasks_of(recipe)
     for key, model in recipe.models().items():
         if model.path:
             require_model(model.path, f"{key}.path")
@@ -52,7 +49,7 @@ def require_inputs(recipe: StageRecipe, engine_too: bool = True) -> None:
 
 def _require_rows(recipe: StageRecipe, section: BaseConfig, sources: list[SourceRecipe], held_out: float) -> None:
     """InputError for files that are not there, and for those of this machine without a row that the stage can use, or with
-    no more than the number of rows to hold out, `held_out`."""
+    none left beside the number or share of rows to hold out, `held_out`."""
     for source in sources:
         require_source(source)
     columns: Any = getattr(section, "columns", None)
@@ -60,12 +57,17 @@ def _require_rows(recipe: StageRecipe, section: BaseConfig, sources: list[Source
         kind: Any = getattr(recipe if section is getattr(recipe, "data", None) else section, "kind", "prompt")
         problems = Problems()
         names = ColumnsRecipe.model_validate(columns.model_dump())
-        most = held_out if isinstance(held_out, int) else 0
-        usable = sum(1 for _ in islice(read_examples(kind, sources, names, problems), most + 1))
+        enough = 1 + (held_out if isinstance(held_out, int) else ceil(1 / (1 - held_out)))
+        usable = sum(1 for _ in islice(read_examples(kind, sources, names, problems), enough))
         if not usable:
             problems.require_any(", ".join(source.path for source in sources))
-        if usable <= most:
+        if usable <= (most := as_count(held_out, usable)):
             raise InputError("\n".join([nothing_left(most, usable), *problems.summary()]))
+
+
+def rows_are_here(recipe: StageRecipe) -> bool:
+    """Whether no file of rows has to be downloaded."""
+    return all(_is_here(one) for one in _sections(recipe) if isinstance(one, SourceRecipe))
 
 
 def _is_here(source: SourceRecipe) -> bool:

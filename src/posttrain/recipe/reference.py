@@ -8,7 +8,7 @@ import functools
 import inspect
 import itertools
 import json
-import textwrap
+import sys
 import types
 import typing
 from collections.abc import Iterator
@@ -44,10 +44,14 @@ def load_plugins() -> None:
 
 
 def keys_of(
-    part: type[BaseConfig], prefix: str = "", defaults: BaseConfig | None = None, variant: str = ""
+    part: type[BaseConfig],
+    prefix: str = "",
+    defaults: BaseConfig | None = None,
+    variant: str = "",
+    environments: bool = True,
 ) -> Iterator[Key]:
     """Every key of `part` and of the sections in it, depth first; `defaults`: an instance with the default values, if
-    there is one.
+    there is one. Without `environments`, those of the environment are left out, and none is imported.
 
     A name that the user chooses is `*`.
     """
@@ -60,7 +64,7 @@ def keys_of(
         sections = sections_of(info.annotation)
         if EnvironmentRecipe in sections:
             yield Key(path, "a section", _text(default), about, variant)
-            if prefix:  # those of `evaluation.environment` are the same
+            if prefix or not environments:  # those of `evaluation.environment` are the same
                 continue
             yield next(key for key in keys_of(EnvironmentRecipe, f"{path}.") if key.path == f"{path}.type")
             owners: dict[Key, list[str]] = {}  # a key that several environments share is listed once
@@ -92,13 +96,24 @@ def docstrings(section: type[BaseConfig]) -> dict[str, str]:
     """The docstring below each key of a section, from its source; keys without one are missing."""
     found: dict[str, str] = {}
     for part in (part for part in reversed(section.__mro__) if issubclass(part, BaseConfig)):
-        with suppress(OSError, TypeError):  # made by a program
-            (body,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
-            assert isinstance(body, ast.ClassDef)
-            for field, doc in itertools.pairwise(body.body):
-                match field, doc:
-                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                        found[name] = inspect.cleandoc(text)
+        body = _classes(part.__module__).get(part.__qualname__, [])
+        for field, doc in itertools.pairwise(body):
+            match field, doc:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[name] = inspect.cleandoc(text)
+    return found
+
+
+@functools.cache
+def _classes(module: str) -> dict[str, list[ast.stmt]]:
+    """The statements of every class in the source of `module`, by qualified name; none for a module without source."""
+    found: dict[str, list[ast.stmt]] = {}
+    with suppress(OSError, TypeError):  # made by a program
+        inside: list[tuple[str, ast.Module | ast.ClassDef]] = [("", ast.parse(inspect.getsource(sys.modules[module])))]
+        for prefix, node in inside:
+            for one in (one for one in node.body if isinstance(one, ast.ClassDef)):
+                found[f"{prefix}{one.name}"] = one.body
+                inside.append((f"{prefix}{one.name}.", one))
     return found
 
 

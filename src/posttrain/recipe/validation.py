@@ -7,6 +7,7 @@ import typing
 from contextlib import suppress
 from functools import cache
 from importlib import resources
+from itertools import chain
 from typing import Any
 
 from pydantic import ValidationError
@@ -23,14 +24,20 @@ from posttrain.recipe.stages import STAGES
 def validation_errors(error: ValidationError, schema: type[BaseConfig], given: Layer) -> list[str]:
     """Sentences for the problems that pydantic found in the recipe `given` of `schema`. Several errors of one key become
     one sentence."""
-    sentences: dict[KeyPath, str] = {}
-    # A missing key may be one that is misspelt.
-    for problem in sorted(error.errors(include_url=False), key=lambda problem: problem["type"] == "missing"):
+    found: dict[KeyPath, ErrorDetails] = {}
+    # Of the forms that a value may have, the problem deepest inside of it shows which one is meant.
+    for problem in error.errors(include_url=False):
         path = _key_path(problem, given.values)
-        misspelt = f"the nearest is {'.'.join(path)}"
-        if problem["type"] != "missing" or not any(one.endswith(misspelt) for one in sentences.values()):
-            sentences.setdefault(path, _sentence(problem, path, schema, given))
-    return list(sentences.values())
+        if path not in found or len(problem["loc"]) > len(found[path]["loc"]):
+            found[path] = problem
+    around = {path[:end] for path in found for end in range(len(path))}
+    sentences: list[str] = []
+    # A missing key may be one that is misspelt.
+    for path, problem in sorted(found.items(), key=lambda one: one[1]["type"] == "missing"):
+        misspelt = problem["type"] == "missing" and f"the nearest is {'.'.join(path)}"
+        if path not in around and not (misspelt and any(one.endswith(misspelt) for one in sentences)):
+            sentences.append(_sentence(problem, path, schema, given))
+    return sentences
 
 
 @cache
@@ -76,9 +83,11 @@ def _sentence(problem: ErrorDetails, path: KeyPath, schema: type[BaseConfig], gi
         types = [tag.strip(" '") for tag in problem["ctx"]["expected_tags"].split(",")]
         tag, where = _value(given.values, (*path, "type")), given.origin((*path, "type"))
         hint = nearest_type(str(tag), types)
-        for name, other in schema.model_fields.items():
-            if any(tag in tags_of(section) for section in sections_of(other.annotation)):
-                hint = f" (a type of {name}: write {name}.type={tag})"
+        for stage, part in {"": schema, **STAGES}.items():
+            tags = {key: chain(*map(tags_of, sections_of(info.annotation))) for key, info in part.model_fields.items()}
+            if name := next((key for key, of_key in tags.items() if tag in of_key), ""):
+                how = f" in stage {stage}: run `posttrain {stage} " if stage else ": write `"
+                hint = f" (a type of {name}{how}{name}.type={tag}`)"
                 break
         return f"{where}: {dotted}.type is {_show(tag)}{hint}; it must be {either(types)}"
     info, sections = _at(path, schema, given.values)
@@ -120,13 +129,16 @@ def _remedy(path: KeyPath, schema: type[BaseConfig], given: Layer) -> str:
     # The longest end of a key of another framework counts.
     foreign = [end for at in range(len(parts)) if (end := ".".join(parts[at:])) in {*known["keys"], *known["reasons"]}]
     inner = list(dict.fromkeys(key for one in around for key in one.model_fields))
-    # Listing all keys takes half a second, so that the most likely ones come first.
-    if not foreign and (close := difflib.get_close_matches(name, inner, 1, 0.75)):
-        return f"the nearest is {'.'.join((*section, close[0]))}"
-    names = [key.path for key in keys_of(schema)]
-    if around and issubclass(around[0], EnvironmentRecipe):  # the keys of this one, not of all others
-        inside = f"{'.'.join(section)}."
-        names = [key for key in names if not key.startswith(inside)] + [key.path for key in keys_of(around[0], inside)]
+    # Listing the keys of all environments imports them, so that misspelt names come first.
+    way: KeyPath = ()
+    for step in path:
+        inside = {key: None for one in _at(way, schema, given.values)[1] for key in one.model_fields}
+        way = (*way, *difflib.get_close_matches(step, inside, 1, 0.75))
+    if len(way) == len(path) and (not foreign or way[-1] == name):
+        return f"the nearest is {'.'.join(way)}"
+    names = [key.path for key in keys_of(schema, environments=not section or not around or "environment" in inner)]
+    if around and issubclass(around[0], EnvironmentRecipe):
+        names += [key.path for key in keys_of(around[0], f"{'.'.join(section)}.")]
     for key in sorted(names, key=len) if section else ():
         *sections, last = key.removeprefix(f"{'.'.join(section)}.").split(".")
         if last == name and sections and sections[0] in inner:  # a section of this one, or of its kind
@@ -207,8 +219,10 @@ def _at(path: KeyPath, part: type[BaseConfig], values: Any) -> tuple[Any, list[t
 
 def _listed(annotation: Any) -> list[type[BaseConfig]]:
     """The sections of a list of sections, which may be one of several types."""
-    lists = [part for part in (annotation, *typing.get_args(annotation)) if typing.get_origin(part) is list]
-    return [section for part in lists for section in sections_of(typing.get_args(part)[0])]
+    inside = typing.get_args(annotation)
+    if typing.get_origin(annotation) is list:
+        return sections_of(inside[0])
+    return [section for part in inside for section in _listed(part)]
 
 
 def _key_path(problem: ErrorDetails, values: Any) -> KeyPath:
@@ -222,7 +236,7 @@ def _key_path(problem: ErrorDetails, values: Any) -> KeyPath:
             values = values[step]
         elif problem["type"] == "missing" and isinstance(values, dict) and at == len(problem["loc"]) - 1:
             path.append(str(step))
-        elif not isinstance(values, dict):
+        elif not isinstance(values, dict | list):
             break
     return tuple(path)
 

@@ -439,7 +439,8 @@ def rollout(
 def unscored_message(episodes: Sequence[Episode]) -> str:
     """A sentence about the episodes to which no reward applies; empty if there are none."""
     count = sum(e.outcome is Outcome.UNSCORED for e in episodes)
-    return f"no reward applies to {count} of {len(episodes)} episodes, which are left out" if count else ""
+    cause = "environment.reward returned None, or the last step has scored=False"
+    return f"no reward applies to {count} of {len(episodes)} episodes, which are left out: {cause}" if count else ""
 
 
 def without_failures(episodes: Sequence[Episode], failures: FailureRecipe) -> tuple[list[Episode], str]:

@@ -57,7 +57,8 @@ def update_tensor(
     if (kernels := adamw_kernels(weight)) is not None:
         correction, root = (1 - beta**rates.count for beta in rates.betas)
         shrink, rate = rates.rate * rates.decay, rates.rate / correction
-        numbers = rates.clip, shrink, rate, *rates.betas, root**0.5, rates.epsilon
+        rests = (1 - beta for beta in rates.betas)
+        numbers = rates.clip, shrink, rate, *rates.betas, *rests, root**0.5, rates.epsilon
         kernels.step(weight, low, slope, values, scales, tables(weight.device) if scales else (), numbers)
         return
     size = CHUNK if weight.device.type == "cpu" else weight.numel()
@@ -94,7 +95,7 @@ def tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     number, [2, 65536] uint8. Of such numbers, the code is that one or the next.
 
     The numbers are those of bitsandbytes: 0, 1, and the centres of 2**n intervals of each power of ten from 1e-7 on, with a sign
-    for first moments.
+    for first moments. No second moment becomes 0 but 0 itself: the step divides by its root.
     """
     numbers, middles = torch.zeros(2, 256), torch.full((2, 257), math.inf)
     upper = torch.arange(1 << 16, dtype=torch.int32)
@@ -105,6 +106,7 @@ def tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
         signed = torch.cat([centres, -centres]) if kind == 0 else centres
         numbers[kind] = torch.cat([signed, torch.tensor([0.0, 1.0])]).sort().values
     middles[:, 1:256] = (numbers[:, 1:] + numbers[:, :-1]) / 2
+    middles[1, 1] = torch.finfo(torch.float32).tiny
     first = torch.stack([torch.bucketize(least, row, right=True) for row in middles[:, 1:]])
     return numbers.to(device), middles.to(device), first.clamp(max=255).to(device, torch.uint8)
 

@@ -170,9 +170,7 @@ class _Checks:
         if tasks is None:
             return
         self.lines.append(str(tasks))
-        audit = getattr(recipe, "audit", None)
-        checked = partial(check_tasks, environment, tasks, recipe.rollout, recipe.is_scored, evaluated, None, audit)
-        if (found := self.run(checked)) is None:
+        if (found := self.run(partial(check_tasks, recipe, tasks))) is None:
             return  # as in the run; below, environments that cannot be created would say the same
         self.lines += found
         if renderer is not None:

@@ -59,10 +59,7 @@ def _open_evaluator(recipe: EvaluateRecipe, directory: RunDirectory) -> tuple[Ep
     """The evaluator of the model at `model.path` or behind the server, and warnings about tasks and prompts."""
     evaluation = recipe.evaluation
     tasks = replace(task_split(recipe.environment, evaluation, None), validation=())
-    warnings = [
-        *recipe_warnings(recipe),
-        *check_tasks(recipe.environment, tasks, recipe.rollout, recipe.reward is not None, None, recipe.agent),
-    ]
+    warnings = [*recipe_warnings(recipe), *check_tasks(recipe, tasks)]
     left_out = LeftOut()
     if recipe.remote is not None:
         # Only the server can count the tokens of its prompts.

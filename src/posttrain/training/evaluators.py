@@ -182,7 +182,8 @@ class EpisodeEvaluator(Evaluator):
             )
         write_episodes(self.episodes, step, split, episodes, None)
         if result.unscored == result.episodes:
-            raise RunError(f"{unscored_message(episodes)}, so there is nothing to evaluate; hold out other tasks")
+            remedy = "correct the function or environment, or hold out other tasks"
+            raise RunError(f"{unscored_message(episodes)}; there is nothing to evaluate, so {remedy}")
         share = self.manager.rollout.failures.max_share
         if result.failed > min(share * result.episodes, result.episodes - result.unscored - 1):
             first = next(episode for episode in episodes if episode.failure)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -348,7 +349,8 @@ class PolicyObjective:
         self._bonus_scale = 1.0
         """Factor that makes the bonus a mean over the tokens that get it instead of a mean over all tokens."""
         self._update_metrics: Totals = {}
-        """Metrics of the whole update, reported with its first micro-batch."""
+        """Metrics of the whole update, reported with the micro-batch of the sample `_reporter`."""
+        self._reporter: Sample | None = None
 
     def weigh(self, samples: Samples) -> tuple[list[float], float]:
         """One weight per sample, and the divisor. Also sets the values that depend on the whole update: `factors` and
@@ -370,6 +372,7 @@ class PolicyObjective:
             whole = sum(weight * s.sampled_tokens for s, weight in zip(samples, weights, strict=True))
             bonus = sum(weight * float(computed(s.bonus).sum()) for s, weight in zip(samples, weights, strict=True))
             self._bonus_scale = whole / bonus if bonus else 0.0
+        self._reporter = next(chain(filter(self.has_signal, samples), samples), None)
         return weights, divisor
 
     def _is_masked(self, sample: Sample) -> bool:
@@ -389,7 +392,7 @@ class PolicyObjective:
         if self.old == "learner" and self.first_update:
             batch = replace(batch, old_logprobs=output.logprobs.detach())
         loss, metrics = policy_loss(self.loss, output.logprobs, batch)
-        metrics, self._update_metrics = metrics | self._update_metrics, {}
+        metrics |= self._update_metrics if any(sample is self._reporter for sample in samples) else {}
         if self.first_update and "policy/clip_low" in metrics:
             low, high = metrics["policy/clip_low"], metrics["policy/clip_high"]
             metrics["policy/clipped_before_update"] = (low[0] + high[0], low[1])

@@ -357,9 +357,7 @@ def make_tasks(recipe: SampledRecipe) -> tuple[TaskSplit, list[str]]:
     for key in models.keys() & {"reward", "audit"}:
         require_reward_model(models[key].path, f"{key}.path")
     tasks = task_split(recipe.environment, recipe.evaluation, recipe.seeds)
-    evaluated, agent, audit = recipe.evaluation.environment, *(getattr(recipe, one, None) for one in ("agent", "audit"))
-    checked = check_tasks(recipe.environment, tasks, recipe.rollout, recipe.is_scored, evaluated, agent, audit)
-    return tasks, [*recipe_warnings(recipe), *checked]
+    return tasks, [*recipe_warnings(recipe), *check_tasks(recipe, tasks)]
 
 
 def make_order(

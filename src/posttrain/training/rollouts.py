@@ -46,7 +46,7 @@ from posttrain.seeds import random_stream
 def sharding_of(engine: Engine) -> EpisodeSharding:
     """How several processes divide episodes: an engine in this process plays this process's groups; an engine outside
     this process plays all groups, on behalf of rank 0."""
-    if current_world().is_single_process:
+    if current_world().size == 1:
         return EpisodeSharding.NONE
     return EpisodeSharding.BY_GROUP if isinstance(engine, LocalEngine) else EpisodeSharding.RANK0
 

@@ -75,7 +75,7 @@ class RowEvaluator(Evaluator, ABC):
                 scores = (_known(float(scores[number, side])) for scores in (before, after))
                 answers.append(RowAnswer(name, model.tokenizer.decode(answer)[:LONGEST], *scores))
             samples.append(RowSample(row.origin, model.tokenizer.decode(prompt)[-LONGEST:], answers, self.score))
-        if isinstance(model, Policy) and current_world().is_single_process:
+        if isinstance(model, Policy) and current_world().size == 1:
             prompts = [tuple(_last_answer(rows[number].streams[0])[0].tolist()) for number in numbers]
             with ThreadPoolExecutor(1) as thread:  # a notebook already runs an event loop in this one
                 replies = thread.submit(asyncio.run, _replies(model, prompts)).result()

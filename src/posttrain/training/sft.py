@@ -67,9 +67,7 @@ def train(recipe: SftRecipe, run: RunDirectory, resume: bool, console: Console, 
     if evaluated is not None and manager is not None:
         metric, seed = recipe.evaluation.metric, recipe.seed
         evaluators.append(EpisodeEvaluator(manager, recipe.evaluation, tasks, seed, run.episodes, recipe.name))
-        warnings += check_tasks(
-            recipe.environment or evaluated, tasks, recipe.rollout, True, recipe.evaluation.environment
-        )
+        warnings += check_tasks(recipe, tasks)
         best_by = choice_of(metric if metric != "loss" else None)
         warnings += [text for text in manager.template_warnings() if text not in warnings]
         if recipe.data is not None:

@@ -120,7 +120,7 @@ def _measured(recipe: StageRecipe, console: Console) -> dict[str, dict[str, Any]
     from posttrain.training.measured import UPDATE, busy_processors, choose, thread_counts
 
     model, busy, counts = recipe.model, 0.0, [recipe.model.threads or torch.get_num_threads()]
-    if model.threads is None and current_world().is_single_process and "OMP_NUM_THREADS" not in os.environ:
+    if model.threads is None and current_world().size == 1 and "OMP_NUM_THREADS" not in os.environ:
         busy = busy_processors()
         counts = thread_counts(busy)
     changes: dict[str, dict[str, Any]] = {}

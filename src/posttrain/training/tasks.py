@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from posttrain.data.held_out import TaskSplit
 from posttrain.data.problems import Problems
@@ -28,25 +29,19 @@ from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import RolloutRecipe
 
 
-def check_tasks(
-    environment: EnvironmentRecipe,
-    tasks: TaskSplit,
-    rollout: RolloutRecipe,
-    reward_model: bool,
-    evaluated: EnvironmentRecipe | None = None,
-    agent: AgentRecipe | None = None,
-    audit: AuditRecipe | None = None,
-) -> list[str]:
-    """Check the tasks of a run before a model is loaded. Returns the warnings of the environments.
+def check_tasks(recipe: Any, tasks: TaskSplit) -> list[str]:
+    """Check the tasks of a run of `recipe` before a model is loaded. Returns the warnings of the environments.
 
-    `evaluated`: the environment of the held-out tasks, if it differs. `agent`: the agent that plays the tasks, if any.
-    `audit`: the second scorer of the learning curve, if any. Environments name their keys `environment...`; messages
-    name those of the recipe. InputError if a task cannot be played, or nothing rewards the answers."""
+    Environments name their keys `environment...`; messages name those of the recipe. InputError if a task cannot be
+    played, or nothing rewards the answers."""
     warnings = []
+    rollout, evaluated = recipe.rollout, recipe.evaluation.environment
+    agent: AgentRecipe | None = getattr(recipe, "agent", None)
+    audit: AuditRecipe | None = getattr(recipe, "audit", None)
     if agent is not None and agent.function is not None:
         load_reward(agent.function, "agent.reward")
-    scored = reward_model or (agent is not None and agent.reward != "environment")
-    parts = parts_of(environment, tasks, evaluated)
+    scored = recipe.is_scored or (agent is not None and agent.reward != "environment")
+    parts = parts_of(getattr(recipe, "environment", None) or evaluated, tasks, evaluated)
     if audit is not None and audit.environment is not None:
         parts.append((audit.environment, "audit.environment", (), [tasks.validation]))
     for one, key, training, held_out in parts:

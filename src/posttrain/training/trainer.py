@@ -457,7 +457,7 @@ class Trainer(Generic[Output]):
             self.progress.message(f"a step takes {took:.0f} s here: {fits} in max_minutes = {minutes:g}")
         if not self._world.broadcast(now >= 60 * minutes):
             return False
-        self.progress.message(f"stopped after step {self.step}: max_minutes = {minutes:g} have passed")
+        self.warn([f"stopped after {self.step} of {self.steps} steps: max_minutes = {minutes:g} have passed"])
         return True
 
     def _measure(self, policy: str, step: int, name: str) -> dict[str, Any]:
@@ -485,7 +485,7 @@ class Trainer(Generic[Output]):
         if self.recipe.export == BY_AUDIT and (missing := unaudited(read_log(self.run.metrics))):
             self.warn([missing])
         step = self.step
-        which, chosen = "last", "the last one"
+        which, chosen = "last", "the last one" if self.step >= self.steps else f"the last of {self.steps} planned"
         if self.best is not None and self.recipe.export != "last":
             step = self.best.step
             by = "best by the audit" if self.recipe.export == BY_AUDIT else "best of the curve"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -31,6 +32,7 @@ class Machines:
             "RAY_USAGE_STATS_ENABLED": "0",
             # From Ray 2.60 on, a first node asks others for the token of its user if there is one, and they do not send it.
             "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "OMP_NUM_THREADS": "1",
             "RAY_health_check_period_ms": "1000",
             "RAY_health_check_failure_threshold": "5",
@@ -67,11 +69,11 @@ class Machines:
             f"--num-cpus={CORES}",
             "--object-store-memory=100000000",
         ]
-        ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
+        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
         log = self.logs / f"log{machine}.txt"
         before = log.read_text().count(STARTED) if log.exists() else 0
         node = self.nodes[machine] = self.popen(machine, *ray, *where, *settings)
-        waited(lambda: log.read_text().count(STARTED) > before, 200, node)
+        waited(lambda: log.read_text().count(STARTED) > before, 200, node, log)
 
     def popen(self, machine: int, *words: str, **keys) -> subprocess.Popen:
         """Start a command on a machine."""
@@ -116,11 +118,11 @@ def machines(tmp_path):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def waited(condition, seconds: float, process: subprocess.Popen) -> None:
+def waited(condition, seconds: float, process: subprocess.Popen, log: Path) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert process.poll() is None, "it ended"
-        assert time.monotonic() < end
+        assert process.poll() is None, log.read_text()[-3000:]
+        assert time.monotonic() < end, log.read_text()[-3000:]
         time.sleep(0.05)
 
 
@@ -140,7 +142,7 @@ def test_a_run_on_two_machines_loses_one_and_gets_it_back(machines, tiny_model, 
     posttrain = [sys.executable, "-m", "posttrain.cli.main", "rl", str(recipe)]
     run = machines.popen(HEAD, *posttrain, cwd=Path(__file__).parents[3])
     metrics = runs / "small" / "metrics.jsonl"
-    waited(lambda: metrics.exists() and metrics.read_text().count('"kind": "train"') >= 1, 300, run)
+    waited(lambda: metrics.exists() and '"kind": "train"' in metrics.read_text(), 300, run, tmp_path / "log0.txt")
     machines.lose(OTHER)
     machines.start(OTHER)
     assert run.wait(400) == 0, (tmp_path / "log0.txt").read_text()

@@ -274,7 +274,8 @@ class RecordedDecoder:
         if not samples:
             return hidden
         numbers = self._sampler(self.logits(hidden), inputs[3:])
-        self._last.index_copy_(0, slots, numbers[0].long())
+        # Of the copies of a sequence, which may round differently, the first counts, as on the CPU.
+        self._last.index_copy_(0, slots, numbers[0].long()[torch.searchsorted(slots, slots)])
         return numbers
 
 

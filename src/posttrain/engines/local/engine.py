@@ -194,28 +194,32 @@ class LocalEngine:
     def load_weights(self, version: int, source: Policy | None = None) -> None:
         """Sample with the current weights of `source`. A sharded policy keeps them gathered until `sleep`. A pass
         computes without yielding to the event loop, so this call is always between two passes."""
-        self.version, self._ahead = version, None
+        self.version = version
         self._source, self._renewed = source or self.policy, False
         if self._source.sharded is not None:
             self._source.sharded.hold()
-        self._slots.invalidate()
+        self._forget()
         if not self._flash:
             self._cache.trim()
-        self._rows.computed[:] = 0
 
     def sleep(self) -> None:
         """Reshard gathered weights, and free the cache of a GPU for the learner. A CPU keeps it for the next step."""
-        self._ahead = None
         if self._flash:
             tokens = self._cache.pages * PAGE
             self._cache = self._parts.cache(self.capacity, self._cache.most_pages)
             self._cache.reserve(tokens)  # The next step needs as many again.
-            self._slots.invalidate()
+            self._forget()
             if isinstance(self._decoder, RecordedDecoder):
                 self._decoder.forget()
         if self._source.sharded is not None:
             self._decoder = None
             self._source.sharded.release()
+
+    def _forget(self) -> None:
+        """Discard all cached tokens, and a pass that was started from them."""
+        self._ahead = None
+        self._slots.invalidate()
+        self._rows.computed[:] = 0
 
     # -- scheduling ---------------------------------------------------------------------------------------------------
 

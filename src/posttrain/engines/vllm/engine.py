@@ -399,7 +399,7 @@ class VllmEngine:
             return
         await state.replica.call("begin_weights", version=self.version)
         if self.recipe.weight_transfer != "files" and not self._store.files:
-            if not current_world().is_single_process:
+            if current_world().size > 1:
                 raise RunError(
                     f"{state.replica.name} died, and one process cannot send it weights that are sharded over several; "
                     "continue with --resume, or set engine.weight_transfer=files"

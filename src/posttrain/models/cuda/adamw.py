@@ -41,6 +41,8 @@ def _step(  # type: ignore[no-untyped-def]
     rate,
     beta1,
     beta2,
+    rest1,
+    rest2,
     correction,
     epsilon,
     SPLIT: tl.constexpr,
@@ -57,8 +59,8 @@ def _step(  # type: ignore[no-untyped-def]
     if EIGHT:
         m = tl.load(codes + m.to(tl.int32)) * tl.load(first_scales + rows, some, 0.0)[:, None]
         v = tl.load(codes + BLOCK + v.to(tl.int32)) * tl.load(second_scales + rows, some, 0.0)[:, None]
-    m = beta1 * m + (1 - beta1) * gradient
-    v = beta2 * v + (1 - beta2) * gradient * gradient
+    m = beta1 * m + rest1 * gradient
+    v = beta2 * v + rest2 * gradient * gradient
     m, v = tl.where(inside, m, 0.0), tl.where(inside, v, 0.0)
     value = tl.load(weights + places, inside, 0.0)
     if SPLIT:
@@ -93,7 +95,8 @@ def step(
 
     `low` int16: the master is put together from `weight` bfloat16 and it; None: `weight` is float32. `moments` float32, or
     uint8 with `scales` of blocks and the `tables` of `training.adamw`. `numbers`: the divisor of gradients, the share by which
-    weights shrink, the rate, both betas, the divisor of the root of the second moment, and epsilon.
+    weights shrink, the rate, both betas, what they lack of 1 (a GPU gets float32, of which too few digits would be left), the
+    divisor of the root of the second moment, and epsilon.
     """
     tensors = (
         weight,
