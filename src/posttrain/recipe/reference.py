@@ -108,12 +108,19 @@ def docstrings(section: type[BaseConfig]) -> dict[str, str]:
 def _classes(module: str) -> dict[str, list[ast.stmt]]:
     """The statements of every class in the source of `module`, by qualified name; none for a module without source."""
     found: dict[str, list[ast.stmt]] = {}
+
+    def collect(node: ast.AST, prefix: str) -> None:
+        for one in ast.iter_child_nodes(node):
+            inside = prefix
+            if isinstance(one, ast.ClassDef):
+                found[f"{prefix}{one.name}"], inside = one.body, f"{prefix}{one.name}."
+            elif isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef):
+                inside = f"{prefix}{one.name}.<locals>."
+            if not isinstance(one, ast.expr):
+                collect(one, inside)
+
     with suppress(OSError, TypeError):  # made by a program
-        inside: list[tuple[str, ast.Module | ast.ClassDef]] = [("", ast.parse(inspect.getsource(sys.modules[module])))]
-        for prefix, node in inside:
-            for one in (one for one in node.body if isinstance(one, ast.ClassDef)):
-                found[f"{prefix}{one.name}"] = one.body
-                inside.append((f"{prefix}{one.name}.", one))
+        collect(ast.parse(inspect.getsource(sys.modules[module])), "")
     return found
 
 
