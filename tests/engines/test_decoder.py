@@ -17,6 +17,7 @@ from posttrain.engines.local.cpu.kernel import decoding_kernel
 from posttrain.engines.local.decoder import ModuleDecoder, StreamlinedDecoder, decoder_of
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Request
+from posttrain.models.cpu import attention as attention_cpu
 from posttrain.models.cpu.backend import onednn_multiplies
 from posttrain.models.cpu.compiler import TYPES, compiled
 from posttrain.models.forward import use_float32_head
@@ -70,8 +71,9 @@ def passes(decoder, dtype):
 @pytest.mark.parametrize("name", MODELS)
 def test_every_pass_equals_that_of_the_modules(name, dtype, bound, kernel, monkeypatch):
     monkeypatch.setenv("POSTTRAIN_KERNEL", "0" if kernel == "torch" else "1")
-    decoding_kernel.cache_clear()
-    layers.product_library.cache_clear()
+    libraries = decoding_kernel, layers.product_library, attention_cpu._library
+    for library in libraries:
+        library.cache_clear()
     try:
         model = made(name, dtype)
         fast = decoder_of(model)
@@ -80,9 +82,9 @@ def test_every_pass_equals_that_of_the_modules(name, dtype, bound, kernel, monke
             pytest.skip("there is no C++ compiler")
         for mine, theirs in zip(passes(fast, dtype), passes(ModuleDecoder(model), dtype), strict=True):
             assert (mine - theirs).abs().max() < bound
-    finally:
-        decoding_kernel.cache_clear()
-        layers.product_library.cache_clear()
+    finally:  # later tests use compiled functions
+        for library in libraries:
+            library.cache_clear()
 
 
 def test_without_packed_products_the_modules_own_weights_are_used(monkeypatch):

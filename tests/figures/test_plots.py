@@ -136,6 +136,9 @@ def test_an_environment_without_success_has_a_curve_of_returns(run):
     marked = {container.get_label() for container in axes.containers}
     assert {"result on the final seeds, -0.250", "start of this run on the final seeds, -1.000"} <= marked
     assert whiskers(axes) == [(0, -1.5, 0.5), (2, -1.5, 0.5)]
+    drawn = {line.get_label(): line.get_linestyle() for line in axes.lines}
+    assert drawn["held-out seeds"] == "None"  # two evaluations are points
+    assert drawn["training episodes, sampled"] != "None"
     assert axes.get_ylim()[0] <= -1.5
     assert axes.get_ylim()[1] >= 0.5
 

@@ -92,6 +92,8 @@ def _draw(axes: Axes, chart: Chart) -> None:
     for number, trace in enumerate(chart.traces):
         look: dict[str, Any] = {"color": trace.color, "linestyle": DASHES[trace.dash], "label": trace.label}
         look["marker"] = MARKERS[number % len(MARKERS)] if len(trace.x) <= 40 else ""
+        if not trace.trained and len(trace.x) <= 2:  # nothing is known between them
+            look["linestyle"] = "none"
         steps, values = trace.x, trace.y
         shown += [float(values.min()), float(values.max())] if len(values) else []
         if any(trace is one for one in smooths):

@@ -118,8 +118,8 @@ class Chart {
     for (const curve of curves) {
       const color = this.color(curve.color);
       const line = { stroke: color, width: 2, dash: curve.dash, spanGaps: true, points: { size: 5, fill: color } };
-      // Between a few measurements nothing is known, so their line is faint.
-      if (this.whiskers(curve)) Object.assign(line, { stroke: faint(color, 0.4), width: 1, points: { show: true, size: 6, fill: color, stroke: color } });
+      // Between a few measurements nothing is known, so their line is faint, and two have none.
+      if (this.whiskers(curve)) Object.assign(line, { stroke: faint(color, 0.4), width: curve.x.length > 2 ? 1 : 0, points: { show: true, size: 6, fill: color, stroke: color } });
       if (spec.stacked) Object.assign(line, { fill: color, width: 0, points: { show: false } });
       if (this.smooths(curve)) {
         // Raw values stay visible behind the mean.
