@@ -33,10 +33,8 @@ def require_inputs(recipe: StageRecipe, engine_too: bool = True) -> None:
             from posttrain.environments.rewards import load_reward  # imports numpy
 
             load_reward(str(use.value), use.key)
-    for section in _sections(recipe):
-        for name, sources in section:
-            if isinstance(sources, list) and sources and all(isinstance(one, SourceRecipe) for one in sources):
-                _require_rows(recipe, section, sources, getattr(section, "held_out", 0) if name == "train" else 0)
+    for section, name, sources in _row_files(recipe):
+        _require_rows(recipe, section, sources, getattr(section, "held_out", 0) if name == "train" else 0)
     for key, model in recipe.models().items():
         if model.path:
             require_model(model.path, f"{key}.path")
@@ -67,7 +65,15 @@ def _require_rows(recipe: StageRecipe, section: BaseConfig, sources: list[Source
 
 def rows_are_here(recipe: StageRecipe) -> bool:
     """Whether no file of rows has to be downloaded."""
-    return all(_is_here(one) for one in _sections(recipe) if isinstance(one, SourceRecipe))
+    return all(_is_here(one) for _, _, sources in _row_files(recipe) for one in sources)
+
+
+def _row_files(recipe: StageRecipe) -> Iterator[tuple[BaseConfig, str, list[SourceRecipe]]]:
+    """The lists of files of rows, each with its section and its key in it."""
+    for section in _sections(recipe):
+        for name, sources in section:
+            if isinstance(sources, list) and sources and all(isinstance(one, SourceRecipe) for one in sources):
+                yield section, name, sources
 
 
 def _is_here(source: SourceRecipe) -> bool:
