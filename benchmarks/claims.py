@@ -1,4 +1,4 @@
-"""Claims of other authors, tested with five training seeds on small models: credit of units, and RAGEN's experiments.
+"""Claims of other authors, tested with several training seeds on small models.
 
     python benchmarks/claims.py --claims units --out runs/claims
     python benchmarks/claims.py --table docs/results/claims.jsonl

@@ -53,7 +53,7 @@ def run_stage(
                 from posttrain.planning.dry_run import tasks_of  # imports numpy
                 from posttrain.training.tasks import check_tasks
 
-                check_tasks(recipe, tasks_of(recipe))
+                check_tasks(recipe, tasks_of(recipe))  # again in the run, which prints its warnings
         elif not has_state(run := RunDirectory.open(path)):
             with run.lock():
                 finish_ended(recipe, run, console)

@@ -106,7 +106,7 @@ def test_the_settings_of_a_search_are_ranked_by_each_seed():
     ]
     row = games.search_table(lines).splitlines()[2].split(" | ")
     assert row[3:5] == ["16 x 16, then 4 x 4", "9, 9"]
-    assert row[5].startswith("-1.00")
+    assert row[5] == "-1.00 |"
 
 
 def test_the_page_has_the_tables_of_the_stored_runs():
