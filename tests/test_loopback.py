@@ -17,7 +17,7 @@ from posttrain.loopback import Guard, Scope, header, http_server, open_listener
 
 async def app(scope: Scope, receive: loopback.Receive, send: loopback.Send):
     """Computes in the event loop before it answers, as the local engine does."""
-    time.sleep(0.01)
+    time.sleep(float(b"".join(header(scope, b"compute")) or 0.01))
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
     await send({"type": "http.response.body"})
 
@@ -90,6 +90,24 @@ def test_idle_and_slow_connections_are_replaced(monkeypatch: pytest.MonkeyPatch,
                 pass
             stranger.close()
         assert kept <= 8
+
+
+def test_a_client_that_has_yet_to_send_is_not_closed_for_older_connections(monkeypatch: pytest.MonkeyPatch):
+    """All connect while the process computes, so that it accepts them before it reads what the strangers sent."""
+    monkeypatch.setattr(loopback, "_ANONYMOUS", 8)
+    with served() as port, closing(socket.create_connection(("127.0.0.1", port))) as first:
+        first.sendall(request(port, "Key: x\r\nCompute: 0.5\r\n"))
+        time.sleep(0.1)
+        strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+        for stranger in strangers:
+            stranger.sendall(b"G")
+        with closing(socket.create_connection(("127.0.0.1", port), timeout=20)) as client:
+            assert first.recv(100)[9:12] == b"200"
+            time.sleep(0.2)
+            client.sendall(request(port))
+            assert client.recv(100)[9:12] == b"200"
+        for stranger in strangers:
+            stranger.close()
 
 
 def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatch):

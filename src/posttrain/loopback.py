@@ -97,8 +97,9 @@ def guarded_protocol(guard: Guard) -> type[Any]:
     """The HTTP protocol of uvicorn, on which a connection is anonymous until a request on it passes `guard`.
 
     An anonymous connection is closed after `_HEADER_SECONDS`. If there are more than `_ANONYMOUS`, the oldest are closed,
-    but none whose first bytes wait to be read: it is late because this process was busy. Connections that send nothing, or
-    send their headers slowly, therefore cannot keep out a client with the token, however fast they are opened.
+    but none whose first bytes wait to be read: it is late because this process was busy. Nor is a newer one closed in its
+    place. Connections that send nothing, or send their headers slowly, therefore cannot keep out a client with the token,
+    however fast they are opened.
     """
     from h11 import LocalProtocolError
     from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -115,9 +116,9 @@ def guarded_protocol(guard: Guard) -> type[Any]:
             self.make_room()
 
         def make_room(self) -> None:
-            excess = len(anonymous) - _ANONYMOUS
-            if excess > 0:
-                for connection in list(islice((one for one in anonymous if not one.unread()), excess)):
+            oldest = list(islice(anonymous, max(0, len(anonymous) - _ANONYMOUS)))
+            for connection in oldest:
+                if not connection.unread():
                     connection.drop()
 
         def unread(self) -> bool:
