@@ -21,7 +21,7 @@ from posttrain_memory.recipe import MemoryRecipe
 from posttrain_memory.vault.storage import MemoryStorage
 from posttrain_memory.vault.text import split_question
 from posttrain_memory.vault.vault import Vault
-from posttrain_memory.worlds.dataset import row_of, samples
+from posttrain_memory.worlds.generation import row_of, samples
 from posttrain_memory.worlds.replies import answer, contains_value
 from posttrain_memory.worlds.task import KINDS
 from posttrain_memory.worlds.truth import parse

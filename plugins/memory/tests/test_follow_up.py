@@ -9,8 +9,7 @@ from posttrain.environments.game import play
 from posttrain_memory.baselines import ASKED_AFTER, NOTES
 from posttrain_memory.environment import Memory, assignment
 from posttrain_memory.recipe import MemoryRecipe
-from posttrain_memory.worlds.dataset import read_row, row_of, samples
-from posttrain_memory.worlds.generation import tasks_of
+from posttrain_memory.worlds.generation import read_row, row_of, samples, tasks_of
 from posttrain_memory.worlds.recipe import WorldRecipe
 from posttrain_memory.worlds.render import make_world
 from posttrain_memory.worlds.task import VARIANTS

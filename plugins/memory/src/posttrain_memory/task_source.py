@@ -18,8 +18,7 @@ from posttrain_memory.recipe import MemoryRecipe
 from posttrain_memory.vault.limits import VaultError, VaultLimits
 from posttrain_memory.vault.storage import MemoryStorage
 from posttrain_memory.vault.vault import Vault
-from posttrain_memory.worlds.dataset import read_row
-from posttrain_memory.worlds.generation import tasks_of
+from posttrain_memory.worlds.generation import read_row, tasks_of
 from posttrain_memory.worlds.recipe import WorldRecipe
 from posttrain_memory.worlds.records import (
     Memories,

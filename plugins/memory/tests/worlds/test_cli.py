@@ -5,7 +5,7 @@ import json
 import pytest
 
 from posttrain.cli.main import main
-from posttrain_memory.worlds.dataset import read_row
+from posttrain_memory.worlds.generation import read_row
 
 
 @pytest.fixture(autouse=True)

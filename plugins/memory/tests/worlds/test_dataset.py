@@ -5,8 +5,7 @@ import json
 import pytest
 
 from posttrain.errors import InputError
-from posttrain_memory.worlds.dataset import SPLITS, read_row, row_of, samples
-from posttrain_memory.worlds.generation import question_key
+from posttrain_memory.worlds.generation import SPLITS, question_key, read_row, row_of, samples
 from posttrain_memory.worlds.recipe import WorldRecipe
 
 COUNTS = {"train": 12, "dev": 4, "test": 4}
