@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from posttrain.cli.plugins import PluginGroup
+
 if TYPE_CHECKING:
     from posttrain_memory.worlds.recipe import WorldRecipe
 
-app = typer.Typer(
-    help="Use the memory agent: a model that keeps Markdown notes by writing Python.", no_args_is_help=True
-)
+_HELP = "Use the memory agent: a model that keeps Markdown notes by writing Python."
+app = typer.Typer(cls=PluginGroup, help=_HELP, no_args_is_help=True, rich_markup_mode="markdown")
 VaultFolder = Annotated[Path, typer.Argument(help="Folder of the vault.")]
 ModelName = Annotated[
     str | None, typer.Option("--model", help="Path or hub id of a model; with --url, the model's name on the server.")
@@ -58,13 +59,9 @@ def chat(
     """Chat with a memory agent in a terminal, or with one question per line on standard input.
 
     Examples:
-
     posttrain memory chat notes --new --model runs/memory/rl/model --prompt brief --max-turns 5
-
-    posttrain memory chat notes --url http://localhost:8000/v1 --model qwen3-4b --filter "hide: [{category:
-    phone}]"
-
-    echo "Where does Ada live?" | posttrain memory chat notes --model runs/memory/rl/model --prompt brief
+    posttrain memory chat notes --url http://localhost:8000/v1 --model qwen3-4b --filter "hide: [{category: phone}]"
+    posttrain memory chat notes --model runs/memory/rl/model --prompt brief < questions.txt
     """
     import sys
     from contextlib import closing
@@ -113,11 +110,8 @@ def mcp(
     """Serve a vault over the Model Context Protocol: list, search and read notes, and with a model ask questions.
 
     Examples:
-
     posttrain memory mcp notes --model runs/memory/rl/model --prompt brief
-
     posttrain memory mcp notes --url http://localhost:8000/v1 --model qwen3-4b --filter "hide: [{category: phone}]"
-
     posttrain memory mcp notes --read-only
     """
     from posttrain_memory.agent.opening import live_settings, open_chat_client
@@ -151,9 +145,7 @@ def undo(
     """Undo the last operations on a vault, including those of earlier chats and MCP clients; all or none.
 
     Examples:
-
     posttrain memory undo notes
-
     posttrain memory undo notes --count 3
     """
     from posttrain_memory.agent.history import undo as undo_operations
@@ -169,7 +161,6 @@ def journal(
     """List the last operations on a vault, newest first: number, time, and the change of each note.
 
     Example:
-
     posttrain memory journal notes --count 5
     """
     from posttrain_memory.agent.history import last_operations
@@ -196,9 +187,7 @@ def worlds(
     No world is in two splits, and no question occurs twice. See docs/reference/worlds.md for the keys and the columns.
 
     Examples:
-
     posttrain data worlds --out worlds --seed 0 --train 400 --dev 40 --test 40
-
     posttrain data worlds --train 2000 notes=4 facts=[1,2] filler=[0,0] bare=true back_links=false
     """
     from posttrain.cli.env import environment_of
