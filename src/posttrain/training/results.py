@@ -27,7 +27,7 @@ def report_results(
 
         draw_plots(run)
         trajectories.draw_run(run, evaluated_environment(run.load_recipe(to_run=True)))
-    write_report(run, tables, model_directory=model_directory)
+    write_report(run, model_directory)
     for table in tables:
         console.print(table)
     for evaluator in evaluators:
