@@ -9,7 +9,7 @@ from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog, read_metrics
 from posttrain.runs.report import changed_keys, write_report
-from posttrain.runs.tables import PolicyRow, headline, policy_tables, write_results
+from posttrain.runs.tables import PolicyRow, Results, headline, policy_tables, write_results
 from tests.rollout.episodes import played
 
 ROWS = [
@@ -42,7 +42,7 @@ def test_the_report_shows_the_run_and_how_to_use_its_model(run):
     (run.plots / "kl.png").write_bytes(b"png")
     model = run.checkpoints / "best" / "model"
     model.mkdir(parents=True)
-    write_results(run.path, policy_tables(ROWS), ROWS)
+    write_results(run.path, Results(policy_tables(ROWS)))
     text = write_report(run, model, ["warmed up first"]).read_text()
     machine = run.load_environment()
     for expected in (
