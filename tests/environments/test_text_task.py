@@ -131,16 +131,7 @@ def test_a_reward_function_may_report_more_numbers_and_the_score_may_have_weight
 
 
 @pytest.mark.parametrize(
-    ("body", "complaint"),
-    [
-        ("return row['nothing']", "KeyError"),
-        ("return float('nan')", "returned nan"),
-        ("return float('inf')", "returned inf"),
-        ("return '1'", "returned '1'"),
-        ("return [1.0]", "returned"),
-        ("return {'length': 1.0}", "the key 'score'"),
-        ("return {'score': 1.0, 'length': 'long'}", "names to finite numbers"),
-    ],
+    ("body", "complaint"), [("return row['nothing']", "KeyError"), ("return float('nan')", "returned nan")]
 )
 def test_a_reward_function_without_a_score_fails_the_episode(tmp_path, body, complaint):
     recipe = _recipe(tmp_path, reward=_reward(tmp_path, body))
