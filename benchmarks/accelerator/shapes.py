@@ -8,7 +8,8 @@ import torch
 
 from posttrain.models.adapters import add_adapters
 from posttrain.models.cuda.four_bit import quantize
-from posttrain.models.layers import use_packed_attention
+from posttrain.models.forward import ForwardPath
+from posttrain.models.gate import use_path
 from posttrain.models.policy import Policy, checkpoint_layers
 from posttrain.recipe.model import LoraRecipe, ModelRecipe
 
@@ -100,7 +101,7 @@ def random_model(shape: Shape, device: torch.device, packed: bool = True, attent
 
     model = _random(AutoModelForCausalLM, shape, device, attention)
     if packed:
-        use_packed_attention(model)
+        use_path(model, ForwardPath())
     return model
 
 

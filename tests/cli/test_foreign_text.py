@@ -14,7 +14,7 @@ from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog
 from posttrain.runs.report import write_report
-from posttrain.runs.tables import Table
+from posttrain.runs.tables import Results, Table, write_results
 from posttrain.terminal import escaped_output, new_console, printable
 from tests.adversary.hosts import quietly
 from tests.adversary.run_folders import CONTROLS, FOREIGN
@@ -85,7 +85,8 @@ def folder(tmp_path_factory):
         log.write(4, "warning", {"message": FOREIGN})
         log.write(4, "train", {f"rollout/{FOREIGN}": 1.0})
     run.failure.write_bytes(FOREIGN.encode("utf-8", "backslashreplace"))
-    write_report(run, [Table(FOREIGN, ("policy", "n"), [(FOREIGN, "1")], FOREIGN)], title=FOREIGN, warnings=[FOREIGN])
+    write_results(run.path, Results([Table(FOREIGN, ("policy", "n"), [(FOREIGN, "1")], FOREIGN)]))
+    write_report(run, warnings=[FOREIGN])
     assert CONTROLS.search(run.report.read_text()) is None
     rows = [{"messages": messages}, {"messages": [{"role": FOREIGN, "content": FOREIGN}]}, {FOREIGN: FOREIGN}]
     (tmp_path / f"{NAME}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -12,7 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from posttrain.distributed import world
 from posttrain.episode import Stream
-from posttrain.models.layers import use_fused_layers, use_packed_attention
+from posttrain.models.forward import ForwardPath
+from posttrain.models.gate import use_path
+from posttrain.models.layers import use_fused_layers
 from posttrain.models.policy import Policy
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.model import LearnerRecipe, ModelRecipe, OptimizerRecipe
@@ -93,7 +95,7 @@ class ShapedPolicy(Policy):
     def load(self) -> torch.nn.Module:
         with torch.device("cuda"):
             model = AutoModelForCausalLM.from_config(self._config, dtype=torch.bfloat16, attn_implementation="sdpa")
-        use_packed_attention(model)
+        use_path(model, ForwardPath())
         use_fused_layers(model)
         return model.eval()
 

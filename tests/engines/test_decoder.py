@@ -20,8 +20,8 @@ from posttrain.engines.protocol import Request
 from posttrain.models.cpu import attention as attention_cpu
 from posttrain.models.cpu.backend import onednn_multiplies
 from posttrain.models.cpu.compiler import TYPES, compiled
-from posttrain.models.forward import use_float32_head
-from posttrain.models.layers import use_packed_attention
+from posttrain.models.forward import ForwardPath, use_float32_head
+from posttrain.models.gate import use_path
 from posttrain.recipe.engines import LocalEngineRecipe
 from posttrain.recipe.model import ModelRecipe
 from tests.vllm.asking import GREEDY, answers
@@ -41,7 +41,7 @@ def made(name, dtype=torch.float32, **shape):
             if parameter.dim() == 1:
                 parameter += 0.3 * torch.randn_like(parameter)
     model = model.to(dtype).eval()
-    use_packed_attention(model)
+    use_path(model, ForwardPath())
     return model
 
 

@@ -4,7 +4,6 @@ import base64
 import gzip
 import json
 import socketserver
-import threading
 import time
 from contextlib import contextmanager, suppress
 from urllib.parse import quote
@@ -16,6 +15,7 @@ from posttrain.engines.scoring import ScoringServers
 from posttrain.errors import InputError
 from posttrain.recipe.teacher import TeacherRecipe
 from posttrain.redaction import without_secrets
+from tests.listening import listening
 
 pytest.importorskip("openai")
 
@@ -47,13 +47,8 @@ def server(respond):
     class Server(socketserver.ThreadingTCPServer):
         allow_reuse_address = daemon_threads = True
 
-    with Server(("127.0.0.1", 0), Handler) as running:
-        thread = threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        try:
-            yield running.server_address[1]
-        finally:
-            running.shutdown()
+    with listening(Server(("127.0.0.1", 0), Handler)) as running:
+        yield running.server_address[1]
 
 
 def ask(port, seconds=2.0, key_variable=None):

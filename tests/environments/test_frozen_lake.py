@@ -175,4 +175,9 @@ def test_observations_in_words():
         FrozenLakeRecipe(observation="grid", edges=True)
 
 
-IMPOSSIBLE = [{"size": 1}, {"frozen_probability": 0}, {"format": {"actions_per_turn": 6}}, {"observation": "picture"}]
+def test_returning_to_a_position_is_the_same_state():
+    environment = FrozenLake(FrozenLakeRecipe(slippery=False, frozen_probability=1.0, max_turns=3))
+    start = environment.reset(0).state
+    answer = environment.recipe.format.render
+    assert environment.step(answer(["Right"], "")).state != start
+    assert environment.step(answer(["Left"], "")).state == start

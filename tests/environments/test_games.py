@@ -28,6 +28,9 @@ VARIANTS = [
 ]
 
 
+BANDIT_FORMATS = [{"actions_per_turn": 2}, {"penalty": 0.1}, *({"separator": sign} for sign in ("or", " ", "<"))]
+
+
 def _make(values):
     recipe = environment_recipe(values)
     return environment_class(recipe.type)(recipe)
@@ -71,9 +74,11 @@ def test_a_rejected_answer_costs_the_penalty_of_the_recipe_and_returns_the_reaso
     assert not first.truncated
 
 
-def test_seeds_differ():
+def test_seeds_differ_and_a_rejected_answer_leaves_the_state():
     for name in WHOLE:
         environment = _make({"type": name})
+        start = environment.reset(3).state
+        assert start == environment.reset(3).state == environment.step("nonsense").state
         assert len({str(environment.reset(seed)) for seed in range(50)}) > {"bandit": 1, "word_sort": 12}.get(name, 40)
 
 
@@ -106,15 +111,8 @@ def test_random_numbers_and_maps_do_not_depend_on_the_hash_seed(capsys):
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
-        (
-            "bandit",
-            [{"low_risk": {"name": "Dragon"}}, {"low_risk": {"name": "<b>"}}, {"low_risk": {"mean": 0.3}}, {"arms": 3}],
-        ),
-        (
-            "bandit",
-            [{"format": {"actions_per_turn": 2}}, {"format": {"separator": "or"}}, {"format": {"penalty": 0.1}}],
-        ),
-        ("bandit", [{"format": {key: value}} for key, value in (("separator", " "), ("separator", "<"))]),
+        ("bandit", [{"low_risk": {"name": "Dragon"}}, {"low_risk": {"name": "<b>"}}, {"low_risk": {"mean": 0.3}}]),
+        ("bandit", [{"arms": 3}, *({"format": wrong} for wrong in BANDIT_FORMATS)]),
         ("frozen_lake", [{"size": 1}, {"frozen_probability": 0}, {"observation": "picture"}]),
         ("frozen_lake", [{"format": {"actions_per_turn": 6}}, {"format": {"actions_per_turn": 0}}]),
         ("sokoban", [{"dim_x": 4, "dim_y": 4}, {"num_boxes": 6}, {"dim_x": 3}, {"boxes": 2}]),

@@ -146,7 +146,7 @@ def test_an_async_function_is_awaited_and_all_share_one_event_loop():
 @pytest.mark.parametrize(
     "value",
     [
-        *(float("nan"), 1e300, 10**400, object(), np.array([1.0, 2.0]), "1", [1.0]),
+        *(float("nan"), float("inf"), 1e300, 10**400, object(), np.array([1.0, 2.0]), "1", [1.0]),
         *({"length": 1.0}, {"score": 1.0, "other": "x"}),
     ],
 )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from posttrain.environments import sokoban
-from posttrain.environments.game import play
+from posttrain.environments.game import offset, play, sides
 from posttrain.environments.sokoban import ACTIONS, Sokoban, SokobanRecipe
 from posttrain.environments.sokoban_rooms import Room, random_player, room_of, shortest_solution, solutions_backwards
 
@@ -53,7 +53,7 @@ def test_the_rules_of_moves_and_rewards():
     assert shortest_solution(room, state) is None
     environment = Sokoban(SokobanRecipe())
     environment.reset(0)
-    environment._room, environment._place = room, state
+    environment._room, environment._position = room, state
     assert environment.format.parse(environment.expert(), ACTIONS)
 
 
@@ -130,3 +130,21 @@ def test_symbols_observations_and_plural_are_described():
     assert "every box X onto a target O" in system["content"]
     assert Counter(user["content"].split())["X"] == 2
     assert set(user["content"].split()) <= set("#_XOPS")
+
+
+def test_places_in_words_on_four_columns():
+    offsets = {(9, 0): "2 down, 1 right", (0, 9): "2 up, 1 left", (5, 5): "here", (7, 4): "3 right", (0, 12): "3 up"}
+    assert {pair: offset(*pair, 4) for pair in offsets} == offsets
+    # Sides do not wrap around the edge.
+    given = [({4, 6, 1, 9}, 5), ({3}, 4), ({8, 5}, 4)]
+    assert [sides(cells, origin, 4) for cells, origin in given] == ["left, right, up, down", "none", "right, down"]
+
+
+def test_the_local_view_of_a_room_matches_the_whole_view():
+    local = Sokoban(SokobanRecipe(observation="local")).reset(3).messages[-1]["content"]
+    rows = [line.split() for line in Sokoban(SokobanRecipe()).reset(3).messages[-1]["content"].splitlines()]
+    where = {symbol: 6 * r + c for r, row in enumerate(rows) for c, symbol in enumerate(row) if symbol in "PXOS"}
+    player = where.get("P", where.get("S"))
+    walls = {6 * r + c for r, row in enumerate(rows) for c, symbol in enumerate(row) if symbol == "#"}
+    target, beside = offset(where.get("O", player), player, 6), sides(walls, player, 6)
+    assert local == f"Box: {offset(where['X'], player, 6)}. Target: {target}. Walls: {beside}."

@@ -1,16 +1,13 @@
 """Tools of environments: their descriptions, calls that work and calls that fail, and episodes with them."""
 
-from contextlib import nullcontext
 from typing import Annotated, Literal
 
 import pytest
 
-from posttrain.data.rendering import Renderer
 from posttrain.data.tools import parse_hermes
-from posttrain.engines.protocol import Completion, EngineCounters
 from posttrain.environments.make import make_env
 from posttrain.environments.tools import ToolCalls, ToolFailure, calling, tool
-from posttrain.episode import Outcome, StopReason
+from posttrain.episode import Outcome
 from posttrain.errors import InputError
 from posttrain.recipe.components import environment_recipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
@@ -18,7 +15,7 @@ from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, collect_epis
 from posttrain.training.rollouts import RolloutBatch, rollout_metrics
 from posttrain_environments.tool_use import ToolUse, calculate
 
-from ..conftest import make_tokenizer
+from .script import RENDERER, TOKENIZER, Script
 
 
 def weather(
@@ -127,26 +124,6 @@ def test_a_result_that_no_tokenizer_takes_is_replaced():
     step = ToolCalls([broken], 3, 0.0).step(parse_hermes(calling(("broken", {}))))
     assert step is not None
     assert step.messages[0]["content"] == "a?b"
-
-
-TOKENIZER = make_tokenizer()
-RENDERER = Renderer(TOKENIZER, frozenset({TOKENIZER.eos_token_id}))
-
-
-class Script:
-    """An engine whose policy writes these answers."""
-
-    def __init__(self, *answers):
-        self.answers, self.requests = list(answers), []
-        self.counters, self.capacity = EngineCounters(), 1
-
-    async def generate(self, request):
-        self.requests.append(request)
-        ids = tuple(RENDERER.answer(self.answers.pop(0)))
-        return Completion(ids, (-0.5,) * len(ids), (0,) * len(ids), StopReason.END_TOKEN)
-
-    def episode(self, group=0):
-        return nullcontext()
 
 
 def test_an_episode_keeps_the_sampled_calls_and_counts_them():

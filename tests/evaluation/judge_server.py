@@ -2,31 +2,11 @@
 
 import json
 import re
-import threading
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from tests.listening import listening
-
-
-@dataclass(frozen=True)
-class Trouble:
-    """A misbehavior of the server."""
-
-    status: int = 200
-    body: str = "{}"
-    headers: dict = field(default_factory=dict)
-    seconds: float = 0
-    """It waits so long first."""
-    cut: bool = False
-    """It dies before the end of the body."""
-
-
-def completion(text, reason="stop"):
-    choice = {"index": 0, "finish_reason": reason, "message": {"role": "assistant", "content": text}}
-    return json.dumps({"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]})
+from tests.rollout.chat_server import ChatServer, Reply
 
 
 def framed(messages):
@@ -58,22 +38,30 @@ def refused(asked):
     else:
         return None
     error = {"message": said, "type": "invalid_request_error", "param": name, "code": code}
-    return Trouble(400, json.dumps({"error": error}))
+    return Reply(status=400, body=json.dumps({"error": error}))
 
 
-class Server(ThreadingHTTPServer):
-    """`rule` gets the frames by name and the number of the request; it gives JSON values, text, or a Trouble.
+class Server(ChatServer):
+    """`rule` gets the frames by name and the number of the request; it gives JSON values, text, or a Reply.
 
     A `reasoning` server refuses the fields that o3 refuses.
     """
 
-    daemon_threads = True
     request_queue_size = 64
 
     def __init__(self, rule, reasoning=False):
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.rule, self.reasoning, self.requests, self.times, self.lock = rule, reasoning, [], [], threading.Lock()
-        self.url = f"http://127.0.0.1:{self.server_port}/v1"
+        super().__init__(None)
+        self.rule, self.reasoning, self.requests, self.times = rule, reasoning, self.asked, []
+
+    def reply(self, request):
+        with self.lock:
+            self.times.append(time.monotonic())
+            number = len(self.times)
+        answer = refused(request) if self.reasoning else None
+        answer = answer or self.rule(dict(framed(request["messages"])[0]), number)
+        if isinstance(answer, Reply):
+            return answer
+        return Reply(answer if isinstance(answer, str) else json.dumps(answer), headers={})
 
 
 @contextmanager
@@ -81,37 +69,3 @@ def serving(rule, reasoning=False):
     """Serve inside the context."""
     with listening(Server(rule, reasoning)) as made:
         yield made
-
-
-class _Handler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.requests.append({**asked, "authorization": self.headers["Authorization"]})
-            self.server.times.append(time.monotonic())
-            number = len(self.server.requests)
-        answer = refused(asked) if self.server.reasoning else None
-        answer = answer or self.server.rule(dict(framed(asked["messages"])[0]), number)
-        if isinstance(answer, Trouble):
-            time.sleep(answer.seconds)
-            status, body, headers = answer.status, answer.body, answer.headers
-        else:
-            text = answer if isinstance(answer, str) else json.dumps(answer)
-            status, body, headers = 200, completion(text), {}
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        # A length that is never reached is what a server that dies half-way leaves behind.
-        cut = isinstance(answer, Trouble) and answer.cut
-        self.send_header("Content-Length", str(len(body.encode()) + (50 if cut else 0)))
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        try:
-            self.wfile.write(body.encode())
-        except OSError:
-            # The client has disconnected.
-            return
-        self.close_connection = cut
-
-    def log_message(self, format, *args):
-        pass

@@ -6,8 +6,9 @@ import posttrain
 from posttrain.errors import InputError
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.tables import read_verdict
-from tests.evaluation.judge_server import Trouble, serving
+from tests.evaluation.judge_server import serving
 from tests.evaluation.test_audit import run
+from tests.rollout.chat_server import Reply
 
 
 def judged(tiny_model, tmp_path, rule, **keys):
@@ -19,7 +20,7 @@ def judged(tiny_model, tmp_path, rule, **keys):
 
 def test_a_judge_that_failed_at_the_first_evaluation_scores_it_later(tiny_model, tmp_path):
     def rule(frames, number):
-        return Trouble(500) if 4 < number <= 16 or number > 48 else {"score": len(frames["answer"]) % 11}
+        return Reply(status=500) if 4 < number <= 16 or number > 48 else {"score": len(frames["answer"]) % 11}
 
     evaluation = {"every": 1, "seeds": {"count": 16}, "final_seeds": {"count": 16}, "held_out": 32}
     keys = {"rows": 60, "evaluation": evaluation, "checkpoint": {"keep_state": "always"}}
@@ -36,7 +37,7 @@ def test_an_alarm_stays_where_the_judge_fails_from_then_on(tiny_model, tmp_path)
     """A longer answer is worse, so that the alarm of step 6 is the last verdict."""
 
     def rule(frames, number):
-        return Trouble(500) if number > 4 * 40 else {"score": max(0, 30 - len(frames["answer"]))}
+        return Reply(status=500) if number > 4 * 40 else {"score": max(0, 30 - len(frames["answer"]))}
 
     keys = {"steps": 8, "optimizer": {"learning_rate": 0.02}, "evaluation": {"held_out": 80, "every": 2}}
     result = judged(tiny_model, tmp_path, rule, rows=120, **keys)

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from posttrain.evaluation.text_metrics import TextOptions, evaluate_text
 from posttrain.recipe.compose import load_recipe
 from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
+from posttrain.runs.tables import Results as Stored
 from posttrain.runs.tables import write_results
 from tests.evaluation.made import predictions, write
 from tests.rollout.episodes import played
@@ -113,7 +115,7 @@ def test_every_number_is_that_of_the_estimate_and_the_paired_test(tmp_path):
         if entry.test:
             shared = sorted(scores.items.keys() & base.items.keys())
             alone = paired_test(entry.metric, "higher", [base], [scores], shared, 0, 200)
-            assert entry.test.with_correction(0) == alone.with_correction(0)
+            assert replace(entry.test, corrected=0) == replace(alone, corrected=0)
     tests = [test for _, test in table.tests]
     assert [test.corrected for test in tests] == holm([test.p for test in tests])
     assert [test.n for test in tests] == [9, 8, 12, 12]
@@ -256,7 +258,7 @@ def test_runs_are_compared_by_the_final_episodes_of_their_trained_models(tmp_pat
     assert (paid.metric, paid.difference.value) == ("return", 1.0)
     assert "a: final episodes of step 5" in found.details[0]
     for run, given in ((a, "reward model x"), (b, "reward model y")):
-        write_results(Path(run), [], [], return_source=given)
+        write_results(Path(run), Stored(return_source=given))
     found = compared(a, b)
     assert found.metrics == ["success"]
     assert any(line.startswith("return: not compared") for line in found.warnings)

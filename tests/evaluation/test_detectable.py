@@ -1,6 +1,7 @@
 """What an evaluation can show, against simulations of the test that the verdict of a run makes."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ def found(before, after, kind):
         for side in (before, after)
     ]
     test = paired_test("success", "higher", sides[:1], sides[1:], names, draws=80)
-    return test.with_correction(test.p).better_side == "B"
+    return replace(test, corrected=test.p).better_side == "B"
 
 
 @pytest.mark.parametrize(("items", "episodes"), [(6, 1), (20, 1), (24, 1), (150, 1), (24, 4)])

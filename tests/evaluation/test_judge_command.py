@@ -14,8 +14,9 @@ from posttrain.cli.main import main
 from posttrain.evaluation.judges import load_rubric
 from posttrain.evaluation.results import read_results
 from tests.evaluation.made import write
+from tests.rollout.chat_server import Reply
 
-from .judge_server import Trouble, serving
+from .judge_server import serving
 
 COMMAND = "import sys; from posttrain.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
@@ -68,7 +69,7 @@ def test_it_scores_and_a_second_run_sends_no_requests(file, capsys, monkeypatch)
         assert (asked["reasoning_effort"], asked["max_completion_tokens"]) == ("high", 99)
     assert "efficiency" in first.out
     assert "judge m" in first.out
-    assert {request["authorization"] for request in server.requests[:12]} == {"Bearer secret-of-mine"}
+    assert {request["key"] for request in server.requests[:12]} == {"Bearer secret-of-mine"}
     assert (server.requests[0]["max_tokens"], "response_format" in server.requests[0]) == (99, True)
     assert sorted(kept) == ["judge-cache.jsonl", "made.efficiency.json", "made.efficiency.jsonl", "made.jsonl"]
     assert "secret-of-mine" not in "".join(kept.values())
@@ -118,7 +119,7 @@ def test_only_failed_and_unreadable_requests_are_repeated(file, capsys):
     sick = ["yes"]
 
     def rule(frames, number):
-        return Trouble(500) if sick and frames["prediction"] == "3" else points(frames, number)
+        return Reply(status=500) if sick and frames["prediction"] == "3" else points(frames, number)
 
     with serving(rule) as server:
         assert main(words(file, server)) == 1

@@ -21,8 +21,9 @@ from posttrain.evaluation.judges import (
 from posttrain.evaluation.predictions import Prediction, Predictions
 from posttrain.recipe.judge import JudgeServerRecipe
 from posttrain.runs.intervals import mean
+from tests.rollout.chat_server import Reply
 
-from .judge_server import Trouble, completion, serving
+from .judge_server import serving
 
 
 def rows(texts, samples=1, reference="r", path="p.jsonl"):
@@ -100,14 +101,14 @@ def test_rows_without_the_fields_of_the_rubric_are_skipped_and_counted():
 @pytest.mark.parametrize(
     ("trouble", "kind"),
     [
-        (Trouble(500), NO_REPLY),
-        (Trouble(401), NO_REPLY),
-        (Trouble(200, "{not json"), NO_REPLY),
-        (Trouble(200, "[]"), NO_REPLY),
-        (Trouble(200, completion('{"score": 3}'), cut=True), NO_REPLY),
-        (Trouble(200, completion('{"score": 3}'), seconds=5), NO_REPLY),
-        (Trouble(200, completion('{"reason": "half an', reason="length")), UNREADABLE),
-        (Trouble(200, completion('{"score": 3}', reason="length")), UNREADABLE),
+        (Reply(status=500), NO_REPLY),
+        (Reply(status=401), NO_REPLY),
+        (Reply(body="{not json"), NO_REPLY),
+        (Reply(body="[]"), NO_REPLY),
+        (Reply('{"score": 3}', cut=True), NO_REPLY),
+        (Reply('{"score": 3}', delay=5), NO_REPLY),
+        (Reply('{"reason": "half an', "length"), UNREADABLE),
+        (Reply('{"score": 3}', "length"), UNREADABLE),
         ("I give 5 points.", UNREADABLE),
         ('{"score": 0}', UNREADABLE),
         ('{"score": 6}', UNREADABLE),
@@ -118,7 +119,7 @@ def test_invalid_verdicts_are_counted_by_reason_and_never_scored(trouble, kind):
         return points(frames, number) if frames["prediction"] != "3" else trouble
 
     # Short only for the server that hangs, because this process may be suspended for a while.
-    seconds = 1 if isinstance(trouble, Trouble) and trouble.seconds else 60
+    seconds = 1 if isinstance(trouble, Reply) and trouble.delay else 60
     found, _ = judged(rule, ["5", "3", "4"], timeout=seconds, workers=1)
     assert [record["score"] for record in found.records] == [5, None, 4]
     assert found.records[1]["left_out"] == kind
@@ -138,7 +139,7 @@ def test_replies_of_a_judge_are_escaped_for_the_terminal():
 
 @pytest.mark.parametrize("status", [429, 503])
 def test_retry_after_is_honoured(status):
-    trouble = Trouble(status, headers={"Retry-After": "1"})
+    trouble = Reply(status=status, headers={"Retry-After": "1"})
     found, server = judged(lambda frames, number: trouble if number == 1 else points(frames, number), ["4"], retries=2)
     assert found.records[0]["score"] == 4
     assert len(server.requests) == 2
@@ -148,7 +149,7 @@ def test_retry_after_is_honoured(status):
 
 def test_temporary_errors_are_retried_and_give_the_same_numbers():
     texts = [str(1 + number % 5) for number in range(20)]
-    kinds = [Trouble(500), Trouble(429, headers={"Retry-After-Ms": "10"}), Trouble(200, completion("x"), cut=True)]
+    kinds = [Reply(status=500), Reply(status=429, headers={"Retry-After-Ms": "10"}), Reply("x", cut=True)]
     first = set()
 
     def rule(frames, number):
@@ -166,7 +167,7 @@ def test_temporary_errors_are_retried_and_give_the_same_numbers():
 def test_a_server_that_fails_for_good_does_not_get_every_row_and_earlier_scores_are_kept(good):
     texts = [str(1 + number % 5) for number in range(200)]
     found, server = judged(
-        lambda frames, number: points(frames, number) if number <= good else Trouble(500), texts, workers=2
+        lambda frames, number: points(frames, number) if number <= good else Reply(status=500), texts, workers=2
     )
     scored = [record["score"] for record in found.records if record["score"] is not None]
     assert len(scored) == sum(metric.texts for metric in found.results.metrics) == good
@@ -179,7 +180,7 @@ def test_a_server_that_fails_for_good_does_not_get_every_row_and_earlier_scores_
 
 def test_a_server_that_hangs_ends_in_time():
     begun = time.monotonic()
-    with serving(lambda frames, number: Trouble(seconds=2)) as server:
+    with serving(lambda frames, number: Reply(delay=2)) as server:
         found = judge_predictions(rows(["3"] * 50), options(server, workers=2, timeout=0.1))
         assert time.monotonic() - begun < 20
     assert found.unanswered == 50
@@ -200,7 +201,7 @@ def test_requests_per_minute_counts_every_request(monkeypatch):
             waited.append(request)
 
     monkeypatch.setattr(remote, "RequestRate", Rate)
-    trouble = Trouble(500, headers={"Retry-After-Ms": "1"})
+    trouble = Reply(status=500, headers={"Retry-After-Ms": "1"})
 
     def rule(frames, number):
         return trouble if number == 1 else points(frames, number)

@@ -1,6 +1,7 @@
 """Paired tests: closed forms, scipy, coverage, and properties of the bootstrap."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -43,13 +44,6 @@ def test_mcnemar_is_scipys_binomial_test(only_a, only_b):
     known = stats.binomtest(only_a, only_a + only_b, 0.5).pvalue if only_a + only_b else 1.0
     assert mcnemar(only_a, only_b) == pytest.approx(known, rel=1e-9)
     assert mcnemar(only_a, only_b) == mcnemar(only_b, only_a)
-
-
-def test_closed_forms_of_mcnemar_and_holm():
-    assert mcnemar(0, 5) == pytest.approx(2 / 32)
-    assert mcnemar(1, 6) == pytest.approx(2 * 8 / 128)
-    assert mcnemar(3, 3) == 1.0
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
 
 
 @given(st.integers(0, 60), st.integers(0, 60))
@@ -99,12 +93,10 @@ def test_the_interval_of_paired_rates_covers():
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
 def test_holm(p_values):
-    found = holm(p_values)
-    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
-    assert all(one >= p for one, p in zip(found, p_values, strict=True))
-    assert [found[i] for i in order] == sorted(found)
-    assert found[order[0]] == min(1, len(p_values) * p_values[order[0]])
-    assert max(found) <= 1
+    order = np.argsort(p_values)
+    factors = len(p_values) - np.arange(len(p_values))
+    expected = np.minimum(np.maximum.accumulate(np.sort(p_values) * factors), 1)
+    assert np.array(holm(p_values))[order] == pytest.approx(expected)
 
 
 def test_the_standardised_difference():
@@ -164,7 +156,7 @@ def test_pairing_removes_the_variance_between_items():
     found = paired_test("score", "higher", [scores(hard)], [scores(hard + 1 + generator.normal(0, 0.2, 80))], names(80))
     assert 0.9 < found.difference.low < 1 < found.difference.high < 1.1
     assert found.p < 1e-12
-    assert found.with_correction(found.p).better_side == "B"
+    assert replace(found, corrected=found.p).better_side == "B"
 
 
 @pytest.mark.parametrize(("runs", "n"), [((1, 1), 3), ((1, 1), 20), ((2, 2), 20), ((1, 2), 20)])
@@ -246,7 +238,7 @@ def test_a_comparison_that_can_show_nothing_says_so():
 def test_five_items_are_inconclusive_for_any_differences(n):
     found = paired_test("s", "higher", [scores([1.0] * n)], [scores([2.0] * n)], names(n), draws=100)
     assert found.p == 2.0 ** (1 - n)
-    assert found.with_correction(found.p).better_side is None
+    assert replace(found, corrected=found.p).better_side is None
 
 
 def test_equal_answers_have_no_difference():
@@ -275,14 +267,6 @@ def perplexities(nats, tokens):
     return item_sums("perplexity", ((str(i), (x, tokens)) for i, x in enumerate(nats)))
 
 
-def test_a_lower_perplexity_is_better():
-    a, b = (perplexities([start + i % 3 for i in range(40)], 2) for start in (3.0, 2.0))
-    found = paired_test("perplexity", "lower", [a], [b], names(40), draws=300)
-    assert found.b < found.a
-    assert found.with_correction(found.p).better_side == "B"
-    assert found.effect is None
-
-
 def test_perplexities_are_tested_as_nats_per_token():
     """One hard row does not hide that all rows became easier: Student's t on the nats, with limits of the ratio."""
     before = [11.4, 2.1, 2.2, 2.9, 2.4, 1.9, 2.6, 2.0, 3.1, 2.2]
@@ -290,6 +274,7 @@ def test_perplexities_are_tested_as_nats_per_token():
     a, b = perplexities(before, 1), perplexities(after, 1)
     found = paired_test("perplexity", "lower", [a], [b], names(10))
     known = stats.ttest_rel(after, before)
+    assert (replace(found, corrected=found.p).better_side, found.effect) == ("B", None)
     assert (found.a, found.b) == pytest.approx((math.exp(3.28), math.exp(0.016)))
     assert found.difference.value == pytest.approx(math.exp(0.016) - math.exp(3.28))
     assert found.p == pytest.approx(known.pvalue, rel=0.2)

@@ -18,7 +18,7 @@ from posttrain.runs.intervals import seed_mean
 from posttrain.runs.metrics import MetricsLog
 from posttrain.runs.panels import Series, metric_of
 from posttrain.runs.sources import Source, bundles_of, mean_over_seeds, open_sources, result_table, shared_metrics
-from posttrain.runs.tables import write_results
+from posttrain.runs.tables import Results, write_results
 from tests.runs.comparing import make_run
 
 OTHER = {"learning_rate": 1e-3}
@@ -129,7 +129,7 @@ def test_returns_of_different_rewards_are_in_different_columns(tmp_path):
         path = make_run(tmp_path, name, ended=False, optimizer={"learning_rate": 1e-3 * (ord(name) - 96)})
         with MetricsLog(RunDirectory.open(path), []) as log:
             log.write(4, "final", {"policy": "trained", "best_step": 4, "return": 0.5, "n": 64})
-        write_results(path, [], [], return_source=given)
+        write_results(path, Results(return_source=given))
     a, b, c = open_sources([tmp_path / name for name in "abc"])
     table = result_table(bundled(a, b, c))
     assert table.headings == ("run", "checkpoint", "n", "return, reward model x", "return, reward model y")

@@ -190,7 +190,7 @@ def test_the_commands_produce_the_results_of_the_author(folder):
         assert request["model"] == "o3"
         assert request["reasoning_effort"] == "medium"
         assert not {"temperature", "max_tokens"} & set(request)
-        assert request["authorization"] == "Bearer key-of-the-author"
+        assert request["key"] == "Bearer key-of-the-author"
     trained = folder / "runs" / "memory-gspo-published"
     check_checkpoints(trained)
     check_rewards(trained)

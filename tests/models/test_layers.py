@@ -13,8 +13,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, app
 from posttrain.errors import InputError
 from posttrain.models import layers
 from posttrain.models.cpu import backend
-from posttrain.models.forward import hidden_states, token_scores
-from posttrain.models.layers import resolve_fused, use_fused_layers, use_packed_attention
+from posttrain.models.forward import ForwardPath, hidden_states, token_scores
+from posttrain.models.gate import use_path
+from posttrain.models.layers import resolve_fused, use_fused_layers
 from posttrain.models.policy import Policy
 from posttrain.recipe.model import ModelRecipe
 from tests.conftest import tiny_config
@@ -39,7 +40,7 @@ def both(config, dtype=torch.float32):
         for name, parameter in plain.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-    use_packed_attention(plain)
+    use_path(plain, ForwardPath())
     fused = copy.deepcopy(plain)
     use_fused_layers(fused)
     return plain, fused
@@ -179,7 +180,7 @@ def _models(config):
     padded = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     packed = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).eval()
     packed.load_state_dict(padded.state_dict())
-    use_packed_attention(packed)
+    use_path(packed, ForwardPath())
     return padded, packed
 
 

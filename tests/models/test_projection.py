@@ -10,8 +10,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from posttrain.models import forward as projection
-from posttrain.models.forward import float32_product, logits_of, projected_scores, token_scores, use_float32_head
-from posttrain.models.layers import use_packed_attention
+from posttrain.models.forward import (
+    ForwardPath,
+    float32_product,
+    logits_of,
+    projected_scores,
+    token_scores,
+    use_float32_head,
+)
+from posttrain.models.gate import use_path
 from tests.conftest import tiny_config
 
 N, WIDTH, VOCABULARY = 13, 8, 600
@@ -150,7 +157,7 @@ def test_a_nearly_certain_token_keeps_its_small_gradient_in_bfloat16():
 @pytest.mark.parametrize("change", ["none", "logit_scale", "logits_scaling", "softcap", "bias"])
 def test_scaled_logits_and_other_projections_are_those_of_the_model(change):
     model = AutoModelForCausalLM.from_config(tiny_config("llama", 100), dtype=torch.float32)
-    use_packed_attention(model)
+    use_path(model, ForwardPath())
     hidden, targets = torch.randn(7, 32, generator=torch.Generator().manual_seed(3)) * 10, torch.arange(7)
     if change == "bias":
         model.lm_head.bias = torch.nn.Parameter(torch.randn(100, generator=torch.Generator().manual_seed(4)))

@@ -27,6 +27,9 @@ class Reply:
     choice: dict[str, Any] = field(default_factory=dict)
     """Further fields of the choice, such as `stop_reason`."""
     delay: float = 0.0
+    headers: dict[str, str] = field(default_factory=lambda: {"Retry-After-Ms": "5"})
+    cut: bool = False
+    """Whether the server dies before the end of the body."""
 
     def json(self) -> str:
         if self.body is not None:
@@ -55,6 +58,10 @@ class ChatServer(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}/v1"
 
+    def reply(self, request: dict[str, Any]) -> Reply:
+        with self.lock:
+            return self.model(request)
+
 
 class _Handler(BaseHTTPRequestHandler):
     server: ChatServer
@@ -65,7 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.asked.append({"path": self.path, "key": self.headers["Authorization"], **request})
             self.server.open += 1
             self.server.most = max(self.server.most, self.server.open)
-            reply = self.server.model(request)
+        reply = self.server.reply(request)
         if reply.delay:
             time.sleep(reply.delay)
         with self.server.lock:
@@ -74,10 +81,13 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             self.send_response(reply.status)
             self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.send_header("Retry-After-Ms", "5")
+            # A length that is never reached is what a server that dies half-way leaves behind.
+            self.send_header("Content-Length", str(len(content) + 50 * reply.cut))
+            for name, value in reply.headers.items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(content)
+            self.close_connection = reply.cut
         except OSError:
             pass  # the client has disconnected
 

@@ -9,7 +9,7 @@ from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog, read_metrics
 from posttrain.runs.report import changed_keys, write_report
-from posttrain.runs.tables import PolicyRow, headline, policy_tables
+from posttrain.runs.tables import PolicyRow, Results, headline, policy_tables, write_results
 from tests.rollout.episodes import played
 
 ROWS = [
@@ -32,7 +32,7 @@ def test_rows_come_from_metric_lines(run):
 def test_the_report_shows_the_run_and_how_to_use_its_model(run):
     with MetricsLog(run, []) as log:
         log.write(1, "train", {"rollout/failed": 2, "optimizer/skipped": 1, "policy/kl": math.nan})
-        assert "No result yet: 1 of 100 steps are done." in write_report(run, []).read_text()
+        assert "No result yet: 1 of 100 steps are done." in write_report(run).read_text()
         log.write(7, "train", {"rollout/failed": 1})
         log.write(7, "evaluation", {"success": 0.5, "n": 4, "failed": 1})
         log.write(7, "final", {"policy": "trained", "success": 0.5, "n": 4, "failed": 2})
@@ -42,11 +42,11 @@ def test_the_report_shows_the_run_and_how_to_use_its_model(run):
     (run.plots / "kl.png").write_bytes(b"png")
     model = run.checkpoints / "best" / "model"
     model.mkdir(parents=True)
-    given = {"title": "Tossing", "model_directory": model, "warnings": ["warmed up first"]}
-    text = write_report(run, policy_tables(ROWS), **given).read_text()
+    write_results(run.path, Results(policy_tables(ROWS)))
+    text = write_report(run, model, ["warmed up first"]).read_text()
     machine = run.load_environment()
     for expected in (
-        "# Tossing",
+        f"# {run.path.name}",
         "| random policy | 12.5% exact | 0.100 | 200 | exact |",
         r"| trained model | 50.0% [40.0, 61.2] | – | 200 | best on evaluation, step 40 \| a |",
         "| untrained model | – | – | 0 |  |",
@@ -74,7 +74,7 @@ def test_the_report_shows_the_run_and_how_to_use_its_model(run):
     assert "adapter" not in text
     assert "its rewards in returns" not in text
     (model / "adapter_config.json").write_text("{}")
-    assert "adapter" in write_report(run, policy_tables(ROWS), model_directory=model).read_text()
+    assert "adapter" in write_report(run, model).read_text()
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_the_report_shows_the_run_and_how_to_use_its_model(run):
 )
 def test_the_report_names_the_unit_of_rewards(recipe, keys, unit):
     values = recipe.model_dump() | {"name": "paid", "reward": {"path": "judge/model", **keys}}
-    text = write_report(RunDirectory.create(RlRecipe.model_validate(values)), []).read_text()
+    text = write_report(RunDirectory.create(RlRecipe.model_validate(values))).read_text()
     assert "| reward model | `judge/model` |" in text
     assert f"| its rewards in returns | {unit} |" in text
 
@@ -101,7 +101,7 @@ def test_a_report_of_rows_names_its_files_and_no_episodes(tmp_path):
     run = RunDirectory.create(DpoRecipe.model_validate(values))
     with MetricsLog(run, []) as log:
         log.write(1, "train", {"loss/preference": 0.7, "optimizer/skipped": 1.0})
-    text = write_report(run, []).read_text()
+    text = write_report(run).read_text()
     assert "| train rows | `a.jsonl` |" in text
     assert "| validation and test rows | 5 held out of the training rows |" in text
     assert "| `data.train` | `[{'path': 'a.jsonl'}]` |" in text

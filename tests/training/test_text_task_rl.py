@@ -96,7 +96,7 @@ def test_prompts_of_a_file_are_divided_without_any_seeds_and_a_run_keeps_its_tas
         first, second = sorted(seed + 1 for seed in played[split])
         assert f"2 of `prompts.jsonl` (rows {first}{'-' if second == first + 1 else ', '}{second})" in line
     (directory.path / "results.json").unlink()
-    assert "drawn from the rows of environment.prompts" in write_report(directory, []).read_text()
+    assert "drawn from the rows of environment.prompts" in write_report(directory).read_text()
     with (tmp_path / "prompts.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "One more.", "word": "Goal"}) + "\n")
     with pytest.raises(InputError, match="the training tasks differ from those at the start of this run"):

@@ -19,10 +19,10 @@ from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog
 from posttrain.runs.sources import open_sources
 from posttrain.view.browse import PAGE, Filter, Store, group_page, steps_of
-from posttrain.view.episodes import css
 from posttrain.view.listing import Query, Scanner, listed
 from posttrain.view.run_pages import Logs, charts_of_runs, paired, stages_of
 from posttrain.view.server import Pages
+from posttrain.view.templates import css
 from tests.rollout.episodes import played
 from tests.runs.comparing import finished, make_run
 
@@ -203,8 +203,10 @@ def test_a_group_shows_what_made_the_difference(tmp_path, tiny_model):
     pieces = [page.messages[0].pieces for _, page in shown["pages"]]
     assert [[piece.parted for piece in one] for one in pieces] == [[False, False, False, True]] * 2
     assert pieces[0][0].tooltip.startswith("token 0: advantage +0.5000 · log-probability -0.5000 (60.7%) · id 2")
-    assert "background:rgba(86,180,233,0.250)" in pieces[0][0].style
-    assert "background:rgba(230,140,0,0.500)" in pieces[1][0].style
+    assert [css(one[0].strength) for one in pieces] == [
+        "background:rgba(86,180,233,0.250)",
+        "background:rgba(230,140,0,0.500)",
+    ]
     assert (shown["mean"], shown["spread"]) == (0.5, 0.5)
     # The prompt of the group is shown once.
     assert [message.turn for message in shown["asked"]] == [None] * len(shown["asked"]) != []
@@ -223,7 +225,7 @@ def test_tokens_show_the_credit_of_their_unit(tmp_path, tiny_model):
     assert [(row.number, row.credit, row.tokens) for row in rows] == [("1", "+0.250", 1), ("2", "-0.500", 3)]
     tokens = [piece for row in rows for piece in row.pieces]
     assert ["unit credit +0.2500" in one.tooltip for one in tokens] == [True, False, False, False]
-    assert [one.style for one in tokens] == [css(0.5), *[css(-1.0)] * 3]
+    assert [one.strength for one in tokens] == [0.5, -1.0, -1.0, -1.0]
     without = group_page(run, {"step": "1", "group": "1", "tint": "unit credit"}, Store())
     assert "unit credit" not in without["tints"]
     assert without["tint"] == "log-probability"

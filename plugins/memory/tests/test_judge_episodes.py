@@ -2,19 +2,16 @@
 
 import io
 import json
-from contextlib import nullcontext
 
 import pytest
 from plugins.memory.tests.worlds.scenarios import scenario_scores
 from pydantic import ValidationError
 from rich.console import Console
 
-from posttrain.data.rendering import Renderer
-from posttrain.engines.protocol import Completion, EngineCounters
 from posttrain.environments.game import play
 from posttrain.environments.judge import JudgeFailure
 from posttrain.environments.protocol import EnvironmentFactory
-from posttrain.episode import Outcome, StopReason
+from posttrain.episode import Outcome
 from posttrain.evaluation.summary import summarize
 from posttrain.recipe.judge import JudgeServerRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
@@ -26,13 +23,11 @@ from posttrain_memory.recipe import MemoryRecipe
 from posttrain_memory.vault.text import diff
 from posttrain_memory.worlds.recipe import RewardWeights
 from posttrain_memory.worlds.task import KINDS, MemoryTask
-from tests.conftest import make_tokenizer
+from tests.environments.script import RENDERER, Script
 
 from .judges import frames, judge, points
 
 SMALL = {"notes": 6, "filler": (0, 1), "retrieval": 1, "update": 1, "clarification": 1, "filter": 1}
-TOKENIZER = make_tokenizer()
-RENDERER = Renderer(TOKENIZER, frozenset({TOKENIZER.eos_token_id}))
 
 
 def _recipe(kind=None, **keys):
@@ -204,27 +199,13 @@ def test_a_failed_episode_is_played_again_and_its_failure_was_not_kept(tmp_path)
 def _player(recipe, block, action="drop"):
     recipe = recipe.model_copy(update={"thinking": False})
     return RolloutWorker(
-        engine=_Says(block),
+        engine=Script(block),
         renderer=RENDERER,
         environment=EnvironmentFactory(recipe),
         rollout=RolloutRecipe(tokens_per_turn=400, tokens_per_episode=9000, failures={"action": action}),
         sampling=SamplingRecipe(),
         version=0,
     )
-
-
-class _Says:
-    """An engine that always gives the same answer."""
-
-    def __init__(self, text):
-        self.ids = tuple(RENDERER.answer(text))
-        self.capacity, self.counters = 1, EngineCounters()
-
-    async def generate(self, request):
-        return Completion(self.ids, tuple(-0.5 for _ in self.ids), tuple(0 for _ in self.ids), StopReason.END_TOKEN)
-
-    def episode(self, group=0):
-        return nullcontext()
 
 
 def test_a_second_run_sends_no_requests_and_gives_the_same_result(tmp_path):

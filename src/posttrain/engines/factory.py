@@ -32,12 +32,9 @@ def open_engine(
     return open_vllm(policy, recipe, max_context, sampling, logs, weights_change)
 
 
-def open_inference_engine(
-    policy: Policy, recipe: LocalEngineRecipe | VllmEngineRecipe, logs: Path | None = None
-) -> Engine:
+def open_inference_engine(policy: Policy, recipe: LocalEngineRecipe | VllmEngineRecipe) -> Engine:
     """An engine with the weights of `policy`, which is not in training, for requests of any temperature. The
     log-probabilities of vLLM are those after temperature and, unlike those of the local engine, after truncation."""
-    any_temperature = SamplingRecipe(temperature=0.5)
-    engine = open_engine(policy, recipe, sampling=any_temperature, logs=logs, weights_change=False)
+    engine = open_engine(policy, recipe, sampling=SamplingRecipe(temperature=0.5), weights_change=False)
     engine.load_weights(policy.version)
     return engine

@@ -41,13 +41,13 @@ def bounded(client: Any, response_mib: int = RESPONSE_MIB) -> Any:
     return client
 
 
-def bounded_async(response_mib: int = RESPONSE_MIB) -> Any:
+def bounded_async() -> Any:
     """A client of httpx2 for MCP servers, whose responses have the same limits; events of a stream have their own."""
     import httpx2
 
     class Limited(httpx2.AsyncByteStream):
         def __init__(self, inner: Any) -> None:
-            self.inner, self.limits = inner, _Limits(response_mib)
+            self.inner, self.limits = inner, _Limits(RESPONSE_MIB)
 
         async def __aiter__(self) -> AsyncIterator[bytes]:
             async for part in self.inner:

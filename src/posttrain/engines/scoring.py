@@ -39,13 +39,12 @@ class ScoredPrompt:
 class ScoringServers:
     """Servers with one model, which score prompts. Requests go to the servers in turn, several at a time."""
 
-    def __init__(self, recipe: TeacherRecipe, what: str = "teacher") -> None:
-        """`what`: the recipe section, for messages. InputError if the package openai or an API key is missing."""
+    def __init__(self, recipe: TeacherRecipe) -> None:
+        """InputError if the package openai or an API key is missing."""
         self.recipe = recipe
-        self.what = what
         settings = (recipe.timeout, recipe.retries, recipe.api_key_variable)
         # 32,000 tokens, each with 64 log-probabilities, are about 150 MiB.
-        self._clients = [chat_client(what, url, *settings, response_mib=256) for url in recipe.urls]
+        self._clients = [chat_client("teacher", url, *settings, response_mib=256) for url in recipe.urls]
         self._turn = itertools.count()
         self._lock = threading.Lock()
         self._model = recipe.model
@@ -80,20 +79,20 @@ class ScoringServers:
             try:
                 answer = self._score(client, ids, 0)
             except ChatRequestError as error:
-                raise InputError(f"{self.what}.urls: {error}") from error
+                raise InputError(f"teacher.urls: {error}") from error
             unknown |= all(text is None for text in answer.texts[1:])
             for token, text in list(zip(ids, answer.texts, strict=True))[1:]:
                 if text is not None and text.translate(_MARKS).strip() != decode(token).strip():
                     raise InputError(
-                        f"{self.what}.urls: the model at {url} does not have the tokenizer of the policy: token {token} is {text!r} "
+                        f"teacher.urls: the model at {url} does not have the tokenizer of the policy: token {token} is {text!r} "
                         f"there and {decode(token)!r} here; distill from a teacher with the policy's tokenizer"
                     )
         reason = "the server reports no text of tokens, so its tokenizer cannot be compared with the policy's"
-        return [f"{self.what}.urls: {reason}"] if unknown else []
+        return [f"teacher.urls: {reason}"] if unknown else []
 
     def _score(self, client: Any, ids: list[int], top: int) -> ScoredPrompt:
         model = self._model_name(client)
-        where = f"the {self.what} {model} at {str(client.base_url).rstrip('/')}"
+        where = f"the teacher {model} at {str(client.base_url).rstrip('/')}"
         fields: dict[str, Any]
         if self.recipe.protocol == "prompt_logprobs":
             fields = {"max_tokens": 1, "extra_body": {"prompt_logprobs": top}}
@@ -111,7 +110,7 @@ class ScoringServers:
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ChatRequestError(
                 f"{where} sent no log-probabilities of the prompt ({type(error).__name__}: {shortened(str(error))}); change "
-                f"{self.what}.protocol or the server"
+                f"teacher.protocol or the server"
             ) from error
         fewest = min((len(entries) for entries in scored.top[1:]), default=top)
         if fewest < top:
@@ -124,13 +123,13 @@ class ScoringServers:
     def _model_name(self, client: Any) -> str:
         with self._lock:
             if self._model is None:
-                where, name = f"the {self.what} at {str(client.base_url).rstrip('/')}", None
+                where, name = f"the teacher at {str(client.base_url).rstrip('/')}", None
                 with request_errors(where, client, "", []):
                     listed = client.models.list()
                 with suppress(AttributeError, LookupError, TypeError):
                     name = listed.data[0].id
                 if not isinstance(name, str):
-                    raise ChatRequestError(f"{where} lists no model; set {self.what}.model")
+                    raise ChatRequestError(f"{where} lists no model; set teacher.model")
                 self._model = name
             return self._model
 

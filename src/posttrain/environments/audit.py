@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -320,7 +321,7 @@ _LINE = TypeAdapter[list[Episodes] | str | _Started](list[Episodes] | str | _Sta
 """A line that a process writes: its findings, why it has none, or what it plays now."""
 
 
-class AuditProcesses:
+class AuditProcesses(AbstractContextManager["AuditProcesses"]):
     """Two processes that play, with different `PYTHONHASHSEED`. A context manager."""
 
     def __init__(self, seconds: float) -> None:
@@ -329,9 +330,6 @@ class AuditProcesses:
         self._processes: dict[str, ChildProcess] = {}
         self._outputs: dict[str, tuple[Thread, bytearray]] = {}
         """What each process writes besides its reports: the thread that reads it, and the newest bytes."""
-
-    def __enter__(self) -> "AuditProcesses":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         for process in self._processes.values():

@@ -97,10 +97,8 @@ def _play_twice(
     else:
         success = played.steps[-1].info.get("success") if played.steps else None
         one.success = None if success is None else bool(success)
-        one.protocol = played.broken_end(limit)
-        required = success is not None or (needs_success and all(step.scored for step in played.steps))
-        if one.protocol is None and required and success not in (True, False):
-            one.protocol = f"the last step has no `success` of true or false in `info`, but {success!r}"
+        required = needs_success and all(step.scored for step in played.steps)
+        one.protocol = played.broken_end(limit) or played.wrong_success(required)
     return one, played
 
 

@@ -94,9 +94,8 @@ def _checked_episode(kind: type[Environment], recipe: EnvironmentRecipe, seed: i
     total, bounds = sum(step.reward for step in played.steps), return_range(recipe)
     in_range = bounds is None or within(total, bounds)
     require(in_range, seed, f"the return {total:g} ({name}) is not in the range {bounds} of `return_range`")
-    success = played.steps[-1].info.get("success")
-    allowed = (True, False) if needs_success(recipe) and played.steps[-1].scored else (True, False, None)
-    require(success in allowed, seed, f"the last step has no `success` of true or false in `info`, but {success!r}")
+    wrong = played.wrong_success(needs_success(recipe) and played.steps[-1].scored)
+    require(wrong is None, seed, str(wrong))
     return played.steps
 
 

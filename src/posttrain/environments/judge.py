@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from posttrain.data.messages import unique
 from posttrain.engines.openai import ChatRequestError, chat_client, complete, encodable, require_reachable, shortened
 from posttrain.environments.protocol import Message
-from posttrain.environments.untrusted import Prompt, framed_prompt
+from posttrain.environments.untrusted import Prompt, Texts, framed_prompt
 from posttrain.errors import InputError
 from posttrain.recipe.judge import JudgeRecipe, JudgeServerRecipe
 from posttrain.runs.directory import LineLog
@@ -165,26 +165,16 @@ def judge_score(recipe: JudgeRecipe, messages: Sequence[Message], answer: str) -
 
     Raises what `ask_judge` raises.
     """
-    return judge_points(recipe, judge_prompt(recipe, messages, answer), recipe.scale).score
-
-
-def judge_prompt(recipe: JudgeRecipe, messages: Sequence[Message], answer: str) -> Prompt:
-    """Return the two chat messages that ask the judge to grade `answer`. The same arguments give the same prompt."""
     texts = [*((message["role"], message["content"]) for message in messages), ("answer", answer)]
-    return points_prompt(_CONVERSATION, recipe.rubric, recipe.scale, texts)
+    return judge_points(recipe, _CONVERSATION, recipe.rubric, recipe.scale, texts).score
 
 
-def points_prompt(what: str, rubric: str, scale: int, texts: Sequence[tuple[str, str]]) -> Prompt:
-    """Return a prompt for `judge_points`; the other arguments are those of `framed_prompt`."""
-    return framed_prompt(what, rubric, PointsReply(0, scale).instructions, texts)
-
-
-def judge_points(server: JudgeServerRecipe, prompt: Prompt, scale: int) -> Judgment:
-    """Ask for points from 0 to `scale` with a prompt of `points_prompt`; the score is points / scale, in [0, 1].
-
-    Raises what `ask_judge` raises.
+def judge_points(server: JudgeServerRecipe, what: str, rubric: str, scale: int, texts: Texts) -> Judgment:
+    """Ask for points from 0 to `scale`; the score is points / scale, in [0, 1]. The other arguments are those of
+    `framed_prompt`. Raises what `ask_judge` raises.
     """
-    judgment = ask_judge(server, prompt, PointsReply(0, scale))
+    form = PointsReply(0, scale)
+    judgment = ask_judge(server, framed_prompt(what, rubric, form.instructions, texts), form)
     return Judgment(judgment.score / scale, judgment.reason)
 
 

@@ -108,6 +108,13 @@ class Played:
             for step in self.steps
         ]
 
+    def wrong_success(self, required: bool) -> str | None:
+        """What is wrong with `success` of the last step; None if it is true or false, or missing and not `required`."""
+        success = self.steps[-1].info.get("success") if self.steps else None
+        if success in (True, False) or (success is None and not required):
+            return None
+        return f"the last step has no `success` of true or false in `info`, but {success!r}"
+
     def broken_end(self, limit: int) -> str | None:
         """Which rule of the protocol the end of a whole episode of at most `limit` steps breaks; None for a correct end."""
         if not self.ended:

@@ -281,7 +281,7 @@ def compare(
     if not any(entry.test for entry in entries):
         raise InputError(_nothing(first, sides, chosen))
     corrected = iter(holm([entry.test.p for entry in entries if entry.test]))
-    entries = [replace(one, test=one.test and one.test.with_correction(next(corrected))) for one in entries]
+    entries = [replace(one, test=one.test and replace(one.test, corrected=next(corrected))) for one in entries]
     single, fewest = [side.name for side in sides if len(side.runs) == 1], min(len(side.runs) for side in sides)
     if len(single) == len(sides):
         few = (

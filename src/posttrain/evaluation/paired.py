@@ -56,9 +56,6 @@ class PairedTest:
             return None
         return "B" if (self.difference.value > 0) == (self.better == "higher") else "A"
 
-    def with_correction(self, corrected: float) -> "PairedTest":
-        return replace(self, corrected=corrected)
-
     def text(self, value: float, signed: bool = False) -> str:
         """A value or, `signed`, a difference of the metric, as text; rates are percentages."""
         sign = "+" if signed else ""

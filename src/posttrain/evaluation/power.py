@@ -172,12 +172,12 @@ class Spread:
             low, high = (low, middle) if enough(middle) else (middle, high)
         return high
 
-    def gain_seen(self, seeds: int, tasks: int, episodes: int = 1) -> float:
+    def gain_seen(self, seeds: int, tasks: int) -> float:
         """The smallest gain with a `least_power` of `POWER`; infinite if there is none, as of a rate above 1."""
         most = max(self.mean, 1 - self.mean) if self.kind == "rate" else 1.0
-        while self.kind != "rate" and tasks >= FEWEST and self.least_power(most, seeds, tasks, episodes) < POWER:
+        while self.kind != "rate" and tasks >= FEWEST and self.least_power(most, seeds, tasks) < POWER:
             most *= 2
-        return smallest(lambda gain: self.least_power(gain, seeds, tasks, episodes), most)
+        return smallest(lambda gain: self.least_power(gain, seeds, tasks), most)
 
     def hours(self, seeds: int, tasks: int, episodes: int) -> float:
         """Wall hours of both recipes; the model before training plays the tasks as well. If an episode was not timed, those of

@@ -92,10 +92,7 @@ class Results:
         }
         values = {
             "format": FORMAT,
-            "predictions": self.predictions,
-            "rows": self.rows,
-            "items": self.items,
-            "dropped": list(self.dropped),
+            **vars(self),
             "metrics": {
                 one.name: {
                     **dict(zip(("value", "low", "high"), numbers[one.name], strict=True)),
@@ -109,8 +106,6 @@ class Results:
                 }
                 for one in self.metrics
             },
-            "failed": self.failed,
-            "digests": self.digests,
             "scores": {
                 one.name: {item: summands.tolist() for item, summands in one.scores.items.items()}
                 for one in self.metrics

@@ -5,6 +5,7 @@ It reads what the run has stored, and plays nothing. `Trainer.finish` writes the
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def run_verdict(run: RunDirectory) -> Verdict | None:
         items = sorted(before.scores.items.keys() & after.scores.items.keys())
         if (count := len(items)) > 1:
             test = paired_test(before.name, before.better, [before.scores], [after.scores], items)
-            test = test.with_correction(test.p)
+            test = replace(test, corrected=test.p)
             what, lost = _lost(log, test)
             limits = "" if math.isnan(test.difference.low) else f" {test.limits}"
             change = (

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any, Generic, Literal, TypeVar
@@ -27,7 +28,7 @@ class ModelOptions:
     """Maximum number of tokens of one forward pass."""
 
 
-class ModelWorkers(Generic[M]):
+class ModelWorkers(AbstractContextManager["ModelWorkers[M]"], Generic[M]):
     """A model in this process, or a copy in each of several processes, loaded at the first use.
 
     `load` and the functions of `map` are pickled if there are several processes. Errors propagate.
@@ -41,9 +42,6 @@ class ModelWorkers(Generic[M]):
         count = processes if processes > 1 else 0
         with without_current_folder():  # starts multiprocessing's tracker of resources
             self._pools = [ProcessPoolExecutor(1, context, _start, (rank, processes)) for rank in range(count)]
-
-    def __enter__(self) -> "ModelWorkers[M]":
-        return self
 
     def __exit__(self, *error: object) -> None:
         for pool in self._pools:

@@ -157,14 +157,6 @@ def packed_attention(
     return out.transpose(0, 1)[None], None
 
 
-def use_packed_attention(model: torch.nn.Module) -> None:
-    """Make `model`, any decoder of transformers, attend through the layout that each forward pass receives."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION_NAME, packed_attention)
-    model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
-
-
 # -- recurrent layers --------------------------------------------------------------------------------------------------
 
 

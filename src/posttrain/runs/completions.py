@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ Key = tuple[int | str, int]
 _FORMAT = "posttrain_completions"
 
 
-class CompletionLog:
+class CompletionLog(AbstractContextManager["CompletionLog"]):
     """An append-only file of JSON lines. The first line describes the run that the others belong to.
 
     Leaving the context manager syncs the file to disk, or deletes it if it has no answers.
@@ -43,9 +43,6 @@ class CompletionLog:
         except BaseException:
             self._log.close()
             raise
-
-    def __enter__(self) -> "CompletionLog":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._log.close()

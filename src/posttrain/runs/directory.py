@@ -15,7 +15,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -457,7 +457,7 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _BLOCK = 1 << 16
 
 
-class LineLog:
+class LineLog(AbstractContextManager["LineLog"]):
     """A file of lines that end with a newline, to which lines are appended. A context manager.
 
     A line reaches the operating system before `append` returns, whole or not at all, so a killed process loses none. `lines`
@@ -478,9 +478,6 @@ class LineLog:
             self._descriptor = os.open(path, _FLAGS, 0o644) if descriptor is None else descriptor
             if descriptor is None and self.size == 0 and sync_seconds is not None:
                 sync_directory(path.parent)
-
-    def __enter__(self) -> "LineLog":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

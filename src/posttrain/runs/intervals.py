@@ -129,7 +129,7 @@ def mean(values: Sequence[float], bounds: tuple[float, float] | None = None) -> 
     return Estimate(center, *skewed_limits(center, deviation, skewness, n, n - 1), n)
 
 
-def seed_mean(values: Sequence[float], rate: bool = False) -> Estimate:
+def seed_mean(values: Sequence[float], rate: bool = False, fewest: int = FEWEST_SEEDS) -> Estimate:
     """Mean over training seeds with its 95% interval: Student's t and, for success rates in [0, 1] (`rate`), `skewed_limits`
     with the skewness of the beta distribution that has their mean and variance.
 
@@ -138,7 +138,7 @@ def seed_mean(values: Sequence[float], rate: bool = False) -> Estimate:
     """
     n = len(values)
     center, deviation, _ = _moments(values)
-    if n < FEWEST_SEEDS or not deviation:
+    if n < fewest or not deviation:
         return Estimate(center, math.nan, math.nan, n)
     skewness = beta_skewness(center, deviation**2 * (n - 1) / n) if rate else 0.0
     low, high = skewed_limits(center, deviation, skewness, n, n - 1)
@@ -151,11 +151,7 @@ def mean_difference(values: Sequence[float]) -> Estimate:
     mean ± t(0.975, n - 1) s / sqrt(n), where s has divisor n - 1. The limits are NaN for a single value, and for values that
     are equal.
     """
-    center, deviation, _ = _moments(values)
-    low, high = (
-        skewed_limits(center, deviation, 0.0, len(values), len(values) - 1) if deviation else (math.nan, math.nan)
-    )
-    return Estimate(center, low, high, len(values))
+    return seed_mean(values, fewest=2)
 
 
 def _moments(values: Sequence[float]) -> tuple[float, float, float]:

@@ -38,7 +38,7 @@ _NUMBERS = {"n", "episodes", "failed", "best_step", "success", "return"}
 """Keys without a slash that have no text."""
 
 
-class MetricsLog:
+class MetricsLog(AbstractContextManager["MetricsLog"]):
     """Writes `metrics.jsonl` of `run` and copies each line to the named sinks.
 
     A line is `{"step", "kind", "time/run", **values}`. NaN and infinite values are written as null, and `"nonfinite"`
@@ -112,9 +112,6 @@ class MetricsLog:
                 self._drop(name, error)
         self._sinks.clear()
         self._log.close()
-
-    def __enter__(self) -> "MetricsLog":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

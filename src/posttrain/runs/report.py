@@ -30,7 +30,6 @@ from posttrain.runs.tables import (
     markdown_table,
     plain_numbers,
     read_run_results,
-    read_verdict,
     score_table,
 )
 from posttrain.terminal import printable
@@ -65,13 +64,14 @@ class Report:
     """What could not be read, and why."""
 
     def read(self, run: RunDirectory, lines: Sequence[Line], warnings: Sequence[str] = ()) -> None:
-        """Fill in what the files of a run say, except the tables. `warnings` are added to those of its log."""
+        """Fill in what the files of a run say. `warnings` are added to those of its log."""
         log = Log.of(lines)
         self.scores, self.warnings = score_table(log), run_warnings(log, warnings)
         audits = [line for line in log if line["kind"] == "audit" and "message" in line]
         evaluated = max((line["step"] for line in log if line["kind"] == "evaluation"), default=0)
         try:
-            verdict = read_verdict(run.path)
+            results = read_run_results(run.path)
+            self.tables, verdict = results.tables, results.verdict
             self.rows = read_samples(run)
             self.verdict = [
                 *(verdict.lines if verdict is not None else ()),
@@ -117,22 +117,14 @@ def _template() -> Template:
     return environment.get_template("report.md.j2")
 
 
-def write_report(
-    run: RunDirectory,
-    tables: Sequence[Table],
-    *,
-    title: str | None = None,
-    model_directory: Path | None = None,
-    warnings: Sequence[str] = (),
-) -> Path:
-    """Write `report.md` of the run and return its path.
+def write_report(run: RunDirectory, model_directory: Path | None = None, warnings: Sequence[str] = ()) -> Path:
+    """Write `report.md` of the run, with the tables of `results.json`, and return its path.
 
-    `tables`: the final results. `model_directory`: the exported model. `warnings`: added to those of the metrics log.
-    The report links the plots in `run.plots`. Raises `RunError` if it cannot be written.
+    `model_directory`: the exported model. `warnings`: added to those of the metrics log. The report links the plots in
+    `run.plots`. Raises `RunError` if it cannot be written.
     """
-    log, recipe = read_log(run.metrics), run.load_recipe(to_run=True)
-    report = Report(title or run.path.resolve().name, os.fspath(run.path), tables=tables)
-    report.read(run, log, warnings)
+    recipe, report = run.load_recipe(to_run=True), Report(run.path.resolve().name, os.fspath(run.path))
+    report.read(run, read_log(run.metrics), warnings)
     figures = {**TITLES, "trajectories": "Trajectories"}.items()
     reads_images = model_directory is not None and (model_directory / "preprocessor_config.json").is_file()
     loader = "AutoModelForImageTextToText" if reads_images else "AutoModelForCausalLM"

@@ -381,17 +381,9 @@ class Results:
 _RESULTS = TypeAdapter(Results)
 
 
-def write_results(
-    directory: Path,
-    tables: Sequence[Table],
-    rows: Sequence[PolicyRow],
-    tasks: Mapping[str, str] | None = None,
-    return_source: str = "",
-    verdict: Verdict | None = None,
-) -> None:
-    """Write `results.json` in the run directory. `rows`: those of the policies, as values."""
-    content = asdict(Results(tables, rows, tasks or {}, return_source, verdict))
-    write_atomically(directory / "results.json", json.dumps(content, indent=1) + "\n")
+def write_results(directory: Path, results: Results) -> None:
+    """Write `results.json` in the run directory."""
+    write_atomically(directory / "results.json", json.dumps(asdict(results), indent=1) + "\n")
 
 
 def read_run_results(directory: Path) -> Results:

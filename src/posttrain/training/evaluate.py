@@ -47,7 +47,7 @@ def run(recipe: EvaluateRecipe, directory: RunDirectory, console: Console) -> No
         log.write(0, "final", {"policy": EVALUATED, **final})
     tables = write_tables(directory, [evaluator])
     warnings = [*evaluator.warnings, *take_events()]
-    write_report(directory, tables, warnings=warnings)
+    write_report(directory, warnings=warnings)
     for table in tables:
         console.print(table)
     for warning in warnings:

@@ -12,7 +12,7 @@ from posttrain.recipe.rollout import evaluated_environment, return_source
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.report import write_report
-from posttrain.runs.tables import EVALUATED, START, TRAINED, Table, read_verdict, show_line, write_results
+from posttrain.runs.tables import EVALUATED, START, TRAINED, Results, Table, read_verdict, show_line, write_results
 from posttrain.training.evaluators import EpisodeEvaluator, Evaluator
 
 
@@ -27,7 +27,7 @@ def report_results(
 
         draw_plots(run)
         trajectories.draw_run(run, evaluated_environment(run.load_recipe(to_run=True)))
-    write_report(run, tables, model_directory=model_directory)
+    write_report(run, model_directory)
     for table in tables:
         console.print(table)
     for evaluator in evaluators:
@@ -55,5 +55,5 @@ def write_tables(run: RunDirectory, evaluators: Sequence[Evaluator]) -> list[Tab
     tasks = {part: listed for each in played for part, listed in each.listed_tasks().items()}
     rows = [row for each in played for row in each.rows(lines)]
     verdict = run_verdict(run) if TRAINED in lines else None
-    write_results(run.path, tables, rows, tasks, return_source(recipe), verdict)
+    write_results(run.path, Results(tables, rows, tasks, return_source(recipe), verdict))
     return tables

@@ -27,8 +27,7 @@ LONGEST = 12_000
 """Characters shown of one message on a page."""
 _MOST_PICTURES, _LARGEST_PICTURE = 8, 1 << 20
 """Images of a message that are shown, and the bytes of one."""
-_STRONGEST = 0.5
-"""Opacity of the color of the largest credit, low enough that text stays readable in light and dark mode."""
+
 Tint = Literal["advantage", "unit credit", "log-probability", "nothing"]
 TINTS: tuple[Tint, ...] = get_args(Tint)
 """What the color of a token shows."""
@@ -57,11 +56,6 @@ class Piece:
     parted: bool = False
     """Whether the best and the worst answer of the group differ from here on."""
 
-    @property
-    def style(self) -> str:
-        """CSS, built from numbers only."""
-        return css(self.strength)
-
 
 @dataclass(frozen=True)
 class UnitRow:
@@ -74,10 +68,6 @@ class UnitRow:
     """Shown if the credit of the tokens is unknown."""
     pieces: tuple[Piece, ...]
     strength: float
-
-    @property
-    def style(self) -> str:
-        return css(self.strength)
 
 
 @dataclass(frozen=True)
@@ -128,19 +118,10 @@ class Look:
     longest: int = LONGEST
     """Characters shown of one message."""
 
-    def strength(self, value: float) -> float:
-        return strength(value, self.scale)
-
 
 def strength(value: float, scale: float) -> float:
     """`value` as a share of `scale`, within [-1, 1]."""
     return max(-1.0, min(1.0, value / scale)) if scale > 0 else 0.0
-
-
-def css(strength: float) -> str:
-    """CSS background: blue for positive strengths, orange for negative ones, which color-blind readers can tell apart."""
-    hue = "86,180,233" if strength > 0 else "230,140,0"
-    return f"background:rgba({hue},{_STRONGEST * abs(strength):.3f})"
 
 
 def shortened(text: str, longest: int = LONGEST) -> str:
@@ -293,7 +274,7 @@ class _Tokens:
             left = self.look.longest - int(aligned.offsets[start] - aligned.offsets[first])
             many = f", {count} tokens" if count > 1 else ""
             note = f"{value:+.4f}{many}" if self.notes is None else self.notes[start]
-            yield Piece(text[:left], self.look.strength(value), note, start == self.parted)
+            yield Piece(text[:left], strength(value, self.look.scale), note, start == self.parted)
             if len(text) > left:
                 yield Piece(_more(len(aligned.slice(first, stop)) - self.look.longest))
                 return

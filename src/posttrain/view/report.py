@@ -30,7 +30,7 @@ from posttrain.view.episodes import (
     token_decoder,
     unit_credit_recipe,
 )
-from posttrain.view.run_pages import paired, result_tables
+from posttrain.view.run_pages import paired
 from posttrain.view.templates import templates
 
 _KINDS = {"train": "training episodes", "evaluation": "held-out episodes", "final": "final held-out episodes"}
@@ -65,7 +65,6 @@ def section_of(source: Source) -> Section:
         section.missing.append(f"The run failed: {failure}")
     if not source.lines:
         section.missing.append("The run has no metrics yet.")
-    section.tables = result_tables(run, section.missing)
     section.read(run, source.lines)
     section.facts = [(key, shortened(value)) for key, value in section.facts]
     section.warnings = [shortened(warning) for warning in section.warnings]

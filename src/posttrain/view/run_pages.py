@@ -18,7 +18,6 @@ from posttrain.runs.panels import Sampling
 from posttrain.runs.reader import complete_lines, open_file, read_json
 from posttrain.runs.report import Report
 from posttrain.runs.sources import Bundle, Source, bundles_of, shared_metrics
-from posttrain.runs.tables import Table, read_run_results
 from posttrain.view.listing import STARTED, Scanner, Summary
 
 
@@ -127,20 +126,10 @@ def paired(sources: Sequence[Source], apart: bool = False) -> dict[str, Any]:
     return {"alone": False, "table": compared.table(), "notes": notes, "sentence": compared.sentence()}
 
 
-def result_tables(run: RunDirectory, missing: list[str]) -> Sequence[Table]:
-    """The final tables of a run, if it has any. Why they cannot be read is added to `missing`."""
-    try:
-        return read_run_results(run.path).tables
-    except InputError as error:
-        missing.append(f"{error}; the final tables are missing")
-        return []
-
-
 def facts(logs: Logs, path: Path) -> Report:
     """What a report says about the run. What cannot be read is in `missing`."""
     run = RunDirectory(path)
     report = Report(path.name, str(path))
-    report.tables = result_tables(run, report.missing)
     try:
         report.read(run, logs.read(run.metrics))
     except PosttrainError as error:

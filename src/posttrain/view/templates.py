@@ -11,6 +11,14 @@ from posttrain.terminal import printable
 
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 _CODE = re.compile(r"`([^`]*)`")
+_STRONGEST = 0.5
+"""Opacity of the color of the largest credit, low enough that text stays readable in light and dark mode."""
+
+
+def css(strength: float) -> str:
+    """CSS background: blue for positive strengths, orange for negative ones, which color-blind readers can tell apart."""
+    hue = "86,180,233" if strength > 0 else "230,140,0"
+    return f"background:rgba({hue},{_STRONGEST * abs(strength):.3f})"
 
 
 @cache
@@ -45,7 +53,7 @@ def templates() -> Any:
         """A score with four decimals at most, without the noise of rounding around 0."""
         return short_number(None if value is None else round(value, 4) + 0.0)
 
-    environment.filters |= {"marked": marked, "short": short_number, "score": score}
+    environment.filters |= {"marked": marked, "short": short_number, "score": score, "css": css}
     style = (files("posttrain.view") / "static" / "components.css").read_text(encoding="utf-8")
     environment.globals |= {"style": Markup(style), "inf": math.inf}
     return environment

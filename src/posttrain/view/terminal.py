@@ -49,7 +49,7 @@ def view_episode(
     """
     sample = Sample("", episode, advantages, units)
     look = Look(scale_of([sample], "advantage"), each=tokens, longest=sys.maxsize)
-    shown = (decode or _as_ids) if tokens or units is not None else None
+    shown = (decode or (lambda ids: "".join(f"{token} " for token in ids))) if tokens or units is not None else None
     page = episode_page(sample, look, shown, recipe)
     style = "green" if episode.success else "red" if episode.outcome is Outcome.FAILED else "yellow"
     parts: list[RenderableType] = [
@@ -74,10 +74,6 @@ def view_episode(
     if page.failure:
         parts.append(Text(f"failed: {printable(page.failure)}", style="bold red"))
     return Group(*parts, Text())
-
-
-def _as_ids(ids: Sequence[int]) -> str:
-    return "".join(f"{token} " for token in ids)
 
 
 def _unit_table(units: Sequence[UnitRow], tokens: bool) -> Table:

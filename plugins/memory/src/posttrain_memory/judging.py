@@ -6,7 +6,7 @@ framed data (see `environments.untrusted`).
 
 from collections.abc import Mapping
 
-from posttrain.environments.judge import Judgment, judge_points, points_prompt
+from posttrain.environments.judge import Judgment, judge_points
 from posttrain.recipe.judge import JudgeServerRecipe
 from posttrain_memory.vault.text import diff
 from posttrain_memory.worlds.task import MemoryTask
@@ -56,7 +56,7 @@ def judge_episode(
     what = _WHAT.format(known=known)
     # A clarification task that can be answered is graded like a retrieval task.
     kind = "retrieval" if task.kind == "clarification" and not task.asks else task.kind
-    return judge_points(server, points_prompt(what, _RUBRICS[kind], _SCALE, texts), _SCALE)
+    return judge_points(server, what, _RUBRICS[kind], _SCALE, texts)
 
 
 def _cut(text: str) -> str:
