@@ -4,15 +4,17 @@ import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, Literal
 from unittest import mock
 
 import numpy as np
 import torch
+from harness.flops import Tokens, training_flops
+from harness.limits import Limits
 
-from accelerator.measuring import Limits, data_sheet, peak_memory, seconds
+from accelerator.measuring import data_sheet, peak_memory, seconds
 from accelerator.rows import PLAN, Row
 from accelerator.shapes import RandomPolicy, Shape
 from posttrain.distributed import world
@@ -88,23 +90,10 @@ def fitting(shape: Shape, device: torch.device, mode: str = "") -> Setting:
 def planned_bytes(shape: Shape, setting: Setting) -> float:
     """The peak that `--dry-run` plans for the update of a bfloat16 model."""
     from posttrain.planning.memory import peak_memory as planned
-    from posttrain.planning.model_sizes import ModelSizes
     from posttrain.recipe.model import ModelRecipe
     from posttrain.recipe.plan import ALONE
     from posttrain.recipe.stages import SftRecipe
 
-    sizes = ModelSizes(
-        parameters=shape.parameters,
-        layers=shape.layers,
-        hidden=shape.hidden,
-        intermediate=shape.intermediate,
-        heads=shape.heads,
-        key_value_heads=shape.key_heads,
-        head_size=shape.head_size,
-        vocabulary=shape.vocabulary,
-        tied=shape.tied,
-        head_norms=shape.family == "qwen3",
-    )
     settings: Any = {"environment": {"type": "bandit"}}
     recipe = SftRecipe(
         model=ModelRecipe(
@@ -118,7 +107,7 @@ def planned_bytes(shape: Shape, setting: Setting) -> float:
         hardware=HardwareRecipe(offload=setting.offload),
         **settings,
     )
-    return float(planned(recipe, sizes, ALONE)[0])
+    return float(planned(recipe, shape, ALONE)[0])
 
 
 class TokenLoss:
@@ -179,7 +168,9 @@ class Training:
         lengths = row_lengths(int(0.95 * MICRO_BATCHES * setting.tokens), min(4096, setting.tokens // 2), 0)
         self.samples = samples_of(lengths, 0.3, shape.vocabulary, 0)
         self.tokens = sum(lengths)
-        self.flops = shape.training_flops(lengths, sum(s.sampled_tokens for s in self.samples), setting.lora)
+        pairs = sum(length * (length + 1) / 2 for length in lengths)
+        work = Tokens(self.tokens, pairs, sum(sample.sampled_tokens for sample in self.samples))
+        self.flops = training_flops(shape, work, frozen=setting.lora)
 
     def update(self) -> None:
         totals = self.learner.update(self.samples, TokenLoss())
@@ -254,7 +245,7 @@ def supervised_that_fits(
 def log_probabilities(shape: Shape, device: torch.device, positions: int, until: float) -> Iterator[Row]:
     """Log-probabilities and entropies of `positions` tokens, forward and backward: chunks against full logits, and against the
     loss alone of Liger and of cut-cross-entropy where they are installed."""
-    small = Shape(shape.name, shape.family, shape.hidden, 64, 1, 4, 2, 8, vocabulary=shape.vocabulary)
+    small = replace(shape, layers=1, intermediate=64, heads=4, key_value_heads=2, head_size=8)
     model = RandomPolicy(small, device).model
     hidden = torch.randn(positions, shape.hidden, device=device, dtype=next(model.parameters()).dtype)
     hidden.requires_grad_()
