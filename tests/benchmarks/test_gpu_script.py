@@ -136,8 +136,11 @@ def test_all_that_a_slow_part_started_ends_with_it(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["0.5B", "1.5B", "4B"])
 def test_a_random_model_has_the_published_weights(name):
-    model = random_model(SHAPES[name], torch.device("meta"))
-    assert sum(p.numel() for p in model.parameters()) == pytest.approx(SHAPES[name].parameters, rel=2e-4)
+    shape, model = SHAPES[name], random_model(SHAPES[name], torch.device("meta"))
+    linear = [m for m in model.model.modules() if isinstance(m, torch.nn.Linear)]
+    assert sum(m.weight.numel() for m in linear) == shape.layers * shape.layer
+    assert model.lm_head.weight.numel() == shape.head
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(shape.parameters, rel=2e-4)
 
 
 def test_rows_of_several_runs_have_their_spread(monkeypatch, capsys):
