@@ -149,7 +149,9 @@ def measure(name: str, device_name: str, tiny: bool, limits: dict[str, float] | 
         # The run must end, and its files must be removed, before this process is stopped.
         yield from whole_run(name, device.type, tiny, begun + budget - min(20.0, 0.15 * budget))
     elif part == "offload":
-        yield from training.offloaded(shapes[size], device, known, until)
+        # Masters, gradients and moments are in CPU memory: 16 bytes per parameter there.
+        setting = training.Setting(shapes[size].tokens_per_batch // 2, offload="optimizer")
+        yield from training.supervised(shapes[size], device, known, until, setting)
     elif name.startswith("trl-grpo"):
         groups, members, prompt, tokens, steps = (2, 2, 6, 6, 3) if tiny else (8, 16, 256, 256, 3)
         yield from trl_side.trl_grpo(shapes["0.5B"], device, groups, members, prompt, tokens, steps)

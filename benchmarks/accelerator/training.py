@@ -3,7 +3,6 @@
 import gc
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -19,16 +18,15 @@ from accelerator.rows import PLAN, Row
 from accelerator.shapes import RandomPolicy, Shape
 from posttrain.distributed import world
 from posttrain.episode import Stream
-from posttrain.losses.policy import nll
 from posttrain.models import forward
 from posttrain.models.forward import TokenScores, logits_of, token_scores
 from posttrain.models.layers import use_fused_layers
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.model import LearnerRecipe, LoraRecipe, OptimizerRecipe
 from posttrain.seeds import random_stream
-from posttrain.training.objectives import token_batch, token_forward
+from posttrain.training.objectives import SupervisedObjective, token_forward
 from posttrain.training.optimizer import Optimizer
-from posttrain.training.updater import Sample, Totals, Updater
+from posttrain.training.updater import Sample, Updater
 
 MICRO_BATCHES = 4
 """Forward passes for one optimizer step."""
@@ -110,22 +108,6 @@ def planned_bytes(shape: Shape, setting: Setting) -> float:
     return float(planned(recipe, shape, ALONE)[0])
 
 
-class TokenLoss:
-    """Negative log-likelihood, a mean over the trained tokens of the optimizer step."""
-
-    def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
-        return [1.0] * len(samples), float(sum(sample.sampled_tokens for sample in samples))
-
-    def has_signal(self, sample: Sample) -> bool:
-        return True
-
-    def __call__(
-        self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
-    ) -> tuple[torch.Tensor, Totals]:
-        loss = nll(output.logprobs, token_batch(samples, weights, output.logprobs.device))
-        return loss, {"loss/nll": (float(loss.detach()), float(len(output.logprobs)))}
-
-
 def samples_of(lengths: Sequence[int], prompt_share: float, vocabulary: int, seed: int) -> list[Sample]:
     """Streams of random tokens, each with its own prompt and an answer that is trained on."""
     random = random_stream(seed, "benchmark streams")
@@ -173,7 +155,7 @@ class Training:
         self.flops = training_flops(shape, work, frozen=setting.lora)
 
     def update(self) -> None:
-        totals = self.learner.update(self.samples, TokenLoss())
+        totals = self.learner.update(self.samples, SupervisedObjective())
         if totals["optimizer/skipped"][0]:
             raise RuntimeError("; ".join(self.learner.take_warnings()))
 
@@ -185,7 +167,7 @@ def supervised(
 
     `fused`: as `model.fused`, `own` without Liger's kernels. The rows come without padding, so every token is real.
     """
-    with _offloading(setting.offload):
+    with mock.patch.dict(world._state, {"world": world.World(HardwareRecipe(offload=setting.offload))}):
         training = Training(shape, device, setting)
         use_fused_layers(training.policy.model, fused)  # type: ignore[arg-type]
         training.update()  # allocates what later updates reuse
@@ -201,23 +183,6 @@ def supervised(
         plan = planned_bytes(shape, setting)
         note = f"planned {plan / 2**30:.1f} GiB"
         yield Row("SFT", f"{shape.name}, peak memory", peak / plan, PLAN, memory=peak, note=note)
-
-
-@contextmanager
-def _offloading(offload: Literal["none", "optimizer"]) -> Iterator[None]:
-    """Context manager in which `hardware.offload` has this value."""
-    outer = world._state["world"]
-    if offload != "none":
-        world._state["world"] = world.World(HardwareRecipe(offload=offload))
-    try:
-        yield
-    finally:
-        world._state["world"] = outer
-
-
-def offloaded(shape: Shape, device: torch.device, limits: Limits, until: float) -> Iterator[Row]:
-    """`supervised` with masters, gradients and moments in CPU memory: 16 bytes per parameter there."""
-    yield from supervised(shape, device, limits, until, Setting(shape.tokens_per_batch // 2, offload="optimizer"))
 
 
 def supervised_that_fits(
