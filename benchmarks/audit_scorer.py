@@ -23,8 +23,8 @@ from typing import Any
 from unittest.mock import patch
 
 from harness.made_model import fine_tuned, small
-from harness.options import names, number
-from harness.table import markdown, read_lines
+from harness.options import add_places, names, number
+from harness.table import Stored, markdown, read_lines, write_lines
 from learning import ENVIRONMENTS, merged
 
 import posttrain
@@ -92,7 +92,7 @@ def numbered(out: Path, game: str) -> Keys:
             messages = [dict(message) for message in environment.reset(seed).messages]
             messages[-1]["content"] += f" {seed}"
             rows.append({"prompt": messages, "label": environment.expert()})
-        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        write_lines(file, rows)
     held_out = {"seeds": {"count": 64}, "final_seeds": {"count": 64}, "held_out": 128}
     return {"environment": {"type": "text_task", "prompts": str(file)}, "evaluation": held_out}
 
@@ -311,30 +311,23 @@ def main() -> None:
     parser.add_argument("--kinds", type=names(KINDS), default=",".join(KINDS), help="comma-separated")
     parser.add_argument("--seeds", type=number(1), default=5, help="runs of each kind")
     parser.add_argument("--clean", type=number(0), default=80, help="clean runs, of all tasks in turns")
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--out", type=Path, help="folder of the results")
-    where.add_argument("--table", type=Path, metavar="FILE", help="train nothing; print the table of stored results")
+    add_places(parser)
     parser.add_argument("--overhead", action="store_true", help="print only what the checks of one run take")
     given = parser.parse_args()
     if given.table:
         print(tables(read_lines(given.table)), end="")
         return
     out = given.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
+    stored = Stored(out / "audit_scorer.jsonl", "kind", "seed")
     if given.overhead:
         print(overhead(out))
         return
-    file = out / "audit_scorer.jsonl"
-    done = {(line["kind"], line["seed"]) for line in read_lines(file)} if file.exists() else set()
-    for kind in given.kinds:
-        for seed in range(given.clean if kind == "clean" else given.seeds):
-            if (kind, seed) in done:
-                continue
-            line = run(kind, seed, out)
-            with file.open("a") as stream:
-                stream.write(json.dumps(line) + "\n")
-            print(kind, seed, [look["verdict"] for look in line["looks"]], line["cpu_seconds"], flush=True)
-    print(tables(read_lines(file)))
+    wanted = [(kind, seed) for kind in given.kinds for seed in range(given.clean if kind == "clean" else given.seeds)]
+    for kind, seed in stored.missing(wanted):
+        line = run(kind, seed, out)
+        stored.add(line)
+        print(kind, seed, [look["verdict"] for look in line["looks"]], line["cpu_seconds"], flush=True)
+    print(tables(stored.lines))
     print(f"- {describe_machine()['processor']}")
 
 

@@ -29,7 +29,7 @@ import torch
 from harness.crossed import crossed_mean
 from harness.limits import product_speed
 from harness.options import names
-from harness.table import markdown, read_lines
+from harness.table import Stored, markdown, read_lines
 
 from posttrain.environments.game import play
 from posttrain.environments.protocol import EnvironmentFactory
@@ -391,15 +391,12 @@ def main() -> None:
         return
     if chosen.out is None:
         parser.error("--out is missing")
-    chosen.out.mkdir(parents=True, exist_ok=True)
     for name in chosen.entries:
         if broken := broken_rules(load_pipeline(recipe_of(name), []), ENTRIES[name]):
             parser.error(f"{name} breaks a rule of the board: {'; '.join(broken)}")
-    file = chosen.out / "board.jsonl"
-    lines = read_lines(file) if file.exists() else []
-    done = {(line["entry"], line["seed"]) for line in lines}
+    stored = Stored(chosen.out / "board.jsonl", "entry", "seed")
     machine = {"processor": describe_machine()["processor"], "gflops": round(speed() / 1e9)}
-    wanted = [(name, seed) for name in chosen.entries for seed in range(chosen.seeds) if (name, seed) not in done]
+    wanted = stored.missing((name, seed) for name in chosen.entries for seed in range(chosen.seeds))
     for name in dict.fromkeys(name for name, _ in wanted):
         make_data(ENTRIES[name])
     failed = False
@@ -424,18 +421,11 @@ def main() -> None:
                 failed = True
                 print(error, file=sys.stderr, flush=True)
                 continue
-            lines.append(line)
-            with file.open("a") as open_file:
-                open_file.write(json.dumps(line) + "\n")
-            print(
-                line["entry"],
-                line["seed"],
-                f"{np.mean(by_task(line)):.1%}",
-                f"{line['cpu_minutes']} processor minutes",
-                flush=True,
-            )
-    if lines:
-        print(tables(lines), end="")
+            stored.add(line)
+            success = f"{np.mean(by_task(line)):.1%}"
+            print(line["entry"], line["seed"], success, f"{line['cpu_minutes']} processor minutes", flush=True)
+    if stored.lines:
+        print(tables(stored.lines), end="")
     if failed:
         sys.exit(1)
 

@@ -17,19 +17,22 @@ from pathlib import Path
 import numpy as np
 from claimed.games import (
     COLLAPSE_VARIANTS,
+    COMMON,
     RAGEN_VARIANTS,
     SEARCH_VARIANTS,
+    Keys,
+    Line,
+    Run,
     collapse_table,
     ragen_table,
     run_lake,
     run_ragen,
     search_table,
 )
-from claimed.run import COMMON, Keys, Line, Run
 from harness import procedure_models
 from harness.crossed import crossed_mean
 from harness.made_model import fine_tuned
-from harness.options import names, numbers
+from harness.options import add_places, names, numbers
 from harness.paired import difference, overall, results, shown, verdict
 from harness.ranked_pairs import (
     asked,
@@ -43,7 +46,7 @@ from harness.ranked_pairs import (
     rewards,
     write_in,
 )
-from harness.table import markdown, read_lines
+from harness.table import Stored, markdown, read_lines
 from harness.verified_units import CURVE, FINAL, MARKS, TRAINED, policies, random_score, register, write_rows
 from learning import merged
 
@@ -87,7 +90,7 @@ def short_writer(out: Path) -> Path:
     """The model that all seeds start from: it writes procedures with `NOISE`, fine-tuned from random weights."""
     if not (out / "data" / "prompts.jsonl").exists():
         write_rows(out / "data")
-    rows = [json.loads(line)["messages"] for line in (out / "data" / "sft.jsonl").read_text().splitlines()]
+    rows = [row["messages"] for row in read_lines(out / "data" / "sft.jsonl")]
     return fine_tuned(
         out / "models" / "writer",
         10,
@@ -415,45 +418,30 @@ def main() -> None:
     parser.add_argument("--variants", help="comma-separated; all if left out")
     parser.add_argument("--seeds", type=numbers(0), default="0,1,2,3,4", help="training seeds, comma-separated")
     parser.add_argument("--tune", metavar="JSON", help="play the tuning tasks, with these keys of the recipe")
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--out", type=Path, help="folder of the results")
-    where.add_argument("--table", type=Path, metavar="FILE", help="train nothing; print the tables of stored results")
+    add_places(parser)
     chosen = parser.parse_args()
     if chosen.table:
         print(tables(read_lines(chosen.table)), end="")
         return
-    chosen.out.mkdir(parents=True, exist_ok=True)
     file = chosen.out / ("tuning.jsonl" if chosen.tune else "claims.jsonl")
-    done = (
-        {(line["claim"], line["variant"], line["seed"], line["keys"]) for line in read_lines(file)}
-        if file.exists()
-        else set()
+    keys, stored = chosen.tune or "", Stored(file, "claim", "variant", "seed", "keys")
+    wanted = stored.missing(
+        (claim, variant, seed, keys)
+        for seed in chosen.seeds
+        for claim in chosen.claims
+        for variant in RUNNERS[claim][1]
+        if not chosen.variants or variant in chosen.variants.split(",")
     )
-    for seed in chosen.seeds:
-        for claim in chosen.claims:
-            runner, variants = RUNNERS[claim]
-            for variant in chosen.variants.split(",") if chosen.variants else variants:
-                run = Run(claim, variant, seed, chosen.out.resolve(), bool(chosen.tune), chosen.tune or "")
-                if variant not in variants or (claim, variant, seed, run.keys) in done:
-                    continue
-                begun = time.process_time()
-                line = {"claim": claim, "variant": variant, "seed": seed, "keys": run.keys, **runner(run)}
-                line["cpu_seconds"] = round(time.process_time() - begun, 1)
-                line["processor"] = describe_machine()["processor"]
-                with file.open("a") as lines:
-                    lines.write(json.dumps(line) + "\n")
-                shutil.rmtree(run.out / run.name, ignore_errors=True)
-                curve = [round(float(np.mean(values)), 3) for values in line["curve"]]
-                print(
-                    claim,
-                    variant,
-                    seed,
-                    run.keys,
-                    curve,
-                    round(float(np.mean(line["final"])), 3),
-                    line["cpu_seconds"],
-                    flush=True,
-                )
+    for claim, variant, seed, _ in wanted:
+        run = Run(claim, variant, seed, chosen.out.resolve(), bool(chosen.tune), keys)
+        begun = time.process_time()
+        line = {"claim": claim, "variant": variant, "seed": seed, "keys": keys, **RUNNERS[claim][0](run)}
+        line["cpu_seconds"] = round(time.process_time() - begun, 1)
+        line["processor"] = describe_machine()["processor"]
+        stored.add(line)
+        shutil.rmtree(run.out / run.name, ignore_errors=True)
+        curve, final = [round(float(np.mean(values)), 3) for values in line["curve"]], float(np.mean(line["final"]))
+        print(claim, variant, seed, keys, curve, round(final, 3), line["cpu_seconds"], flush=True)
 
 
 if __name__ == "__main__":

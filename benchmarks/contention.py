@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.data import chat_rows, prompt_rows, write_rows
+from harness.data import chat_rows, prompt_rows
 from harness.models import MODELS, model_directory
 from harness.options import names, number, numbers, seconds
-from harness.table import show
+from harness.table import show, write_lines
 from harness.timing import available_threads, in_turn, middle, run_side
 
 WAITING: dict[str, dict[str, str | None]] = {
@@ -55,8 +55,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     with tempfile.TemporaryDirectory(prefix="posttrain-benchmark-") as place:
         files = {
-            "sft": write_rows(chat_rows(tokenizer, ROWS), Path(place) / "sft.jsonl"),
-            "rl": write_rows(prompt_rows(tokenizer, ROWS), Path(place) / "rl.jsonl"),
+            "sft": write_lines(Path(place) / "sft.jsonl", chat_rows(tokenizer, ROWS)),
+            "rl": write_lines(Path(place) / "rl.jsonl", prompt_rows(tokenizer, ROWS)),
         }
 
         def run(part: str, waiting: str, count: int, number: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     python benchmarks/families.py [--out docs/reference/families.md] [type ...]
 
-makes a tiny random model of each type (`tiny_families.py`), loads it as a policy, samples two turns of three conversations of
+makes a tiny random model of each type (`harness/tiny_families.py`), loads it as a policy, samples two turns of three conversations of
 different lengths with the local engine, and scores them. A row of the table has the path that the exactness gate chose, and
 the largest distances in nats per token: of streams packed in one row from each alone, of streams from transformers' own
 forward pass, and of the engine's log-probabilities from the learner's. Types that read images (the plug-in `posttrain-images`) play
@@ -24,9 +24,8 @@ import transformers
 from transformers.utils import logging as transformers_logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
 
-from tiny_families import SPECIAL_IDS, UNBUILDABLE, model_types, save_tiny
+from harness.tiny_families import SPECIAL_IDS, UNBUILDABLE, model_types, save_tiny
 
 import posttrain
 from posttrain.engines.protocol import Request

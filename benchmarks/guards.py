@@ -9,7 +9,6 @@ measured on the other.
 """
 
 import argparse
-import json
 import random
 import shutil
 import statistics
@@ -23,9 +22,9 @@ from unittest.mock import patch
 
 import numpy as np
 from harness.made_model import small
-from harness.options import number
+from harness.options import add_places, number
 from harness.paired import shown
-from harness.table import markdown, read_lines
+from harness.table import Stored, markdown, read_lines, write_lines
 from learning import ENVIRONMENTS, merged
 
 import posttrain
@@ -134,8 +133,7 @@ def prompts(out: Path) -> str:
     """A file of prompts of word_sort, for rewards that are functions."""
     file, make = out / "prompts.jsonl", posttrain.make_env("word_sort")
     if not file.exists():
-        rows = [{"prompt": list(make().reset(seed).messages)} for seed in range(400)]
-        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        write_lines(file, ({"prompt": list(make().reset(seed).messages)} for seed in range(400)))
     return str(file)
 
 
@@ -308,24 +306,17 @@ def main() -> None:
     parser.add_argument("--planted", type=number(0), default=48, help="runs with a planted collapse")
     parser.add_argument("--healthy", type=number(0), default=100, help="healthy runs")
     parser.add_argument("--patience", type=number(1), default=GuardRecipe().patience, help="steps before an alarm")
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--out", type=Path, help="folder of the results")
-    where.add_argument("--table", type=Path, metavar="FILE", help="train nothing; print the tables of stored results")
+    add_places(parser)
     given = parser.parse_args()
     if given.table:
         print(tables(read_lines(given.table), given.patience), end="")
         return
-    given.out.mkdir(parents=True, exist_ok=True)
-    file = given.out / "guards.jsonl"
-    done = {(line["kind"], line["index"]) for line in read_lines(file)} if file.exists() else set()
-    for kind, index in planned(given.healthy, given.planted):
-        if (kind, index) in done:
-            continue
+    stored = Stored(given.out / "guards.jsonl", "kind", "index")
+    for kind, index in stored.missing(planned(given.healthy, given.planted)):
         line = run(kind, index, given.out.resolve())
-        with file.open("a") as stream:
-            stream.write(json.dumps(line) + "\n")
+        stored.add(line)
         print(f"{kind} {index}: {line['seconds']:.0f} s {line['error'][:80]}", flush=True)
-    print(tables(read_lines(file), given.patience))
+    print(tables(stored.lines, given.patience))
     print(f"- {describe_machine()}")
 
 

@@ -6,14 +6,13 @@ one file of the package to a function of another one, counted once for each pair
 
 import argparse
 import ast
-import functools
 import io
 import json
 import sys
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import CodeType, FrameType
@@ -56,9 +55,7 @@ def main() -> None:
     distributions = distribution_counts()
     show("Distributions, lines of Python", distributions)
     source = source_counts()
-    show("The core", [{"what": name, "count": count} for name, count in source.items() if name != "circles"])
-    for circle in source["circles"]:
-        print("import circle:", " -> ".join(circle))
+    show("The core", [{"what": name, "count": count} for name, count in source.items()])
     if chosen.json:
         Path(chosen.json).write_text(
             json.dumps({"steps": rows, "distributions": distributions, "source": source}, indent=1) + "\n"
@@ -177,13 +174,12 @@ def distribution_counts() -> list[dict[str, Any]]:
 
 
 def source_counts() -> dict[str, Any]:
-    """Sizes of the core: its source, its recipe, its command line, and the circles among its packages."""
+    """Sizes of the core: its source, its recipe and its command line."""
     files = sorted(CORE.rglob("*.py"))
-    nodes = [node for file in files for node in nodes_of(file)]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
     functions = sum(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in nodes)
     lines = sum(map(_lines, files))
     commands = options_of_commands()
-    circles = import_circles()
     return {
         "files": len(files),
         "lines": lines,
@@ -192,15 +188,7 @@ def source_counts() -> dict[str, Any]:
         "recipe keys": len(recipe_keys()),
         "commands": len(commands),
         "options": sum(map(len, commands.values())),
-        "import circles": len(circles),
-        "circles": circles,
     }
-
-
-@functools.cache
-def nodes_of(file: Path) -> list[ast.AST]:
-    """Every node of the syntax tree of a file, which is read once."""
-    return list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
 
 
 def _asks_for_a_recipe(node: ast.AST) -> bool:
@@ -211,7 +199,6 @@ def _asks_for_a_recipe(node: ast.AST) -> bool:
     return any(name.endswith("Recipe") for name in names)
 
 
-@functools.cache
 def recipe_keys() -> set[str]:
     """Dotted names of the keys of all stages, without those that only the environments of plug-ins have."""
     from posttrain.plugins import entry_points
@@ -248,55 +235,6 @@ def _lines_below(folder: Path) -> int:
 
 def _lines(file: Path) -> int:
     return len(file.read_text(encoding="utf-8").splitlines())
-
-
-def imports_of_packages() -> dict[str, set[str]]:
-    """Package of the core -> packages of the core that any of its files imports, at the top or inside a function.
-
-    `distributed.ray` is a separate package: it runs stages, and `distributed` is below the models.
-    """
-    found: dict[str, set[str]] = defaultdict(set)
-    for file in CORE.rglob("*.py"):
-        package = _package(file.relative_to(CORE).with_suffix("").parts)
-        for node in nodes_of(file):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and node.module:
-                # `from posttrain import x` names the package x, if there is one.
-                names = [f"posttrain.{a.name}" for a in node.names] if node.module == "posttrain" else [node.module]
-            for name in names:
-                parts = name.split(".")
-                if parts[0] == "posttrain" and len(parts) > 1 and _package(parts[1:]) != package:
-                    found[package].add(_package(parts[1:]))
-    return found
-
-
-def _package(parts: Sequence[str]) -> str:
-    return "distributed.ray" if list(parts[:2]) == ["distributed", "ray"] else parts[0]
-
-
-def import_circles() -> list[list[str]]:
-    """The shortest circle through each pair of packages that import each other, directly or through others, once each."""
-    imports = imports_of_packages()
-    found: dict[frozenset[str], list[str]] = {}
-    for package in sorted(imports):
-        circle = _way_back(package, imports)
-        if circle is not None:
-            found.setdefault(frozenset(circle), circle)
-    return list(found.values())
-
-
-def _way_back(package: str, imports: dict[str, set[str]]) -> list[str] | None:
-    """The shortest chain of imports from `package` to itself; None where there is none."""
-    seen, ways = set(), [[package]]
-    while ways:
-        way = ways.pop(0)
-        for other in sorted(imports.get(way[-1], ())):
-            if other == package:
-                return [*way, package]
-            if other not in seen:
-                seen.add(other)
-                ways.append([*way, other])
-    return None
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from harness.crossed import crossed_mean
-from harness.distributions import RARE, SEEDS, VALUES, Draws, Values
+from harness.distributions import RARE, VALUES, Draws, Values, success_rates
 from harness.table import markdown
 from scipy.stats import binom
 
@@ -208,7 +208,7 @@ def rare() -> list[Row]:
     """Means of unknown range whose samples may lack the value that matters."""
     rows = [row for name, values in RARE.items() for row in mean_rows(name, values, False, (64, 256))]
     rows += [
-        seed_row("mean over training seeds", n, name, SEEDS[name])
+        seed_row("mean over training seeds", n, name, success_rates()[name])
         for n in (5, 10, 20)
         for name in ("30% fail", "10% fail")
     ]
@@ -322,7 +322,7 @@ def scored(kind: Any, table: np.ndarray) -> Estimate:
 def seeds() -> list[Row]:
     """Results over training seeds."""
     rows, skewed = [], "skewed towards 0 or 1, or two modes"
-    for name, values in SEEDS.items():
+    for name, values in success_rates().items():
         if not name.endswith("fail"):
             for n in (4, 5, 8, 10, 20) if name == "normal, 70% ± 5" else (5, 10):
                 rows.append(seed_row("mean over training seeds, rate", n, name, values, why=skewed, share=10))

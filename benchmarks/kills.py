@@ -15,7 +15,6 @@ step from the kill, less those of the undisturbed run. Of the first machine, the
 """
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -27,7 +26,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from harness.cluster import Machines, marks, progress  # noqa: E402
 from harness.options import names  # noqa: E402
-from harness.table import markdown, read_lines  # noqa: E402
+from harness.table import Stored, markdown  # noqa: E402
 from tests.conftest import save_tiny_model  # noqa: E402
 from tests.distributed import together  # noqa: E402
 from tests.training import small  # noqa: E402
@@ -205,30 +204,23 @@ def last_line(folder: Path) -> str:
     return log[-1][:300]
 
 
-def store(file: Path, lines: list[dict[str, Any]]) -> None:
-    with open(file, "a") as results:
-        results.write("".join(json.dumps(line) + "\n" for line in lines))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/kills"))
     parser.add_argument("--table", type=Path, help="show the table of these lines and run nothing")
     parser.add_argument("--sides", type=names([*SIDES, *WORKERS]), default=",".join(SIDES), help="comma-separated")
     options = parser.parse_args()
-    file = options.table or options.out / "results.jsonl"
+    stored = Stored(options.table or options.out / "results.jsonl", "side", "phase")
     if options.table is None:
-        options.out.mkdir(parents=True, exist_ok=True)
         out = options.out.resolve()
         model = out / "tiny" if (out / "tiny").exists() else save_tiny_model(out / "tiny")
-        known = {(line["side"], line["phase"]) for line in (read_lines(file) if file.exists() else ())}
         for side in options.sides:
-            for phase in SIDES.get(side, ({},))[0]:
-                if (side, phase) not in known:
-                    store(file, [kill(side, phase, model, out)])
-            if side in WORKERS and not any(side == other for other, _ in known):
-                store(file, on_cluster(side, model, out))
-    lines = {(line["side"], line["phase"]): line for line in read_lines(file)}
+            for _, phase in stored.missing((side, phase) for phase in SIDES.get(side, ({},))[0]):
+                stored.add(kill(side, phase, model, out))
+            if side in WORKERS and not any(side == line["side"] for line in stored.lines):
+                for line in on_cluster(side, model, out):
+                    stored.add(line)
+    lines = {(line["side"], line["phase"]): line for line in stored.lines}
     for sides in (SIDES, WORKERS):
         print(markdown([{"killed in": phase} | {s: _cell(lines.get((s, phase))) for s in sides} for phase in OURS]))
 

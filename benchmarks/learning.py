@@ -9,7 +9,6 @@ not run again. OUT/learning.md has a row per variant.
 
 import argparse
 import hashlib
-import json
 import math
 import shutil
 import sys
@@ -20,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness.options import names
+from harness.options import add_places, names
 from harness.paired import shown as shown_in_percent
 from harness.panels import curve as panel_curve
 from harness.panels import panel
-from harness.table import markdown, read_lines
+from harness.table import Stored, markdown, read_lines, write_lines
 
 from posttrain.errors import InputError, PosttrainError
 from posttrain.evaluation.statistics import probability_above
@@ -176,8 +175,8 @@ def reward_model(out: Path) -> Keys:
                 found[success] = {"messages": messages, "answer": [{"role": "assistant", "content": answer}]}
             asked = found[True]["messages"]
             rows.append({"chosen": asked + found[True]["answer"], "rejected": asked + found[False]["answer"]})
-        pairs.writeshown_in_percent("".join(f"{json.dumps(row)}\n" for row in rows))
-        prompts.writeshown_in_percent("".join(f"{json.dumps({'prompt': row['chosen'][:-1]})}\n" for row in rows))
+        write_lines(pairs, rows)
+        write_lines(prompts, ({"prompt": row["chosen"][:-1]} for row in rows))
         posttrain.reward(
             name=name,
             runs=str(out),
@@ -336,24 +335,18 @@ def main() -> None:
     parser.add_argument("--variants", type=names(VARIANTS), default=",".join(VARIANTS), help="comma-separated")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, of one thread each")
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--out", type=Path, help="folder of the results")
-    where.add_argument("--table", type=Path, metavar="FILE", help="train nothing; print the table of stored results")
+    add_places(parser)
     chosen = parser.parse_args()
     if chosen.table:
         print("\n".join(sections(read_lines(chosen.table))), end="")
         return
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    results = chosen.out / "results.jsonl"
-    lines = read_lines(results) if results.exists() else []
-    done = {(line["environment"], line["variant"], line["seed"]) for line in lines}
-    wanted = [
+    stored = Stored(chosen.out / "results.jsonl", "environment", "variant", "seed")
+    wanted = stored.missing(
         (environment, variant, seed)
         for seed in range(chosen.seeds)
         for variant in chosen.variants
         for environment in chosen.environments
-        if (environment, variant, seed) not in done
-    ]
+    )
     if any(environment == "reward model" for environment, _, _ in wanted):
         reward_model(chosen.out)  # once, before several processes need it
     failed = False
@@ -368,20 +361,12 @@ def main() -> None:
                 failed |= not refused
                 print(*futures[future], f"{'left out' if refused else 'failed'}: {error}", flush=True)
                 continue
-            with results.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            lines.append(line)
-            print(
-                line["environment"],
-                line["variant"],
-                line["seed"],
-                f"{line['start']:.2f} -> {line['final']:.2f}",
-                flush=True,
-            )
-    if not lines:
+            stored.add(line)
+            print(*futures[future], f"{line['start']:.2f} -> {line['final']:.2f}", flush=True)
+    if not stored.lines:
         sys.exit("no run has finished, so there is no table")
-    text = "\n".join(sections(lines))
-    (chosen.out / "learning.md").writeshown_in_percent(text)
+    text = "\n".join(sections(stored.lines))
+    (chosen.out / "learning.md").write_text(text)
     print(text)
     if failed:
         sys.exit("a run failed, so a row has fewer seeds; the same command runs it again")

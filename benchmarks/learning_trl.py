@@ -12,7 +12,6 @@ A run's outcome is one line of OUT/results.jsonl; runs that are there are not ru
 """
 
 import argparse
-import json
 import math
 import shutil
 import time
@@ -23,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness.options import names
+from harness.options import add_places, names
 from harness.panels import curve, panel
-from harness.table import read_lines, show
+from harness.table import Stored, read_lines, show
 
 from posttrain.runs.intervals import Estimate, mean_difference, seed_mean
 
@@ -324,35 +323,26 @@ def main() -> None:
         "--learning-rates", default=",".join(f"{rate:g}" for rate in LEARNING_RATES), help="comma-separated"
     )
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="folder of results.jsonl and table.json")
-    parser.add_argument("--table", type=Path, help="only print the tables of this file")
+    add_places(parser)
     chosen = parser.parse_args()
     if chosen.table is not None:
         show_tables(read_lines(chosen.table))
         return
-    if chosen.out is None:
-        parser.error("--out is missing")
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    results = chosen.out / "results.jsonl"
-    lines = read_lines(results) if results.exists() else []
-    done = {(line["side"], line["task"], line["learning_rate"], line["seed"]) for line in lines}
-    wanted = [
+    stored = Stored(chosen.out / "results.jsonl", "side", "task", "learning_rate", "seed")
+    wanted = stored.missing(
         (side, task, rate, seed)
         for seed in range(chosen.seeds)
         for task in chosen.tasks
         for rate in map(float, chosen.learning_rates.split(","))
         for side in SIDES
-        if (side, task, rate, seed) not in done
-    ]
+    )
     # A fresh process per run: neither side inherits the other's threads or caches.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         for one in wanted:
             line = pool.submit(run, *one, chosen.out).result()
-            lines.append(line)
-            with results.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            stored.add(line)
             print(*one, f"final {line['final']:.1%} after {line['seconds'][-1]:.0f} s", flush=True)
-    show_tables(lines, json_file=chosen.out / "table.json")
+    show_tables(stored.lines, json_file=chosen.out / "table.json")
 
 
 if __name__ == "__main__":

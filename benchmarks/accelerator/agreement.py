@@ -7,9 +7,9 @@ import torch
 
 from accelerator.rows import Row
 from accelerator.shapes import RandomPolicy, Shape
-from accelerator.training import TokenLoss, samples_of
+from accelerator.training import samples_of
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
-from posttrain.training.objectives import token_forward
+from posttrain.training.objectives import SupervisedObjective, token_forward
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.updater import Updater
 
@@ -36,7 +36,7 @@ class Side:
     def losses(self, updates: int) -> list[float]:
         found = []
         for _ in range(updates):
-            loss, tokens = self.learner.update(self.samples, TokenLoss())["loss/nll"]
+            loss, tokens = self.learner.update(self.samples, SupervisedObjective())["loss/nll"]
             found.append(loss / tokens)
         return found
 

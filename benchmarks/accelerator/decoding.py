@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from harness.limits import Limits, decoding_bound
 
-from accelerator.measuring import Limits, finish
+from accelerator.measuring import finish
 from accelerator.rows import Row
 from accelerator.shapes import RandomPolicy, Shape, random_model
 from posttrain.engines.local.engine import LocalEngine
@@ -111,8 +112,7 @@ def _row(
     shape: Shape, limits: Limits, count: int, prompt: int, tokens: int, first: float, whole: float, side: str
 ) -> Row:
     """Steps 2..tokens, whose contexts are prompt + tokens / 2 long on average."""
-    contexts = [prompt + tokens / 2] * count
-    least = limits.decoding_seconds(shape.decoding_bytes(contexts), shape.decoding_flops(contexts))
+    least = decoding_bound(shape, 2, count, prompt + tokens / 2, limits)
     step = max(whole - first, 1e-9) / (tokens - 1)
     note = f"{1000 * step:.2f} ms a step, at least {1000 * least:.2f}; first tokens after {1000 * first:.0f} ms"
     return Row(

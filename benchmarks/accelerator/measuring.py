@@ -2,28 +2,14 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
+from harness.limits import Limits
 
 DATASHEET = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
 """Dense bfloat16 FLOP/s by the vendor's data sheet, for parts whose name holds the key."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the device does at most, measured in the same run."""
-
-    products: float
-    """FLOP/s of a large square product in the precision of the models."""
-    copying: float
-    """Bytes/s read and written together by a large copy on the device."""
-
-    def decoding_seconds(self, bytes_read: float, flops: float) -> float:
-        """Least seconds of a step that reads so many bytes and computes so much."""
-        return max(bytes_read / self.copying, flops / self.products)
 
 
 def finish(device: torch.device) -> None:
@@ -63,7 +49,7 @@ def peak_memory(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def measure_limits(device: torch.device, tiny: bool, until: float) -> Limits:
-    """The device's limits: products of 8192 x 8192 random matrices, and a copy of 4 GiB."""
+    """The device's limits: products of 8192 x 8192 random matrices, and a copy of 4 GiB, whose bytes are read and written."""
     side, size = (256, 1 << 20) if tiny else (8192, 1 << 32)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
@@ -72,7 +58,7 @@ def measure_limits(device: torch.device, tiny: bool, until: float) -> Limits:
     source = torch.ones(size, device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
     copy = seconds(lambda: target.copy_(source), device, until, repeats=20, warmup=3)
-    return Limits(products=2 * side**3 / product, copying=2 * size / copy)
+    return Limits(products=2 * side**3 / product, reading=2 * size / copy)
 
 
 def data_sheet(device: torch.device) -> float:

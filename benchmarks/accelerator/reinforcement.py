@@ -1,7 +1,7 @@
 """One step of reinforcement learning: answers of groups, scores, update."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from statistics import median
 from typing import Any
@@ -18,30 +18,11 @@ from accelerator.training import Training, fitting
 from posttrain.engines.local.cuda import CudaGraphs, RecordedDecoder
 from posttrain.engines.protocol import Completion
 from posttrain.episode import Stream
-from posttrain.losses.policy import policy_loss
 from posttrain.losses.surrogates import PpoLoss
-from posttrain.models.forward import TokenScores
 from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.seeds import random_stream
-from posttrain.training.objectives import logprobs, token_batch
-from posttrain.training.updater import Sample, Totals
-
-
-class ClippedLoss:
-    """PPO's clipped surrogate, a mean over the sampled tokens of the step."""
-
-    recipe = PpoLoss()
-
-    def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
-        return [1.0] * len(samples), float(sum(sample.sampled_tokens for sample in samples))
-
-    def has_signal(self, sample: Sample) -> bool:
-        return bool(np.any(sample.advantages != 0))
-
-    def __call__(
-        self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
-    ) -> tuple[torch.Tensor, Totals]:
-        return policy_loss(self.recipe, output.logprobs, token_batch(samples, weights, output.logprobs.device))
+from posttrain.training.objectives import PolicyObjective, logprobs
+from posttrain.training.updater import Sample
 
 
 def learning(
@@ -78,7 +59,7 @@ def learning(
         samples = [answer_sample(p, answer, step, i) for i, (p, answer) in enumerate(zip(asked, answers, strict=True))]
         scores = logprobs(training.learner, samples)
         scored = _now(device)
-        totals = training.learner.update(samples, ClippedLoss())
+        totals = training.learner.update(samples, PolicyObjective(PpoLoss()))
         updated = _now(device)
         behaviour = np.concatenate([sample.stream.rollout_logprobs[sample.stream.sampled] for sample in samples])
         mismatches.append(float(np.abs(np.concatenate(scores) - behaviour).mean()))

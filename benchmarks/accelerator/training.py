@@ -3,30 +3,30 @@
 import gc
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, Literal
 from unittest import mock
 
 import numpy as np
 import torch
+from harness.flops import Tokens, training_flops
+from harness.limits import Limits
 
-from accelerator.measuring import Limits, data_sheet, peak_memory, seconds
+from accelerator.measuring import data_sheet, peak_memory, seconds
 from accelerator.rows import PLAN, Row
 from accelerator.shapes import RandomPolicy, Shape
 from posttrain.distributed import world
 from posttrain.episode import Stream
-from posttrain.losses.policy import nll
 from posttrain.models import forward
 from posttrain.models.forward import TokenScores, logits_of, token_scores
 from posttrain.models.layers import use_fused_layers
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.model import LearnerRecipe, LoraRecipe, OptimizerRecipe
 from posttrain.seeds import random_stream
-from posttrain.training.objectives import token_batch, token_forward
+from posttrain.training.objectives import SupervisedObjective, token_forward
 from posttrain.training.optimizer import Optimizer
-from posttrain.training.updater import Sample, Totals, Updater
+from posttrain.training.updater import Sample, Updater
 
 MICRO_BATCHES = 4
 """Forward passes for one optimizer step."""
@@ -88,23 +88,10 @@ def fitting(shape: Shape, device: torch.device, mode: str = "") -> Setting:
 def planned_bytes(shape: Shape, setting: Setting) -> float:
     """The peak that `--dry-run` plans for the update of a bfloat16 model."""
     from posttrain.planning.memory import peak_memory as planned
-    from posttrain.planning.model_sizes import ModelSizes
     from posttrain.recipe.model import ModelRecipe
     from posttrain.recipe.plan import ALONE
     from posttrain.recipe.stages import SftRecipe
 
-    sizes = ModelSizes(
-        parameters=shape.parameters,
-        layers=shape.layers,
-        hidden=shape.hidden,
-        intermediate=shape.intermediate,
-        heads=shape.heads,
-        key_value_heads=shape.key_heads,
-        head_size=shape.head_size,
-        vocabulary=shape.vocabulary,
-        tied=shape.tied,
-        head_norms=shape.family == "qwen3",
-    )
     settings: Any = {"environment": {"type": "bandit"}}
     recipe = SftRecipe(
         model=ModelRecipe(
@@ -118,23 +105,7 @@ def planned_bytes(shape: Shape, setting: Setting) -> float:
         hardware=HardwareRecipe(offload=setting.offload),
         **settings,
     )
-    return float(planned(recipe, sizes, ALONE)[0])
-
-
-class TokenLoss:
-    """Negative log-likelihood, a mean over the trained tokens of the optimizer step."""
-
-    def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
-        return [1.0] * len(samples), float(sum(sample.sampled_tokens for sample in samples))
-
-    def has_signal(self, sample: Sample) -> bool:
-        return True
-
-    def __call__(
-        self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
-    ) -> tuple[torch.Tensor, Totals]:
-        loss = nll(output.logprobs, token_batch(samples, weights, output.logprobs.device))
-        return loss, {"loss/nll": (float(loss.detach()), float(len(output.logprobs)))}
+    return float(planned(recipe, shape, ALONE)[0])
 
 
 def samples_of(lengths: Sequence[int], prompt_share: float, vocabulary: int, seed: int) -> list[Sample]:
@@ -179,10 +150,12 @@ class Training:
         lengths = row_lengths(int(0.95 * MICRO_BATCHES * setting.tokens), min(4096, setting.tokens // 2), 0)
         self.samples = samples_of(lengths, 0.3, shape.vocabulary, 0)
         self.tokens = sum(lengths)
-        self.flops = shape.training_flops(lengths, sum(s.sampled_tokens for s in self.samples), setting.lora)
+        pairs = sum(length * (length + 1) / 2 for length in lengths)
+        work = Tokens(self.tokens, pairs, sum(sample.sampled_tokens for sample in self.samples))
+        self.flops = training_flops(shape, work, frozen=setting.lora)
 
     def update(self) -> None:
-        totals = self.learner.update(self.samples, TokenLoss())
+        totals = self.learner.update(self.samples, SupervisedObjective())
         if totals["optimizer/skipped"][0]:
             raise RuntimeError("; ".join(self.learner.take_warnings()))
 
@@ -194,7 +167,7 @@ def supervised(
 
     `fused`: as `model.fused`, `own` without Liger's kernels. The rows come without padding, so every token is real.
     """
-    with _offloading(setting.offload):
+    with mock.patch.dict(world._state, {"world": world.World(HardwareRecipe(offload=setting.offload))}):
         training = Training(shape, device, setting)
         use_fused_layers(training.policy.model, fused)  # type: ignore[arg-type]
         training.update()  # allocates what later updates reuse
@@ -210,23 +183,6 @@ def supervised(
         plan = planned_bytes(shape, setting)
         note = f"planned {plan / 2**30:.1f} GiB"
         yield Row("SFT", f"{shape.name}, peak memory", peak / plan, PLAN, memory=peak, note=note)
-
-
-@contextmanager
-def _offloading(offload: Literal["none", "optimizer"]) -> Iterator[None]:
-    """Context manager in which `hardware.offload` has this value."""
-    outer = world._state["world"]
-    if offload != "none":
-        world._state["world"] = world.World(HardwareRecipe(offload=offload))
-    try:
-        yield
-    finally:
-        world._state["world"] = outer
-
-
-def offloaded(shape: Shape, device: torch.device, limits: Limits, until: float) -> Iterator[Row]:
-    """`supervised` with masters, gradients and moments in CPU memory: 16 bytes per parameter there."""
-    yield from supervised(shape, device, limits, until, Setting(shape.tokens_per_batch // 2, offload="optimizer"))
 
 
 def supervised_that_fits(
@@ -254,7 +210,7 @@ def supervised_that_fits(
 def log_probabilities(shape: Shape, device: torch.device, positions: int, until: float) -> Iterator[Row]:
     """Log-probabilities and entropies of `positions` tokens, forward and backward: chunks against full logits, and against the
     loss alone of Liger and of cut-cross-entropy where they are installed."""
-    small = Shape(shape.name, shape.family, shape.hidden, 64, 1, 4, 2, 8, vocabulary=shape.vocabulary)
+    small = replace(shape, layers=1, intermediate=64, heads=4, key_value_heads=2, head_size=8)
     model = RandomPolicy(small, device).model
     hidden = torch.randn(positions, shape.hidden, device=device, dtype=next(model.parameters()).dtype)
     hidden.requires_grad_()

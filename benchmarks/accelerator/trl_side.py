@@ -1,5 +1,6 @@
-"""TRL's supervised training on rows like ours and the same shape, where TRL is installed: the best of its settings."""
+"""TRL's supervised training and GRPO on rows and numbers like ours and the same shapes, where TRL is installed."""
 
+import math
 import tempfile
 import time
 import traceback
@@ -35,10 +36,31 @@ def attention_of_trl(device: torch.device) -> str:
     return "flash_attention_2" if device.type == "cuda" and find_spec("flash_attn") is not None else "sdpa"
 
 
+def plain_settings(device: torch.device) -> dict[str, Any]:
+    """Arguments of every trainer: its device, and no files, logs or progress."""
+    quiet = {"report_to": "none", "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
+    return {"bf16": device.type == "cuda", "use_cpu": device.type == "cpu", **quiet}
+
+
+def clock_of(device: torch.device, ends: float = math.inf) -> Any:
+    """A callback whose `times` are the ends of the steps. After `ends` of `time.monotonic`, the third step is the last."""
+    from transformers.trainer_callback import TrainerCallback
+
+    class Clock(TrainerCallback):
+        def __init__(self) -> None:
+            self.times: list[float] = []
+
+        def on_step_end(self, args, state, control, **rest):
+            finish(device)
+            self.times.append(time.perf_counter())
+            control.should_training_stop = len(self.times) > 2 and time.monotonic() > ends
+
+    return Clock()
+
+
 def trl_supervised(shape: Shape, device: torch.device, tokens: int, batch: int, until: float) -> Iterator[Row]:
     """Real tokens per second of `SFTTrainer` with each of its settings; one that fails is named in the last note."""
     from datasets import Dataset
-    from transformers.trainer_callback import TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
     attention = attention_of_trl(device)
@@ -50,22 +72,12 @@ def trl_supervised(shape: Shape, device: torch.device, tokens: int, batch: int, 
         for s in samples_of(lengths, 0.3, shape.vocabulary, 0)
     ]
 
-    class Clock(TrainerCallback):
-        def __init__(self, ends: float) -> None:
-            self.times: list[float] = []
-            self.ends = ends
-
-        def on_step_end(self, args, state, control, **rest):
-            finish(device)
-            self.times.append(time.perf_counter())
-            control.should_training_stop = len(self.times) > 2 and time.monotonic() > self.ends
-
     chosen = settings_of_trl(batch, packed)
     found: list[Row] = []
     failed = []
     for number, (name, settings) in enumerate(chosen.items()):
         now = time.monotonic()
-        clock = Clock(now + (until - now) / (len(chosen) - number))
+        clock = clock_of(device, now + (until - now) / (len(chosen) - number))
         try:
             with tempfile.TemporaryDirectory() as directory:
                 trainer = SFTTrainer(
@@ -73,13 +85,8 @@ def trl_supervised(shape: Shape, device: torch.device, tokens: int, batch: int, 
                     args=SFTConfig(
                         output_dir=directory,
                         num_train_epochs=1,
-                        bf16=device.type == "cuda",
-                        use_cpu=device.type == "cpu",
-                        report_to="none",
-                        save_strategy="no",
-                        logging_strategy="no",
-                        disable_tqdm=True,
                         shuffle_dataset=False,
+                        **plain_settings(device),
                         **{"max_length": None, **settings},
                     ),
                     train_dataset=Dataset.from_list(rows),
@@ -103,6 +110,59 @@ def trl_supervised(shape: Shape, device: torch.device, tokens: int, batch: int, 
         raise RuntimeError("; ".join(failed))
     if failed:
         yield Row("TRL SFT", "settings that failed", float(len(failed)), "", note="; ".join(failed))
+
+
+def trl_grpo(
+    shape: Shape, device: torch.device, groups: int, members: int, prompt: int, tokens: int, steps: int
+) -> Iterator[Row]:
+    """Samples per second of `GRPOTrainer` steps after the first, generation and update together."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+    from trl import GRPOConfig, GRPOTrainer
+
+    clock = clock_of(device)
+    tokenizer = word_tokenizer(shape.vocabulary)
+    words = [f"w{i}" for i in range(3, min(shape.vocabulary, 1000))]
+    rows = [{"prompt": " ".join(words[(7 * g + i) % len(words)] for i in range(prompt))} for g in range(groups * steps)]
+
+    def score(completions, **rest):
+        """Differs within a group, so that every group has a gradient."""
+        return [float(number % members) for number in range(len(completions))]
+
+    with_vllm = device.type == "cuda" and find_spec("vllm") is not None
+    with tempfile.TemporaryDirectory() as folder:
+        # TRL's vLLM reads model and tokenizer from the directory that the model was loaded from.
+        source = f"{folder}/model"
+        random_model(shape, device, packed=False).save_pretrained(source)
+        tokenizer.save_pretrained(source)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device)
+        # TRL generates until an end token, which random weights would draw early.
+        model.generation_config.eos_token_id = None
+        settings = GRPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=members,
+            gradient_accumulation_steps=groups,
+            num_generations=members,
+            max_completion_length=tokens,
+            max_steps=steps,
+            use_vllm=with_vllm,
+            **({"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.4} if with_vllm else {}),
+            **plain_settings(device),
+        )
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=score,
+            args=settings,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            callbacks=[clock],
+        )
+        trainer.train()
+    rate = groups * members * (len(clock.times) - 1) / (clock.times[-1] - clock.times[0])
+    case = f"{shape.name}, {groups} groups of {members}, {prompt} + {tokens} tokens"
+    how = "with vLLM in the same process" if with_vllm else "with transformers' generate"
+    yield Row("TRL GRPO", case, rate, "samples/s", note=how)
 
 
 def word_tokenizer(vocabulary: int):

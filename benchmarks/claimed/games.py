@@ -1,26 +1,54 @@
-"""RAGEN's experiments with thinking, imitation, reinforcement learning and a search of settings, and the settings of a run that
-collapsed, on small models that start by playing one game at random.
+"""Runs of a claim. RAGEN's experiments with thinking, imitation, reinforcement learning and a search of settings, and the
+settings of a run that collapsed, on small models that start by playing one game at random.
 """
 
 import json
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from board import by_task as board_results
 from harness.made_model import fine_tuned, random_episode, slower
 from harness.paired import difference, overall, results, shown, verdict
-from harness.table import markdown, read_lines
+from harness.table import markdown, read_lines, write_lines
 from harness.verified_units import FINAL, MARKS
 from learning import COMMON as LEARNING
 from learning import ENVIRONMENTS, merged
 from scipy.stats import spearmanr
 
 import posttrain
-from claimed.run import COMMON, Keys, Line, Run
 from posttrain.result import Result
 from posttrain.runs.intervals import mean_difference
 from posttrain.seeds import random_stream
+
+Keys = dict[str, Any]
+Line = dict[str, Any]
+"""What is stored of a run."""
+
+COMMON: Keys = {"checkpoint": {"every": 100_000}, "evaluation": {"sampling": {"temperature": 1.0}}, "overwrite": True}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run of a claim."""
+
+    claim: str
+    variant: str
+    seed: int
+    out: Path
+    tuning: bool = False
+    """On the tasks on which settings are chosen."""
+    keys: str = ""
+    """Further keys as JSON."""
+
+    @property
+    def name(self) -> str:
+        """Name of its directory."""
+        return re.sub(r"\W+", "_", f"{self.claim}-{self.variant}-{self.seed}-{self.keys}")[:200]
+
 
 GAMES: dict[str, Keys] = {"bandit": {"steps": 10, "imitated": 16}, "firm lake": {"steps": 15, "imitated": 64}}
 """RL steps, and the optimal traces of fine-tuning."""
@@ -81,9 +109,7 @@ def random_player(game: str, thinking: bool, seed: int, out: Path, size: dict[st
     settings = {**ENVIRONMENTS[game]["environment"], "format": {"thinking": thinking}}
     environment = posttrain.make_env(settings.pop("type"), **settings)()
     traces = [random_episode(environment, n, random_stream("claims", "moves", n)) for n in range(300_000, 300_400)]
-    file = out / "data" / f"{name}.jsonl"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in traces))
+    file = write_lines(out / "data" / f"{name}.jsonl", ({"messages": messages} for messages in traces))
     keys = {
         "data": {"train": str(file)},
         "loss_on": "all",

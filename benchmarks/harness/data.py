@@ -1,10 +1,7 @@
 """Seeded rows of made-up chat whose lengths are spread as real ones are: lognormal, in tokens of the model at hand."""
 
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
@@ -111,9 +108,3 @@ def prompt_rows(tokenizer: Any, count: int, seed: int = 0, low: int = 40, high: 
 def answer_lengths(step: int, count: int, lengths: Lengths = ANSWERS, seed: int = 0) -> list[int]:
     """Tokens that the `count` answers sampled in step `step` have, the same on every side."""
     return lengths.draw(count, random_stream(seed, "benchmark answers", step))
-
-
-def write_rows(rows: Sequence[dict[str, Any]], file: Path) -> Path:
-    """Write `rows` as JSON lines to `file`."""
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return file

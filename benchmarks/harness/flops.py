@@ -4,9 +4,9 @@ A multiplication and an addition each count as one operation. Embedding, norms, 
 checkpointing) are not counted.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from posttrain.planning.memory import ModelSizes
+from posttrain.recipe.plan import ModelSizes
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,11 @@ def forward_flops(sizes: ModelSizes, tokens: Tokens) -> float:
     return body + 2 * sizes.head * tokens.scored + attention
 
 
-def training_flops(sizes: ModelSizes, tokens: Tokens, whole: bool = True) -> float:
-    """Operations of a forward and backward pass: three times those of a forward pass, or twice if only adapters are trained
-    (`whole=False`), because gradients of frozen weights are not computed."""
-    return (3 if whole else 2) * forward_flops(sizes, tokens)
+def training_flops(sizes: ModelSizes, tokens: Tokens, frozen: bool = False) -> float:
+    """Operations of a forward and backward pass: three times those of a forward pass. `frozen` weights, beside which adapters
+    are trained, have no gradient: their products count twice."""
+    products = forward_flops(sizes, replace(tokens, pairs=0.0))
+    return 3 * forward_flops(sizes, tokens) - (products if frozen else 0.0)
 
 
 def touched_experts(sizes: ModelSizes, tokens: float) -> float:

@@ -11,7 +11,7 @@ import torch
 from harness.flops import Tokens, forward_flops, read_weights, rows_of
 from harness.models import emulates_bfloat16
 from harness.timing import seconds_of
-from posttrain.planning.memory import ModelSizes
+from posttrain.recipe.plan import ModelSizes
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Limits:
     products: float
     """FLOP/s of the fastest product in one precision."""
     reading: float
-    """Bytes/s read from memory."""
+    """Bytes/s read from memory; on a GPU, read and written by a copy."""
 
 
 def product_speed(rows: int, inner: int, columns: int, dtype: torch.dtype, repeats: int = 7) -> float:

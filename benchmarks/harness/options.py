@@ -2,6 +2,14 @@
 
 import argparse
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+
+def add_places(parser: argparse.ArgumentParser) -> None:
+    """Add `--out`, the folder of a benchmark's results, and `--table`, which shows stored ones; one of them is needed."""
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--out", type=Path, help="folder of the results")
+    where.add_argument("--table", type=Path, metavar="FILE", help="train nothing; print the tables of stored results")
 
 
 def number(least: int) -> Callable[[str], int]:

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import posttrain
-from harness.ranked_pairs import REWARD, opened, rows_in, write_in
+from harness.ranked_pairs import REWARD, opened, write_in
+from harness.table import read_lines
 from posttrain_environments.rationales.policies import Policy
 from posttrain_environments.rationales.verifier import verify
 
@@ -27,7 +28,7 @@ def pairs(model: Path, out: Path) -> dict[str, list[Keys]]:
     """All pairs of unequal answers for training (`train`), and the pairs of the first two answers for tests (`validation`)."""
     sampled, rows = out / "data" / "procedures.jsonl", []
     for name, count in (("imitated", MODELLED), ("prompts", HELD_OUT)):
-        rows += rows_in(out / "data" / f"{name}.jsonl")[:count]
+        rows += read_lines(out / "data" / f"{name}.jsonl")[:count]
     if not sampled.exists():
         posttrain.generate(
             data={"test": write_in(out / "data" / "procedure_prompts.jsonl", rows)},
@@ -40,7 +41,7 @@ def pairs(model: Path, out: Path) -> dict[str, list[Keys]]:
             runs=str(out),
             overwrite=True,
         )
-    answers = [row["prediction"] for row in rows_in(sampled)]
+    answers = [row["prediction"] for row in read_lines(sampled)]
     sets: dict[str, list[Keys]] = {"train": [], "validation": []}
     for number, row in enumerate(rows):
         known, name = Policy.from_json(row["label"]), "train" if number < MODELLED else "validation"
@@ -73,7 +74,7 @@ def reward_model(name: str, model: Path, out: Path) -> Path:
 
 def ranked(run: Path, out: Path) -> list[int]:
     """Whether each pair for tests is ranked rightly. Ties are wrong."""
-    rows, scorer = rows_in(out / "data" / "procedure_validation.jsonl"), opened(run / "model")
+    rows, scorer = read_lines(out / "data" / "procedure_validation.jsonl"), opened(run / "model")
     chosen, rejected = (
         scorer.scores(
             [[*row["prompt"], {"role": "assistant", "content": row[side]}] for row in rows], [False] * len(rows)

@@ -1,6 +1,5 @@
 """A task with known quality: repeat the words of the prompt. Pairs of a policy's own answers, and reward models of them."""
 
-import json
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from itertools import combinations, product
@@ -9,6 +8,7 @@ from typing import Any
 
 import posttrain
 from harness.made_model import fine_tuned
+from harness.table import read_lines, write_lines
 from harness.verified_units import WORDS
 from posttrain.seeds import random_stream
 from posttrain.training.reward_scorer import AnswerRewards
@@ -69,17 +69,9 @@ def noisy_copy(number: int) -> list[Keys]:
     return [*asked(prompt_of("imitated", number)), {"role": "assistant", "content": " ".join(words)}]
 
 
-def rows_in(file: Path) -> list[Keys]:
-    """The rows of a JSON lines file."""
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def write_in(file: Path, rows: Sequence[Keys]) -> str:
     """Write a JSON lines file, unless it is there: another process may be reading it."""
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(file)
+    return str(file if file.exists() else write_lines(file, rows))
 
 
 def copier(out: Path) -> Path:
@@ -116,7 +108,7 @@ def pairs(name: str, out: Path) -> list[Keys]:
             runs=str(out),
             overwrite=True,
         )
-    rows, training = [row for row in rows_in(answers) if row["set"] == name], name.isdigit()
+    rows, training = [row for row in read_lines(answers) if row["set"] == name], name.isdigit()
     draws = random_stream("ranked", "flipped", name)
     places = list(combinations(range(ANSWERS), 2)) if training else [(0, 1), (2, 3)]
     found = []

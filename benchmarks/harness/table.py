@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,33 @@ def show(
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """The stored results of a benchmark, one JSON object per line."""
     return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def write_lines(file: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """Write one JSON object per line to `file`, whose folder is made."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+class Stored:
+    """The results of a benchmark that are lines of a file, so that the same call makes only those that are missing."""
+
+    def __init__(self, file: Path, *keys: str) -> None:
+        """`keys`: those of a line that say which result it is."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self.file, self.keys = file, keys
+        self.lines = read_lines(file) if file.exists() else []
+
+    def missing(self, wanted: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """Those of the results, as values of `keys`, that have no line."""
+        done = {tuple(line[key] for key in self.keys) for line in self.lines}
+        return [one for one in wanted if one not in done]
+
+    def add(self, line: dict[str, Any]) -> None:
+        self.lines.append(line)
+        with self.file.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:

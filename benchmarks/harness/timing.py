@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 Outcome = TypeVar("Outcome")
+BENCHMARKS = Path(__file__).parents[1]
 
 
 class OverLimit(Exception):
@@ -91,6 +92,13 @@ def peak_memory(pid: int | str = "self") -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def side_environment(threads: int) -> dict[str, Any]:
+    """Environment variables of a side: it sees this folder, `threads` threads and no network of the hub."""
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
+    limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+    return {**os.environ, "PYTHONPATH": str(BENCHMARKS), **limits, **offline}
+
+
 def run_side(
     module: str,
     job: Mapping[str, Any],
@@ -107,16 +115,8 @@ def run_side(
     with tempfile.TemporaryDirectory(prefix="posttrain-benchmark-") as place:
         request, answer, log = (Path(place) / name for name in ("job.json", "result.json", "log"))
         request.write_text(json.dumps({**job, "place": place, "threads": threads}))
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])),
-            "OMP_NUM_THREADS": str(threads),
-            "MKL_NUM_THREADS": str(threads),
-            "HF_HUB_OFFLINE": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            **(variables or {}),
-        }
+        paths = filter(None, [str(BENCHMARKS), os.environ.get("PYTHONPATH")])
+        environment = side_environment(threads) | {"PYTHONPATH": os.pathsep.join(paths)} | dict(variables or {})
         environment = {name: value for name, value in environment.items() if value is not None}
         with log.open("w") as output:
             try:

@@ -1,6 +1,5 @@
 """A short form of the rationales task for small models, and PPO with the credit of its steps from the verifier itself."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -10,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 import posttrain
+from harness.table import read_lines, write_lines
 from posttrain.credit.assign import sampled_rewards, to_streams
 from posttrain.credit.critic import ValueCredit
 from posttrain.credit.units import estimators
@@ -66,7 +66,6 @@ def short_prompt(policy: Policy) -> str:
 def write_rows(folder: Path) -> None:
     """`sft.jsonl` with noisy procedures, `imitated.jsonl` with their policies, and `prompts.jsonl` with the other policies. No
     policy occurs twice."""
-    folder.mkdir(parents=True, exist_ok=True)
     rows: list[Keys] = []
     seen: set[str] = set()
     number = 0
@@ -84,8 +83,7 @@ def write_rows(folder: Path) -> None:
         ("imitated", rows[:IMITATED], ("prompt", "label")),
         ("prompts", rows[IMITATED:], ("prompt", "label")),
     ):
-        text = "".join(json.dumps({key: row[key] for key in keys}) + "\n" for row in part)
-        (folder / f"{name}.jsonl").write_text(text)
+        write_lines(folder / f"{name}.jsonl", ({key: row[key] for key in keys} for row in part))
 
 
 def noisy(best: Procedure, number: int) -> Procedure:
@@ -103,7 +101,7 @@ def noisy(best: Procedure, number: int) -> Procedure:
 @lru_cache
 def policies(file: str) -> list[Policy]:
     """The policies of `prompts.jsonl`, by environment seed."""
-    return [Policy.from_json(json.loads(line)["label"]) for line in Path(file).read_text().splitlines()]
+    return [Policy.from_json(row["label"]) for row in read_lines(Path(file))]
 
 
 def random_score(policy: Policy, number: int) -> float:

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.data import write_rows
 from harness.models import MODELS, emulates_bfloat16, model_directory
 from harness.options import named_sides, seconds
+from harness.table import write_lines
 from harness.timing import available_threads, in_turn, middle, ratio, run_side
 
 from learners.job import KL, WEIGHTS, Job, Side, Stage
@@ -80,7 +80,7 @@ def compare(
     with tempfile.TemporaryDirectory(prefix="posttrain-benchmark-") as place:
         # Two more for the held-out episodes of an RL run. A group shares its prompt.
         count = (chosen.warmup + chosen.steps) * chosen.rows // chosen.group + (2 if chosen.group > 1 else 0)
-        rows = write_rows(make_rows(AutoTokenizer.from_pretrained(model), count), Path(place) / "rows.jsonl")
+        rows = write_lines(Path(place) / "rows.jsonl", make_rows(AutoTokenizer.from_pretrained(model), count))
 
         def run(side: Side, number: int) -> dict[str, Any]:
             job = Job(

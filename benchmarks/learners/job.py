@@ -75,3 +75,13 @@ def tuned(name: str, precision: Literal["float32", "mixed"], **settings: Any) ->
 def read_job(values: dict[str, Any]) -> Job:
     """The job that `as_json` made; other keys (place, threads) are left out."""
     return Job(**{key: values[key] for key in Job.__dataclass_fields__})
+
+
+def share_of_letters(answer: str) -> float:
+    """The reward in RL, which differs for nearly every answer: the share of `a` to `m` among its characters."""
+    return sum("a" <= character <= "m" for character in answer.lower()) / max(1, len(answer))
+
+
+def of_completions(completions: list[list[dict[str, str]]], **columns: Any) -> list[float]:
+    """`share_of_letters` for TRL: each completion is a list of one message."""
+    return [share_of_letters(messages[0]["content"]) for messages in completions]

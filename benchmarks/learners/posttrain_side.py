@@ -68,7 +68,7 @@ def _rl_keys(job: Job, total: int) -> dict[str, Any]:
     return {
         "environment.type": "text_task",
         "environment.prompts": job.rows,
-        "environment.reward": "learners.reward_rule:share_of_letters",
+        "environment.reward": "learners.job:share_of_letters",
         "seeds.start": 0,
         "seeds.count": trained,
         "evaluation.seeds.start": trained,

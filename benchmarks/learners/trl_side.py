@@ -12,7 +12,7 @@ from typing import Any
 
 from harness.data import answer_lengths
 
-from learners.job import KL, LEARNING_RATES, LONGEST_ANSWER, Job, read_job
+from learners.job import KL, LEARNING_RATES, LONGEST_ANSWER, Job, of_completions, read_job
 from learners.recording import Recorder
 from posttrain.seeds import random_stream
 
@@ -56,8 +56,6 @@ def _trainer(job: Job, place: str, recorder: Recorder) -> Any:
     }
     rest: dict[str, Any] = {}
     if job.stage in KL:
-        from learners.reward_rule import of_completions
-
         settings |= {"num_generations": job.group, "max_completion_length": LONGEST_ANSWER, "beta": KL[job.stage]}
         settings["shuffle_dataset"] = False
         rest["reward_funcs"] = of_completions

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.timing import OverLimit, peak_memory
+from harness.timing import OverLimit, peak_memory, side_environment
 
 
 class Worker:
@@ -40,16 +40,7 @@ class Worker:
                 stderr=log,
                 text=True,
                 cwd=self._place.name,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": str(Path(__file__).parents[1]),
-                    "OMP_NUM_THREADS": str(threads),
-                    "MKL_NUM_THREADS": str(threads),
-                    "HF_HUB_OFFLINE": "1",
-                    "HF_HUB_DISABLE_TELEMETRY": "1",
-                    "TOKENIZERS_PARALLELISM": "false",
-                    **(environment or {}),
-                },
+                env=side_environment(threads) | dict(environment or {}),
                 start_new_session=True,
             )
         try:

@@ -1,31 +1,18 @@
 """Random architectures: whichever a model has, the engine, packed rows and rows alone agree, or it is refused by name."""
 
 import asyncio
-import importlib
 import random
-import sys
 import warnings
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.harness import tiny_families
 
 from tests.conftest import make_tokenizer
 
 LIMIT = 1e-3
-
-
-@cache
-def tiny_families() -> Any:
-    """The maker of tiny models in `benchmarks/`."""
-    folder = str(Path(__file__).parents[2] / "benchmarks")
-    sys.path.insert(0, folder)
-    try:
-        return importlib.import_module("tiny_families")
-    finally:
-        sys.path.remove(folder)
 
 
 def enlarge(model: torch.nn.Module) -> None:
@@ -78,9 +65,8 @@ def architecture(seed: int, folder: Path) -> None:
         enlarge(model)
         model.save_pretrained(folder)
     else:
-        maker = tiny_families()
-        kind = draw.choice([name for name in maker.model_types() if name not in maker.UNBUILDABLE])
-        maker.save_tiny(kind, folder, len(tokenizer), seed)
+        kind = draw.choice([name for name in tiny_families.model_types() if name not in tiny_families.UNBUILDABLE])
+        tiny_families.save_tiny(kind, folder, len(tokenizer), seed)
     tokenizer.save_pretrained(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -177,22 +177,23 @@ def _trials(place: Path) -> list[Any]:
     return studies.summary(place)
 
 
-def _again(command: str, place: Path) -> None:
+def _again(command: str, place: Path, after: str) -> None:
     """The same command, with `--resume` or `--overwrite` if it says so, makes what an undisturbed one makes."""
     words, outputs = COMMANDS[command]
+    about = f"{command} after {after}"
     for _ in range(2):
         code, said = run(words, place)
         if code == 0:
             break
-        assert code == 2, f"{command}: {said[-600:]}"
+        assert code == 2, f"{about}: {said[-600:]}"
         option = re.search(r"`?(--resume) (\S+?)`|`(--overwrite|--resume)`", said)
-        assert option is not None, f"{command}: {said[-600:]}"
+        assert option is not None, f"{about}: {said[-600:]}"
         words = [words[0], "--resume", option[2]] if option[1] else [*words, option[3]]
-    assert code == 0, f"{command}: {said[-600:]}"
-    assert _digests(place, outputs) == _undisturbed(command)[0], f"{command}: other results"
-    assert command != "tune" or _trials(place) == TRIALS, f"{_trials(place)}, not {TRIALS}"
+    assert code == 0, f"{about}: {said[-600:]}"
+    assert _digests(place, outputs) == _undisturbed(command)[0], f"{about}: other results"
+    assert command != "tune" or _trials(place) == TRIALS, f"{about}: {_trials(place)}, not {TRIALS}"
     left = [str(path.relative_to(place)) for path in place.rglob("*") if "partial" in path.name]
-    assert not left, f"{command}: {left} are left"
+    assert not left, f"{about}: {left} are left"
 
 
 def killed(seed: int, folder: Path) -> None:
@@ -216,10 +217,7 @@ def killed(seed: int, folder: Path) -> None:
         if code == 0:  # it was done before the signal came
             assert _digests(place, outputs) == whole, f"{command} {history}: other results"
             return
-    try:
-        _again(command, place)
-    except AssertionError as error:
-        raise AssertionError(f"{history} {error}") from error
+    _again(command, place, str(history))
 
 
 def no_space(seed: int, folder: Path) -> None:
@@ -240,10 +238,7 @@ def no_space(seed: int, folder: Path) -> None:
     for name, content in _digests(place, outputs).items():
         assert content in (None, whole[name]), f"{name} is half written: {what}"
         assert code != 0 or content is not None, f"{name} is missing: {what}"
-    try:
-        _again(command, place)
-    except AssertionError as error:
-        raise AssertionError(f"{error} after {what}") from error
+    _again(command, place, what)
 
 
 def bombs(seed: int, folder: Path) -> None:

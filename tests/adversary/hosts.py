@@ -13,7 +13,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -303,6 +303,15 @@ def spliced(draw: random.Random, text: str, pieces: list[str], times: int, most:
         place = draw.randrange(len(text) + 1)
         text = text[:place] + draw.choice(pieces) + text[place + draw.randrange(most) :]
     return text
+
+
+def mutated(draw: random.Random, value: Any, odd: Sequence[Any]) -> Any:
+    """A JSON value of which some parts are replaced by odd ones, and some keys are missing."""
+    if draw.random() < 0.09:
+        return draw.choice(odd)
+    if isinstance(value, dict):
+        return {key: mutated(draw, item, odd) for key, item in value.items() if draw.random() > 0.05}
+    return [mutated(draw, item, odd) for item in value] if isinstance(value, list) else value
 
 
 def forked(target: Callable[..., None], *arguments: Any) -> int:

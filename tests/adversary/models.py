@@ -104,16 +104,9 @@ def serve(seed: int, folder: Path) -> None:
     odd: list[Any] = [None, True, -1, 0, 1e999, 1e-320, 10**30, "", "\x00\ud800", "<|im_end|>", [], {}, [[]] * 50]
     odd += ["9" * 5_000, "x " * 200_000, [1, 2], [[1]] * 3_000, [10**30], ["a", 1], {"type": "text"}, ["\ufffd"] * 70]
 
-    def changed(value: Any) -> Any:
-        if draw.random() < 0.1:
-            return draw.choice(odd)
-        if isinstance(value, dict):
-            return {key: changed(item) for key, item in value.items() if draw.random() > 0.05}
-        return [changed(item) for item in value] if isinstance(value, list) else value
-
     for _ in range(8):
         path, valid = draw.choice([("/v1/chat/completions", _CHAT), ("/v1/completions", _TEXT)])
-        body = changed({**valid, "stream": draw.random() < 0.3})
+        body = hosts.mutated(draw, {**valid, "stream": draw.random() < 0.3}, odd)
         if isinstance(body, dict) and not draw.randrange(20):
             body["max_tokens"] = draw.choice([10**30, 2_000])
         data = bytearray(json.dumps(body).encode())

@@ -38,6 +38,15 @@ from tests.adversary import (
 SECRET = "hunter2-outside"
 
 
+def _notes(folder: Path) -> Path:
+    """A folder of notes beside a secret."""
+    root = folder / "vault"
+    root.mkdir()
+    (root / "user.md").write_text("# Me\n")
+    (folder / "secret.md").write_text(SECRET)
+    return root
+
+
 def interpreter(seed: int, folder: Path) -> None:
     """Random programs over a vault: nothing outside is read or changed, and the result keeps its budget."""
     from posttrain_memory.interpreter.pool import Interpreter, InterpreterLimits
@@ -46,11 +55,7 @@ def interpreter(seed: int, folder: Path) -> None:
     from posttrain_memory.vault.storage import DiskStorage
     from posttrain_memory.vault.vault import Vault
 
-    draw = random.Random(seed)
-    root = folder / "vault"
-    root.mkdir()
-    (root / "user.md").write_text("# Me\n")
-    (folder / "secret.md").write_text(SECRET)
+    draw, root = random.Random(seed), _notes(folder)
     (root / "link.md").symlink_to(folder / "secret.md")
     paths = ["user.md", "link.md", "../secret.md", str(folder / "secret.md"), "a/../../secret.md", "a\0.md", "", "x.md"]
     calls = ["read_file({})", "append_file({}, 'x')", "move_file('user.md', {})", "create_file({}, 'x')"]
@@ -85,11 +90,7 @@ def journal(seed: int, folder: Path) -> None:
     from posttrain_memory.vault.storage import DiskStorage
     from posttrain_memory.vault.vault import Vault
 
-    draw = random.Random(seed)
-    root = folder / "vault"
-    root.mkdir()
-    (root / "user.md").write_text("# Me\n")
-    (folder / "secret.md").write_text(SECRET)
+    draw, root = random.Random(seed), _notes(folder)
     with closing(Vault(DiskStorage(root, sync=False), VaultLimits())) as vault:
         for number in range(draw.randrange(1, 4)):
             vault.create(f"n{number}.md", f"text {number}")
@@ -159,10 +160,7 @@ def recipe(seed: int, folder: Path) -> None:
     text = yaml.safe_dump(values | {"kl": {"coefficient": 0.1}})
     pieces = ["&a [*a, *a]", "{" * 2_000, "9" * 20_000, "\0", "!!python/object/apply:os.system ['id']", "\t", ": ", "-"]
     pieces += ["<<: *x", "\U0001f600", ".inf", "1e999", "a: b", "\ufeff", "'", "? ", "0x" + "f" * 5_000]
-    for _ in range(draw.randrange(1, 4)):
-        place = draw.randrange(len(text))
-        piece = draw.choice(pieces)
-        text = text[:place] + piece + text[place + draw.randrange(3) :]
+    text = hosts.spliced(draw, text, pieces, draw.randrange(1, 4), 3)
     try:
         read_recipe("rl", read_text(text, "r.yaml"))
         return
@@ -358,13 +356,6 @@ def agent_calls(seed: int, folder: Path) -> None:
     }
     valid |= {"tools": [{"type": "function", "function": TOOL}], "max_tokens": 5, "stop": ["x"]}
 
-    def changed(value: object) -> object:
-        if draw.random() < 0.08:
-            return draw.choice(odd)
-        if isinstance(value, dict):
-            return {key: changed(item) for key, item in value.items() if draw.random() > 0.04}
-        return [changed(item) for item in value] if isinstance(value, list) else value
-
     nested = f'{{"name": "look", "arguments": {{"x": {"[" * 900}{"]" * 900}}}}}'
     contents = ["[" * 900 + "]" * 900, nested, '{"name": "look", "arguments": {"x": "\\ud800", "y": NaN}}']
     broken = ["<tool_call>[", *(f"<tool_call>{content}</tool_call>" for content in contents)]
@@ -374,7 +365,7 @@ def agent_calls(seed: int, folder: Path) -> None:
     with served(engine, tokenizer) as (session, client):
         key, host, port = client.api_key, client.base_url.host, client.base_url.port
         for _ in range(15):
-            data = bytearray(json.dumps(changed(valid | {"stream": draw.random() < 0.5})).encode())
+            data = bytearray(json.dumps(hosts.mutated(draw, valid | {"stream": draw.random() < 0.5}, odd)).encode())
             if draw.random() < 0.2:
                 data[draw.randrange(len(data))] = draw.randrange(256)
             given = draw.choice([key, key, key, key, key + "x", ""])

@@ -8,23 +8,22 @@ from tests.adversary.soak import soak
 from tests.adversary.surfaces import SURFACES, attempt
 
 CASES = {
-    2: ("clock", "mcp", "architecture"),
-    3: ("chat_template", "interpreter", "run_folder", "poisoned_episode", "connections", "commands"),
+    2: ("clock", "mcp", "architecture", "chat_template", "exported"),
+    3: ("interpreter", "run_folder", "poisoned_episode", "connections", "commands"),
     4: ("agent_calls", "serve"),
-    5: ("exported",),
     8: ("run_directory",),
     12: ("server", "model_directory"),
     25: ("requests", "wire", "resumed"),
     60: ("tool_calls",),
-    80: ("disguise", "journal"),
-    200: ("judged", "letter_case", "injection"),
+    80: ("disguise", "journal", "letter_case"),
+    200: ("judged", "injection"),
 }
 """Number of cases, about a second in all -> surfaces; 40 for others."""
 COUNTS = {surface: count for count, surfaces in CASES.items() for surface in surfaces}
 SLOW = {"kill": 3, "outage": 8, "killed": 20, "no_space": 20, "bombs": 40}
 SLOW |= dict.fromkeys(("permission", "plugins", "audited", "places"), 12)
 """Surfaces that train models in other processes, or take long, and their numbers of cases."""
-MORE = {"architecture": 12, "chat_template": 24, "exported": 20}
+MORE = {"architecture": 12, "chat_template": 24, "exported": 20, "letter_case": 200}
 """Surfaces of which the quick tests have fewer cases, and their numbers."""
 
 

@@ -24,7 +24,7 @@ def test_entries_keep_the_rules(name):
     assert board.broken_rules(load(name), board.ENTRIES[name]) == []
 
 
-@pytest.mark.parametrize("name", ["arithmetic", "json_answer"])
+@pytest.mark.parametrize("name", [pytest.param("arithmetic", marks=pytest.mark.slow), "json_answer"])
 def test_no_final_question_is_asked_in_training(name):
     asked = set()
     for stage in load(name).stages:

@@ -1,36 +1,10 @@
 """The engine's benchmarks: their arithmetic in closed form, and each script from end to end at tiny size."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """Where the small model is kept."""
-    return tmp_path_factory.mktemp("cache")
-
-
-def run(cache, script, *arguments, **environment):
-    """The JSON that `script` writes, and what it printed."""
-    file = cache / f"{script}.json"
-    command = [sys.executable, str(BENCHMARKS / f"{script}.py"), *arguments, "--threads", "1", "--json", str(file)]
-    inherited = {key: value for key, value in os.environ.items() if key != "POSTTRAIN_VLLM_PYTHON"}
-    done = subprocess.run(
-        command,
-        env={**inherited, "POSTTRAIN_CACHE": str(cache), "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(file.read_text()), done.stdout + done.stderr
+from tests.benchmarks.conftest import output_of
 
 
 def sizes(**changes):
@@ -90,13 +64,11 @@ def test_useful_work_counts_prompts_for_each_answer_and_a_reference():
     assert dpo == pytest.approx(4 * (reward / 3 + 0.65 * 400 * head))
 
 
-def test_jobs_share_prompts_in_groups_and_never_repeat_them(cache, monkeypatch):
-    monkeypatch.setenv("POSTTRAIN_CACHE", str(cache))
-    from harness.models import model_directory
+def test_jobs_share_prompts_in_groups_and_never_repeat_them(tiny_model):
     from sides.workload import PROMPTS, first_token_job, make_job
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model_directory("qwen3"))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     jobs = [make_job(tokenizer, 4, 16, 8, number) for number in range(-1, 3)]
     prompts = [{tuple(prompt) for prompt in job.prompts} for job in jobs]
     assert [len(distinct) for distinct in prompts] == [2] * 4
@@ -110,16 +82,19 @@ def test_jobs_share_prompts_in_groups_and_never_repeat_them(cache, monkeypatch):
 
 
 @pytest.mark.slow
-def test_generation_compares_the_engines_and_reports_which_are_missing(cache):
-    table, printed = run(
-        cache, "generation", "--model=qwen3", "--in-flight=2", "--groups=2", "--requests=4", "--rounds=1",
+def test_generation_compares_the_engines_and_leaves_out_missing_ones(tmp_path, monkeypatch):
+    monkeypatch.delenv("POSTTRAIN_VLLM_PYTHON", raising=False)
+    file = tmp_path / "table.json"
+    output_of(
+        "generation", "--model=qwen3", "--in-flight=2", "--groups=2", "--requests=4", "--rounds=1", "--threads=1",
         "--sides=posttrain float32,generate float32,vLLM,llama.cpp", "--vllm-python=/nonexistent/python",
-        "--llama-server=/nonexistent/llama-server",
+        "--llama-server=/nonexistent/llama-server", "--json", str(file),
     )  # fmt: skip
+    table = json.loads(file.read_text())
     rows = {row["side"]: row for row in table["rows"]}
     assert set(rows) == {"posttrain float32", "generate float32"}
-    assert "vLLM is left out" in printed
-    assert "llama.cpp is left out" in printed
+    for name in ("vLLM", "llama.cpp"):
+        assert any(note.startswith(f"{name} is left out") for note in table["notes"])
     ours, theirs = rows["posttrain float32"], rows["generate float32"]
     assert ours["x generate"] == pytest.approx(ours["tokens/s"] / theirs["tokens/s"])
     assert theirs["x generate"] == pytest.approx(1.0)

@@ -30,7 +30,7 @@ def test_operations_by_hand():
     products = 2 * 6 * 2 * LAYER + 2 * 2 * 21
     assert flops.forward_flops(DENSE, rows) == products + 4 * 2 * 2 * 2 * 12
     assert flops.training_flops(DENSE, rows) == 3 * flops.forward_flops(DENSE, rows)
-    assert flops.training_flops(DENSE, rows, whole=False) == 2 * flops.forward_flops(DENSE, rows)
+    assert flops.training_flops(DENSE, rows, frozen=True) == 2 * products + 3 * 4 * 2 * 2 * 2 * 12
 
 
 def test_weights_that_a_pass_reads():

@@ -4,16 +4,9 @@ import house
 import pytest
 
 
-def test_a_cycle_is_named(monkeypatch):
-    monkeypatch.setattr(house, "imports_of_packages", lambda: {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})
-    assert house.import_circles() == [["a", "b", "c", "a"]]
-
-
 def test_the_source_is_counted():
     rows = {row["what"]: row for row in house.distribution_counts()}
-    counts = house.source_counts()
-    assert rows["posttrain"]["lines"] == counts["lines"] <= rows["all"]["lines"]
-    assert counts["circles"] == []
+    assert 30_000 < rows["posttrain"]["lines"] < rows["all"]["lines"]
     assert {"model.path", "credit.type", "evaluation.every"} <= house.recipe_keys()
     assert "environment.entry_point" not in house.recipe_keys(), "a key of a plug-in"
     commands = house.options_of_commands()

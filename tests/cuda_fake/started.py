@@ -38,12 +38,12 @@ def run(results: Path, *options: str, timeout: float = 880) -> "subprocess.Compl
     )
 
 
-def printed_rows(table: str, only: str) -> list[dict[str, Any]]:
-    """The row that each check of the file `table` prints as JSON; `only` selects checks, as the option `-k` of pytest.
-    SystemExit if one fails."""
+def printed_rows(check: str, only: str) -> list[dict[str, Any]]:
+    """The row that each case of the `check` of `table_memory.py` prints as JSON; `only` selects cases, as the option `-k` of
+    pytest. SystemExit if one fails."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"
-        done = run(results, "-o", f"python_files={table}.py", "-k", only, timeout=7200)
+        done = run(results, "-o", "python_files=table_memory.py", "-k", f"{check} and ({only or check})", timeout=7200)
         reports = json.loads(results.read_text()) if results.exists() else {}
     if not reports or any(report["outcome"] != "passed" for report in reports.values()):
         sys.exit(done.stdout[-3000:] + done.stderr[-3000:])

@@ -55,5 +55,5 @@ def test_on_fake_tensors(name, reports):
 @pytest.mark.slow
 def test_slow_cases_on_fake_tensors(tmp_path):
     reports = run(tmp_path, "-m", "slow")
-    assert len(reports) == 15
+    assert len(reports) == 17
     all_passed(reports)

@@ -7,6 +7,7 @@ weights, values, rewards and distributions are within 1e-5.
 import numpy as np
 import pytest
 import torch
+from benchmarks.harness import tiny_families
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -46,7 +47,6 @@ from posttrain.training.optimizer import Optimizer
 from posttrain.training.rows import stream_of
 from posttrain.training.unit_rewards import entropies_under
 from posttrain.training.updater import PreferenceSide, Sample, Updater, means
-from tests.adversary.architectures import tiny_families
 from tests.conftest import make_tokenizer, save_tiny_model, tiny_config
 
 from . import together
@@ -276,7 +276,7 @@ def save_model(folder, name):
         tokenizer.save_pretrained(folder)
     else:
         tokenizer = make_tokenizer()
-        tiny_families().save_tiny(name, folder, len(tokenizer))
+        tiny_families.save_tiny(name, folder, len(tokenizer))
         tokenizer.save_pretrained(folder)
 
 

@@ -1,6 +1,5 @@
 """The site: generated pages are whole, it builds with warnings as errors, and it requests nothing from other hosts."""
 
-import ast
 import json
 import os
 import re
@@ -36,12 +35,8 @@ METRIC = re.compile(
 def test_every_metric_of_the_source_is_declared():
     metrics = all_metrics().values()
     page = module("theme/hooks.py").markdown_of_metrics()
-    found = {
-        node.value
-        for file in (ROOT / "src" / "posttrain").rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and METRIC.fullmatch(node.value)
-    } - {"tokens/s"}
+    files = (file.read_text(encoding="utf-8") for file in (ROOT / "src" / "posttrain").rglob("*.py"))
+    found = {match[1] for text in files for match in re.finditer(f'"({METRIC.pattern})"', text)} - {"tokens/s"}
     assert len(found) > 100
     assert [name for name in found if declared(name, metrics) is None] == [], "declare it in a section of the recipe"
     assert all(f"| `{metric.name}` | " in page for metric in metrics)

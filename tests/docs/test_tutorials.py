@@ -24,7 +24,7 @@ SMALLER = {
     "experts.seeds.count": 8,
     "--step": 1,
 }
-QUICK = ("sft_to_dpo", "own_reward", "learning_or_gaming", "laptop_to_gpu", "memory_agent")
+QUICK = ("own_reward", "learning_or_gaming", "laptop_to_gpu", "memory_agent")
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from benchmarks.harness import tiny_families
 
 from posttrain.engines.local import gate as engine_gate
 from posttrain.engines.local.engine import LocalEngine
@@ -20,7 +21,6 @@ from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import SamplingRecipe
-from tests.adversary.architectures import tiny_families
 from tests.conftest import make_tokenizer
 from tests.models import families
 from tests.models.families import save_family
@@ -41,7 +41,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
 def saved(kind, folder):
     """The directory of a tiny model of `kind`, whose outputs show mistakes."""
     tokenizer = make_tokenizer()
-    tiny_families().save_tiny(kind, folder, len(tokenizer))
+    tiny_families.save_tiny(kind, folder, len(tokenizer))
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -313,12 +313,12 @@ def saved_whole(kind, folder):
     """The directory of a tiny composite model with all of its parts, and with numbers that show mistakes."""
     import transformers
 
-    tokenizer, maker = make_tokenizer(), tiny_families()
+    tokenizer = make_tokenizer()
     torch.manual_seed(0)
-    config = maker.shrunk(transformers.CONFIG_MAPPING[kind](), len(tokenizer))
+    config = tiny_families.shrunk(transformers.CONFIG_MAPPING[kind](), len(tokenizer))
     model = transformers.AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():
-        maker.randomize(model, 1.0)
+        tiny_families.randomize(model, 1.0)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)

@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from benchmarks.harness import tiny_families
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from posttrain.errors import InputError
@@ -18,7 +19,6 @@ from posttrain.training.objectives import PolicyObjective, SupervisedObjective, 
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.rows import stream_of
 from posttrain.training.updater import Sample, Updater
-from tests.adversary.architectures import tiny_families
 from tests.conftest import make_tokenizer
 from tests.models.families import save_family
 
@@ -250,7 +250,7 @@ def test_models_without_experts_are_refused(folder, tiny_model, key, value):
 
 def test_layers_of_routers_whose_model_calls_them_blocks(tmp_path):
     tokenizer = make_tokenizer()
-    tiny_families().save_tiny("dbrx", tmp_path, len(tokenizer))
+    tiny_families.save_tiny("dbrx", tmp_path, len(tokenizer))
     tokenizer.save_pretrained(tmp_path)
     names = [name for name, _ in Policy(str(tmp_path), threads=1).model.named_modules() if name.endswith("router")]
     assert ".blocks.1." in names[1]

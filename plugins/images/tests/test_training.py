@@ -55,7 +55,7 @@ def weights(run):
     return {name: tensor for file in run.glob("model/*.safetensors") for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("family", ["idefics3", pytest.param("qwen2_5_vl", marks=pytest.mark.slow), "gemma3"])
 def test_sft_dpo_and_export(model_of, tmp_path, family):
     from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 

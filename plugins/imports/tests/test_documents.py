@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from posttrain_import import foreign
 from posttrain_import.commands import Imported, import_commands
 from posttrain_import.rows import Answer, Row
 
@@ -158,3 +159,7 @@ def test_scripts_become_commands():
         "posttrain tune ragen/search recipe=bandit.yaml name=hyperparam_searching --group 2 "
         "keys.learner.tokens_per_batch=12800 workers=1"
     )
+
+
+def test_the_hints_of_the_core_are_those_of_the_rules():
+    assert foreign.PLACE.read_text(encoding="utf-8") == foreign.text(), "run `python -m posttrain_import.foreign`"

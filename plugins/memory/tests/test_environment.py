@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from plugins.memory.tests.agent.scripts import code, reply
 from pydantic import ValidationError
 
 from posttrain.environments.game import play
@@ -39,10 +40,6 @@ def _recipe(**keys):
 def _only(kind, **keys):
     counts = {name: int(name == kind) for name in KINDS}
     return _recipe(worlds={**SMALL, **counts}, **keys)
-
-
-def _message(block, text, thought="t"):
-    return f"<think>{thought}</think><{block}>{text}</{block}>"
 
 
 @pytest.mark.parametrize("keys", [{}, {"thinking": False, "prompt": "brief"}, {"opened_by": "environment"},
@@ -83,12 +80,12 @@ def test_every_episode_has_its_own_copy_of_the_vault():
     first.reset(1)
     second.reset(1)
     before = assignment(recipe, 1).files["user.md"]
-    first.step(_message("python", 'append_file("user.md", "- colour: red")\ncreate_file("entities/x.md", "x")'))
+    first.step(code('append_file("user.md", "- colour: red")\ncreate_file("entities/x.md", "x")'))
     look = 'text = read_file("user.md")\nknown = file_exists("entities/x.md")'
     again = Memory(recipe)
     again.reset(1)
     for environment in (second, again):
-        body = environment.step(_message("python", look)).messages[0]["content"]
+        body = environment.step(code(look)).messages[0]["content"]
         assert "colour" not in body
         assert "known = False" in body
     assert assignment(recipe, 1).files["user.md"] == before
@@ -101,13 +98,13 @@ def test_rejected_messages_have_no_effect_cost_a_penalty_and_return_the_reason()
     assert step.reward == -0.03
     assert "no <think>…</think>" in step.info["rejected"]
     assert step.messages[0]["content"].startswith("<result>\nerror: nothing was run: no ‹think>")
-    assert "text =" in environment.step(_message("python", "text = read_file('user.md')")).messages[0]["content"]
+    assert "text =" in environment.step(code("text = read_file('user.md')")).messages[0]["content"]
 
 
 def test_the_last_message_is_announced_and_the_episode_is_truncated_after_it():
     environment = Memory(_recipe(max_turns=3))
     environment.reset(0)
-    steps = [environment.step(_message("python", "a = 1")) for _ in range(3)]
+    steps = [environment.step(code("a = 1")) for _ in range(3)]
     assert ["last message" in step.messages[0]["content"] for step in steps[:2]] == [False, True]
     assert [(step.terminated, step.truncated) for step in steps] == [(False, False), (False, False), (False, True)]
     assert steps[-1].info["success"] is False
@@ -134,44 +131,43 @@ def test_reading_user_md_first_is_recognized_and_can_be_rewarded():
         'a = list_files()\nb = read_file("user.md")': 0.0,
         "a = 1": 0.0,
     }
-    for code in codes:
+    for call in codes:
         environment = Memory(recipe)
         environment.reset(0)
-        environment.step(_message("python", code))
-        paid[code] = environment.step(_message("reply", "No.")).info["parts"]["check_first"]
+        environment.step(code(call))
+        paid[call] = environment.step(reply("No.")).info["parts"]["check_first"]
     assert paid == codes
 
 
-@pytest.mark.parametrize("reply", [True, False])
-def test_the_published_rewards_of_each_step(reply):
+@pytest.mark.parametrize("replies", [True, False])
+def test_the_published_rewards_of_each_step(replies):
     """The totals of the original, by the number of messages with code."""
     recipe = load_recipe([PUBLISHED], ["environment.worlds.notes=6"], "rl").environment
     totals = {0: 1.0, 1: 1.15, 2: 1.1875, 3: 1.2125, 4: 1.225, 5: 1.225}
     seed = next(seed for seed in range(50) if assignment(recipe, seed).task.kind == "retrieval")
-    if not reply:
-        steps = play(Memory(recipe), seed, [_message("python", 'a = read_file("user.md")')] * recipe.max_turns)
+    if not replies:
+        steps = play(Memory(recipe), seed, [code('a = read_file("user.md")')] * recipe.max_turns)
         assert [step.reward for step in steps] == pytest.approx([0.05, 0.0375, 0.025, 0.0125, 0, 0, 0, 0.1 - 0.1])
         return
     for count, total in totals.items():
         environment = Memory(recipe)
-        right = _message("reply", assignment(recipe, seed).task.reply)
-        for last, less in ((right, 0.0), (_message("reply", "Nothing comes to mind."), 1.0)):
-            code = [_message("python", 'a = read_file("user.md")')] * count
-            paid = sum(step.reward for step in play(environment, seed, [*code, last]))
+        right = reply(assignment(recipe, seed).task.reply)
+        for last, less in ((right, 0.0), (reply("Nothing comes to mind."), 1.0)):
+            looks = [code('a = read_file("user.md")')] * count
+            paid = sum(step.reward for step in play(environment, seed, [*looks, last]))
             assert paid == pytest.approx(total - less)
 
 
 def test_both_conversations_of_an_update_earn_half_of_the_reward_of_code():
     recipe = _only("update", follow_up=True, rejected=0.0, weights={"code": 0.05})
-    steps = play(Memory(recipe), 0, [_message("python", "a = 1"), _message("reply", "Done.")] * 2)
+    steps = play(Memory(recipe), 0, [code("a = 1"), reply("Done.")] * 2)
     assert [steps[place].reward for place in (0, 2)] == pytest.approx([0.025, 0.025])
 
 
 def test_results_and_calls_are_limited():
     environment = Memory(_recipe(result_chars=200, tool_calls=3))
     environment.reset(0)
-    code = "a = 'x' * 5000\nfor i in range(5):\n    b = get_size()"
-    body = environment.step(_message("python", code)).messages[0]["content"]
+    body = environment.step(code("a = 'x' * 5000\nfor i in range(5):\n    b = get_size()")).messages[0]["content"]
     assert "(cut: " in body
     assert "no more calls are allowed" in body
     assert len(body) < 500
@@ -186,7 +182,7 @@ def test_an_interpreter_error_is_not_a_result(monkeypatch):
     environment = Memory(_recipe())
     environment.reset(0)
     with pytest.raises(InterpreterFault):
-        environment.step(_message("python", "a = 1"))
+        environment.step(code("a = 1"))
 
 
 def test_a_note_that_imitates_the_format_stays_a_note(shared_interpreter):
@@ -215,13 +211,13 @@ ATTACKS = [
 ]
 
 
-@pytest.mark.parametrize("code", ATTACKS)
-def test_code_cannot_distinguish_hidden_values(code, shared_interpreter):
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_code_cannot_distinguish_hidden_values(attack, shared_interpreter):
     bodies = []
     for phone in ("+1 555 0101 222", "+44 20 7946 0000"):
         vault = Vault(MemoryStorage({"user.md": "# Me\n[[b]]", "b.md": f"# Bo\n- phone: {phone}\n"}))
         session = ToolSession(vault, shared_interpreter, ["hide: [{note: Bo, label: phone number}]"])
-        bodies.append(session.run(code)["content"])
+        bodies.append(session.run(attack)["content"])
         assert vault.files()["b.md"].count(phone) == 1
     assert bodies[0] == bodies[1]
 
@@ -262,7 +258,7 @@ def test_a_guess_of_a_hidden_fact_is_withheld_and_not_rewarded():
         environment = Memory(recipe)
         environment.reset(seed)
         said = spell(value.type, value.value, random_stream("test"))
-        step = environment.step(_message("reply", f"I may not share that it is {said}."))
+        step = environment.step(reply(f"I may not share that it is {said}."))
         assert step.info["success"] is False
         assert step.info["withheld"] is True
         return
@@ -344,8 +340,8 @@ def test_rows_of_the_published_form_can_be_played_but_for_updates(tmp_path):
     recipe = _recipe(tasks=str(path), memories=str(tmp_path))
     environment = Memory(recipe)
     environment.reset(0)
-    assert "Bern" in environment.step(_message("python", 'a = follow_link("[[bo]]")')).messages[0]["content"]
-    assert environment.step(_message("reply", "He lives in Bern.")).info["success"] is True
+    assert "Bern" in environment.step(code('a = follow_link("[[bo]]")')).messages[0]["content"]
+    assert environment.step(reply("He lives in Bern.")).info["success"] is True
     assert "no memory task" in Memory.check_tasks(recipe, range(1), [range(1)])[0]
 
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from plugins.memory.tests.agent.scripts import code, reply
 from pydantic import ValidationError
 
 from posttrain.environments.game import play
@@ -21,17 +22,13 @@ def recipe(**keys):
     return MemoryRecipe.model_validate({"worlds": UPDATES, "follow_up": True, **keys})
 
 
-def message(block, text):
-    return f"<think>t</think><{block}>{text}</{block}>"
-
-
 def scores(update, notes, after):
     return {"update": update, NOTES: notes, ASKED_AFTER: after}
 
 
 def solved(task):
     """The messages of the scripted solution."""
-    return [*(message("python", code) for code in task.code), message("reply", task.reply)]
+    return [*map(code, task.code), reply(task.reply)]
 
 
 def scored(seed, messages):
@@ -77,10 +74,10 @@ def test_a_right_episode_after_rejected_messages_earns_more_than_a_half_wrong_on
     nonsense = ["nonsense"] * (one.max_turns - 2)
     for seed in range(12):
         task = assignment(one, seed).task
-        done, after = message("reply", task.reply), message("reply", task.follow_up.reply)
-        code = message("python", 'read_file("user.md")\n' + "\n".join(task.code))
-        right = play(Memory(one), seed, [*nonsense, code, done, *nonsense, "nonsense", after])
-        wrong = [play(Memory(one), seed, messages) for messages in ([code, done, "x"], [done, after])]
+        done, after = reply(task.reply), reply(task.follow_up.reply)
+        write = code('read_file("user.md")\n' + "\n".join(task.code))
+        right = play(Memory(one), seed, [*nonsense, write, done, *nonsense, "nonsense", after])
+        wrong = [play(Memory(one), seed, messages) for messages in ([write, done, "x"], [done, after])]
         assert right[-1].info["success"] is True
         assert not any(steps[-1].info["success"] for steps in wrong if "success" in steps[-1].info)
         assert all(sum(s.reward for s in right) > sum(s.reward for s in steps) for steps in wrong)
@@ -97,38 +94,38 @@ def test_a_fact_that_was_not_noted_is_missing_in_the_follow_up():
     seed, task = first("change")
     environment = Memory(recipe())
     environment.reset(seed)
-    step = environment.step(message("reply", task.reply))
+    step = environment.step(reply(task.reply))
     assert step.new_conversation
     assert step.info["faults"] == []
-    last = environment.step(message("reply", task.follow_up.reply))
+    last = environment.step(reply(task.follow_up.reply))
     # The answer is right by a guess; the notes are not, so the episode is no success and earns half at most.
     assert last.info["scores"] == scores(0.0, 0.0, 1.0)
     assert last.info["success"] is False
     assert step.reward + last.reward <= 0.5
     # Afterwards, the old value is a wrong answer.
     notes = assignment(recipe(), seed).files[task.truth["change"]["about"]]
-    assert scored(seed, [*solved(task), message("reply", notes)])[ASKED_AFTER] == 0.0
+    assert scored(seed, [*solved(task), reply(notes)])[ASKED_AFTER] == 0.0
 
 
 @pytest.mark.parametrize("variant", ["delete", "remove"])
 def test_asking_for_a_removed_fact_is_right_only_if_it_was_removed(variant):
     seed, task = first(variant)
-    asked = message("reply", task.follow_up.reply)
-    undone = play(Memory(recipe()), seed, [message("reply", task.reply), asked])
+    asked = reply(task.follow_up.reply)
+    undone = play(Memory(recipe()), seed, [reply(task.reply), asked])
     assert undone[-1].info["scores"] == scores(0.0, 0.0, 0.0)
     assert undone[-1].info["faults"] == ["the notes still say it"]
     assert scored(seed, [*solved(task), asked]) == scores(1.0, 1.0, 1.0)
     # The second half is about the notes as they are: it stays right where something else was harmed.
-    harmed = [message("python", 'append_file("user.md", "x" * 400)'), *solved(task), asked]
+    harmed = [code('append_file("user.md", "x" * 400)'), *solved(task), asked]
     assert scored(seed, harmed) == scores(0.0, 0.0, 1.0)
     if variant == "remove":
-        moved = message("python", f'move_file("{task.truth["change"]["about"]}", "entities/elsewhere.md")')
-        assert scored(seed, [moved, message("reply", task.reply), asked])[ASKED_AFTER] == 0.0
+        moved = code(f'move_file("{task.truth["change"]["about"]}", "entities/elsewhere.md")')
+        assert scored(seed, [moved, reply(task.reply), asked])[ASKED_AFTER] == 0.0
 
 
 def test_a_right_update_with_a_wrong_follow_up_is_not_a_success():
     seed, task = first("add")
-    steps = play(Memory(recipe()), seed, [*solved(task), message("reply", "I do not know.")])
+    steps = play(Memory(recipe()), seed, [*solved(task), reply("I do not know.")])
     assert steps[-1].info["scores"] == scores(0.0, 1.0, 0.0)
     assert sum(step.reward for step in steps) < 0.6
 
@@ -148,8 +145,7 @@ def test_baseline_policies_have_columns_of_both_halves():
 def test_an_update_without_a_reply_still_has_its_follow_up():
     seed, task = first("change")
     one = recipe(max_turns=2)
-    code = "\n".join(task.code)
-    steps = play(Memory(one), seed, [message("python", code), message("python", "a = 1")] * 2)
+    steps = play(Memory(one), seed, [code("\n".join(task.code)), code("a = 1")] * 2)
     assert [step.new_conversation for step in steps] == [False, True, False, False]
     assert steps[-1].truncated
 

@@ -4,6 +4,7 @@ import io
 import json
 
 import pytest
+from plugins.memory.tests.agent.scripts import code, reply
 from plugins.memory.tests.worlds.scenarios import scenario_scores
 from pydantic import ValidationError
 from rich.console import Console
@@ -35,14 +36,6 @@ def _recipe(kind=None, **keys):
     return MemoryRecipe.model_validate({"worlds": worlds, **keys})
 
 
-def _reply(text):
-    return f"<think>t</think><reply>{text}</reply>"
-
-
-def _code(text):
-    return f"<think>t</think><python>\n{text}\n</python>"
-
-
 def honest(asked):
     """Full points for the very words of the reference."""
     seen = frames(asked["messages"])
@@ -54,7 +47,7 @@ def test_an_honest_judge_agrees_and_both_are_reported(kind):
     with judge(honest) as server:
         recipe = _recipe(kind, judge=server.keys(), weights={"judge": 0.3})
         right = play(Memory(recipe), 2)[-1]
-        wrong = play(Memory(recipe), 2, [_reply("Nothing comes to mind.")])[-1]
+        wrong = play(Memory(recipe), 2, [reply("Nothing comes to mind.")])[-1]
     assert right.info["scores"] == {kind: 1.0, "judge": 1.0}
     assert wrong.info["scores"] == {kind: 0.0, "judge": 0.0}
     assert right.info["judge"] == {"score": 1.0, "reason": "compared"}
@@ -82,7 +75,7 @@ def test_a_strict_judge_only_reduces_the_reward():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_approving_judge_makes_no_wrong_episode_right(kind):
-    messages = [_code('append_file("user.md", "x")'), _reply("Nothing comes to mind.")]
+    messages = [code('append_file("user.md", "x")'), reply("Nothing comes to mind.")]
     paid = []
     with judge(points(10)) as server:
         for recipe in (_recipe(kind), _recipe(kind, judge=server.keys(), weights={"judge": 0.3})):
@@ -98,7 +91,7 @@ def test_an_approving_judge_makes_no_wrong_episode_right(kind):
 def test_an_episode_without_a_reply_is_not_judged():
     with judge(points(10)) as server:
         environment = Memory(_recipe(judge=server.keys(), max_turns=2))
-        last = play(environment, 0, [_code("a = 1")] * 2)[-1]
+        last = play(environment, 0, [code("a = 1")] * 2)[-1]
     assert last.truncated
     assert last.info["judge"] == {"score": 0.0, "reason": "there is no reply"}
     assert server.requests == []
@@ -168,7 +161,7 @@ def test_a_judge_that_fails_fails_the_episode_which_is_not_scored(trouble):
         environment = Memory(recipe)
         environment.reset(0)
         with pytest.raises(JudgeFailure, match=r"judge m at http://127\.0\.0\.1"):
-            environment.step(_reply("I do not know."))
+            environment.step(reply("I do not know."))
         (episode,) = collect_episodes(
             _player(recipe, "<reply>I do not know.</reply>"), [EpisodeRequest(0, 0, 0, ("test",))]
         )

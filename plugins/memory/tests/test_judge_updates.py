@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from plugins.memory.tests.agent.scripts import code, reply
 
 from posttrain.cli.main import main
 from posttrain.environments.game import play
@@ -210,8 +211,8 @@ def test_both_judgements_must_approve(judged, success):
     assert scored.success is success
     assert scored.total == pytest.approx(1 - 0.4 * (1 - judged) if success else 0)
     assert sum(scored.parts.values()) == scored.total
-    for reply, asked, fault in ((None, False, "silent"), ("Shall I?", True, "asked")):
-        wrong = score(TASK, NOTES, after, reply, asked, 1, weights, judged=judged)
+    for said, asked, fault in ((None, False, "silent"), ("Shall I?", True, "asked")):
+        wrong = score(TASK, NOTES, after, said, asked, 1, weights, judged=judged)
         assert not wrong.success
         assert wrong.total == wrong.parts[fault] == -getattr(weights, fault)
     with pytest.raises(InputError, match="judge"):
@@ -239,13 +240,9 @@ def published(tmp_path):
     return {"tasks": str(path), "memories": str(tmp_path / "memories")}
 
 
-def _code(text):
-    return f"<think>t</think><python>\n{text}\n</python>"
-
-
-DONE = "<think>t</think><reply>Done.</reply>"
-UPDATE = _code(f'update_file("{TARA}", "- **age**: 31", "- **age**: 32")')
-DAMAGE = _code(f'delete_file("{LEO}")')
+DONE = reply("Done.")
+UPDATE = code(f'update_file("{TARA}", "- **age**: 31", "- **age**: 32")')
+DAMAGE = code(f'delete_file("{LEO}")')
 
 
 def honest(asked):
@@ -279,7 +276,7 @@ def test_right_wrong_and_harmful_updates(published):
     with judge(honest) as server:
         recipe = MemoryRecipe.model_validate({**published, "judge": server.keys(), "weights": {"judge": 0.2}})
         right = play(Memory(recipe), 1, [UPDATE, DONE])
-        wrong = play(Memory(recipe), 1, [_code(f'append_file("{TARA}", "- **age**: 33")'), DONE])
+        wrong = play(Memory(recipe), 1, [code(f'append_file("{TARA}", "- **age**: 33")'), DONE])
         idle = play(Memory(recipe), 1, [DONE])
     assert right[-1].info["success"] is True
     assert right[-1].info["scores"] == {"update": 1.0, "judge": 0.9}
@@ -297,7 +294,7 @@ def test_right_wrong_and_harmful_updates(published):
 def test_a_lenient_judge_cannot_make_damage_right(published):
     with judge(points(10)) as server:
         recipe = MemoryRecipe.model_validate({**published, "judge": server.keys()})
-        for messages in ([UPDATE, DAMAGE, DONE], [DONE], [UPDATE, "<think>t</think><reply>Shall I?</reply>"]):
+        for messages in ([UPDATE, DAMAGE, DONE], [DONE], [UPDATE, reply("Shall I?")]):
             steps = play(Memory(recipe), 1, messages)
             assert steps[-1].info["success"] is False
             assert steps[-1].info["scores"] == {"update": 0.0, "judge": 1.0}

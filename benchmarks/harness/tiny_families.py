@@ -1,43 +1,18 @@
-"""Tiny random models of every causal language model of the installed transformers, and a check of each.
+"""Tiny random models of every causal language model of the installed transformers."""
 
-    python benchmarks/tiny_families.py [type ...]
-
-prints one line per model type: whether it was built, the spread of its log-probabilities, whether they depend on earlier ids
-only, and how far transformers' own cached decoding is from one full pass.
-"""
-
-import argparse
 import dataclasses
-import inspect
 import re
-import time
-import warnings
 from pathlib import Path
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import logging as transformers_logging
 
 LAYERS, HIDDEN, HEADS, WINDOW, RANK, EXPERTS = 4, 64, 4, 16, 16, 4
 SPREAD = 1.5
 """Standard deviation of the log-probabilities, in nats."""
 REACH = 0.3
 """Change of the last five log-probabilities, in nats, by another id before them that is large enough for a test."""
-CACHES = ("cache", "past_key_values", "state", "mems", "past_buckets_states")
-"""Names of what one pass returns and the next one takes."""
-COLUMNS = (
-    "type",
-    "parameters",
-    "finite",
-    "spread",
-    "later ids",
-    "earlier ids",
-    "cache",
-    "cache, with positions",
-    "problem",
-    "seconds",
-)
 STRUCTURED = r"A_log|norm|time_|decay"
 """Names of matrices whose first values have a meaning, so they are only perturbed."""
 SPECIAL_IDS = 10
@@ -233,30 +208,6 @@ def log_probs(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
 
 
-def cached_log_probs(
-    model: torch.nn.Module, ids: torch.Tensor, positions: bool, prefix: int = 20
-) -> torch.Tensor | None:
-    """The same from transformers' cache: the prefix in one pass, then one id at a time, with position_ids or without.
-
-    None if the model returns no cache.
-    """
-    accepted = inspect.signature(model.forward).parameters
-    name = next((name for name in CACHES if name in accepted), None)
-    state = {name: DynamicCache(config=model.config)} if model.config.model_type == "recurrent_gemma" else {}
-    rows = []
-    for first, last in [(0, prefix), *((place, place + 1) for place in range(prefix, ids.shape[1]))]:
-        if positions:
-            state["position_ids"] = torch.arange(first, last)[None]
-        with torch.no_grad():
-            output = model(input_ids=ids[:, first:last], use_cache=True, **state)
-        if output.get(name) is not None:
-            state[name] = output[name]
-        if name not in state:
-            return None
-        rows.append(output.logits.float().log_softmax(-1))
-    return torch.cat(rows, dim=1)
-
-
 def reach(model: torch.nn.Module, ids: torch.Tensor, place: int) -> torch.Tensor:
     """How far another id at a place moves the log-probabilities of each position, in nats."""
     changed = ids.clone()
@@ -303,44 +254,3 @@ def save_tiny(model_type: str, folder: Path, vocabulary: int = 320, seed: int = 
     model.save_pretrained(folder)
     shrunk(CONFIG_MAPPING[model_type](), vocabulary).save_pretrained(folder)
     return model
-
-
-def checked(model_type: str, vocabulary: int = 320) -> dict[str, str]:
-    """One row of the table that this script prints."""
-    started = time.perf_counter()
-    row = dict.fromkeys(COLUMNS, "") | {"type": model_type}
-    try:
-        model = tiny_model(model_type, vocabulary)
-        row["parameters"] = f"{sum(tensor.numel() for tensor in model.parameters()):,}"
-        ids = random_ids(vocabulary)
-        full = log_probs(model, ids)
-        row["finite"] = str(bool(full.isfinite().all()))
-        row["spread"] = f"{full.std():.2f}"
-        row["later ids"] = f"{reach(model, ids, -1)[:-1].max():.0e}"
-        row["earlier ids"] = f"{reach(model, ids, -6)[-5:].max():.2f}"
-        for column, positions in {"cache": False, "cache, with positions": True}.items():
-            if positions and "position_ids" not in inspect.signature(model.forward).parameters:
-                continue
-            cached = cached_log_probs(model, ids, positions)
-            row[column] = "none" if cached is None else f"{(cached - full).abs().max():.0e}"
-    except Exception as problem:  # a row for every type is what the table is for
-        row["problem"] = UNBUILDABLE.get(model_type) or f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
-    row["seconds"] = f"{time.perf_counter() - started:.1f}"
-    return row
-
-
-def main() -> None:
-    """Check the given types, or all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("types", nargs="*", help="model types; all by default")
-    chosen = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    transformers_logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
-    for model_type in chosen.types or model_types():
-        print("| " + " | ".join(checked(model_type).values()) + " |", flush=True)
-
-
-if __name__ == "__main__":
-    main()
