@@ -8,7 +8,7 @@
 
 Every part runs in a separate process with a time limit, so what fails, hangs or breaks the device is one line of
 the table and the others go on; rows that a part had finished are kept, and all processes that it started end with it.
-The column `check` has the verdicts of `accelerator/checks.py`. Parts for packages that the machine lacks
+The column `check` has the verdicts of `accelerator/checks.py`. Parts for more GPUs or packages than the machine has
 are not run, and say so. The exit status is 1 if a check FAILED or no part gave a number, and 2 if `--json` has rows of
 another device.
 
@@ -77,6 +77,9 @@ BUDGETS = {
     "run-vllm": 200,
     "server-killed-4B": 200,
     "offload-4B": 80,
+    "gpus-2": 120,
+    "ray-8": 200,
+    "ray-gspo-8": 240,
     "sft-1.5B": 45,
     "trl-0.5B": 100,
     "trl-grpo-0.5B": 120,
@@ -84,7 +87,9 @@ BUDGETS = {
 """Maximum seconds of each part, the start of its process included, in the order in which they run: parts
 without a row in docs/results/gpu.json come first, so that `--minutes 15` measures these."""
 RUNS = ("run-vllm", "run-killed", "server-killed-4B", "offload-8B")
-"""Parts that run the command line."""
+"""Parts that run the command line on one GPU."""
+MORE_GPUS = ("gpus-2", "ray-8", "ray-gspo-8")
+"""Parts that are not run on one GPU. The others fit into `MINUTES`."""
 NAN = float("nan")
 
 
@@ -145,7 +150,7 @@ def measure(name: str, device_name: str, tiny: bool, limits: dict[str, float] | 
         size, _, mode = size.partition("-")
         sizes = (2, 2, 6, 6) if tiny else (8, 16, 256, 256)
         yield from reinforcement.learning(shapes[size], device, until, sizes, mode, part == "ragged")
-    elif name in RUNS:
+    elif name in (*RUNS, *MORE_GPUS):
         # The run must end, and its files must be removed, before this process is stopped.
         yield from whole_run(name, device.type, tiny, begun + budget - min(20.0, 0.15 * budget))
     elif part == "offload":
@@ -178,12 +183,20 @@ def whole_run(name: str, device: str, tiny: bool, ends: float) -> Iterator[Row]:
     Its runs must end at `ends` of `time.monotonic`.
     """
     from accelerator import runs
-    from accelerator.shapes import SHAPES
+    from accelerator.shapes import SHAPES, TINY
     from harness import made_model
 
     small = str(made_model.small()) if tiny else ""
     if name == "run-killed":
         yield from runs.run_killed(small if tiny else "packaged:smollm2-135m", [], device, ends)
+    elif name == "gpus-2":
+        if not tiny:
+            runs.require_gpus(2)
+        yield from runs.processes(small if tiny else "packaged:smollm2-135m", device, 2, ends)
+    elif name == "ray-8":
+        if not tiny:
+            runs.require_gpus(8)
+        yield from runs.ppo_on_ray((TINY if tiny else SHAPES)["4B"], tiny, device, ends)
     elif name == "run-vllm" and tiny:
         yield from runs.reinforcement_run(small, ["engine.type=local"], device, ends)
     elif tiny or device != "cuda":
@@ -191,9 +204,12 @@ def whole_run(name: str, device: str, tiny: bool, ends: float) -> Iterator[Row]:
     elif name == "offload-8B":
         yield from runs.offloaded_run(SHAPES["8B"], 3, ends)
     else:
+        runs.require_gpus(8 if name == "ray-gspo-8" else 1)
         import vllm  # noqa: F401 (a missing package is one line of the table)
 
-        if name == "server-killed-4B":
+        if name == "ray-gspo-8":
+            yield from runs.gspo_on_ray(SHAPES["4B"], ends)
+        elif name == "server-killed-4B":
             yield from runs.server_killed(SHAPES["4B"], ends)
         else:
             yield from runs.reinforcement_run(SHAPES["1.5B"], ["engine.type=vllm"], device, ends)

@@ -82,6 +82,12 @@ CHECKS = {
     ),
     "offload-4B": NUMBERS,
     "offload-8B": Check("three updates with everything in CPU memory", lambda rows: bool(rows)),
+    "gpus-2": Check("losses of two GPUs within 1% of those of one", _below(0.01)),
+    "ray-8": Check("three steps of ppo_8gpu.yaml", lambda rows: rows[-1].value == 3),
+    "ray-gspo-8": Check(
+        "three steps of gspo_8gpu_published.yaml, weights sent in under 3 s",
+        lambda rows: rows[-1].value == 3 and all(row.value < 3 for row in _of_case(rows, WEIGHTS)),
+    ),
     "run-killed": Check(
         "losses within 1% of a run that was not killed, and the same ones with deterministic kernels",
         lambda rows: len(rows) == 2 and rows[0].value < 0.01 and rows[1].value == 0,

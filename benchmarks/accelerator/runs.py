@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 
 from accelerator.processes import descendants, kill
 from accelerator.rows import WEIGHTS, Row
-from accelerator.shapes import Shape, random_model
+from accelerator.shapes import Shape, random_model, random_scorer
 
 STEPS = 5
 QUIET = ["evaluation.every=0", "evaluation.seeds.count=4", "evaluation.final_seeds.count=4", "plots=false"]
@@ -32,15 +33,30 @@ class Missing(Exception):
     """What a part needs and this machine does not have."""
 
 
+def require_gpus(count: int) -> None:
+    """Raises `Missing` where fewer GPUs are."""
+    if torch.cuda.device_count() < count:
+        raise Missing(f"it needs {count} GPUs, and {torch.cuda.device_count()} are here")
+
+
 def written_model(shape: Shape, folder: Path) -> str:
     """A directory with random weights of a published shape and the tokenizer of the packaged model."""
+    return _written(shape, folder, partial(random_model, packed=False))
+
+
+def written_scorer(shape: Shape, folder: Path) -> str:
+    """`written_model` with a reward model's head of random weights."""
+    return _written(shape, folder, random_scorer)
+
+
+def _written(shape: Shape, folder: Path, make: Callable[..., Any]) -> str:
     from posttrain.models.load import load_tokenizer
     from posttrain.recipe.model import ModelRecipe
 
     tokenizer = load_tokenizer(ModelRecipe())
     # A processor takes minutes to draw billions of weights.
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = random_model(replace(shape, vocabulary=len(tokenizer)), device, packed=False)
+    model = make(replace(shape, vocabulary=len(tokenizer)), device)
     model.config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -135,6 +151,11 @@ def with_folder(part: Callable[..., Iterator[Row]]) -> Callable[..., Iterator[Ro
     return run
 
 
+def _halfway(ends: float) -> float:
+    """The end of the first of two runs that have until `ends`."""
+    return (time.monotonic() + ends) / 2
+
+
 def _reinforcement(steps: list[Line], note: str) -> Iterator[Row]:
     """Rows of a run of rl: mismatch, times, and growth of the GPU's memory from the second step to the last."""
     mismatch = [step["policy/mismatch"] for step in steps if "policy/mismatch" in step]
@@ -208,6 +229,20 @@ def run_killed(folder: Path, model: str, words: list[str], device: str, ends: fl
 
 
 @with_folder
+def processes(folder: Path, model: str, device: str, count: int, ends: float) -> Iterator[Row]:
+    """The same updates of `sft` in one process and in `count` of them (FSDP2): distance of their losses."""
+    losses = []
+    for size in (1, count):
+        (folder / str(size)).mkdir()
+        words = ["environment.type=bandit", "steps=3", "rows_per_update=8", f"hardware.processes={size}", *QUIET]
+        with Run(["sft"], folder / str(size), _halfway(ends) if size == 1 else ends) as run:
+            run.start(f"model.path={model}", f"model.device={device}", *words)
+            losses.append([step["loss/nll"] for step in run.wait()])
+    apart = max(abs(one / other - 1) for one, other in zip(*losses, strict=True))
+    yield Row("run", f"losses of {count} processes against one", apart, "relative")
+
+
+@with_folder
 def offloaded_run(folder: Path, shape: Shape, updates: int, ends: float) -> Iterator[Row]:
     """Updates of all weights with `hardware.offload: all`: one layer at a time is on the GPU."""
     path = written_model(shape, folder / "model")
@@ -224,3 +259,44 @@ def offloaded_run(folder: Path, shape: Shape, updates: int, ends: float) -> Iter
     weights = sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) / 2
     note = f"{len(steps)} updates, hardware.offload=all, {weights / 1e9:.1f} billion weights with a smaller vocabulary"
     yield Row("run", f"{shape.name}, median update", took, "s", memory=peak, note=note)
+
+
+@with_folder
+def ppo_on_ray(folder: Path, shape: Shape, tiny: bool, device: str, ends: float) -> Iterator[Row]:
+    """Three steps of the shipped `ppo_8gpu.yaml` on a Ray cluster, with smaller batches and made-up prompts."""
+    policy, scorer = written_model(shape, folder / "policy"), written_scorer(shape, folder / "scorer")
+    prompts = folder / "prompts.jsonl"
+    questions = [[{"role": "user", "content": f"What is {i} times {i + 1}?"}] for i in range(64)]
+    prompts.write_text("".join(json.dumps({"context_messages": asked}) + "\n" for asked in questions))
+    words = [f"model.path={policy}", f"reward.path={scorer}", f"critic.path={scorer}", "reward.normalize=none"]
+    words += [f"environment.prompts=[{prompts}]", f"model.device={device}", "sinks=[]"]
+    words += ["optimizer.warmup_updates=0", "critic.optimizer.warmup_updates=0", "rollout.tokens_per_episode=1024"]
+    words += [f"rollout.groups_per_step={4 if tiny else 16}", f"rollout.tokens_per_turn={8 if tiny else 256}"]
+    yield from _on_ray(folder, "rlhf/ppo", "rlhf/ppo_8gpu", [*words, *(_on_processors() if tiny else [])], ends)
+
+
+@with_folder
+def gspo_on_ray(folder: Path, shape: Shape, ends: float) -> Iterator[Row]:
+    """Three steps of the shipped `gspo_8gpu_published.yaml` on a Ray cluster, with smaller batches and fewer epochs."""
+    words = [f"model.path={written_model(shape, folder / 'policy')}", "rollout.groups_per_step=8"]
+    words += ["learner.epochs_per_step=1", "optimizer.warmup_updates=0", "checkpoint={every: 1000}"]
+    yield from _on_ray(folder, "memory/gspo_published", "memory/gspo_8gpu_published", words, ends)
+
+
+def _on_processors() -> list[str]:
+    """Overrides with which a placement for 8 GPUs runs on a few processors."""
+    sections = ("model", "reward", "critic")
+    return [
+        *("engine.type=local", "hardware.processes=1", "hardware.engines.count=1"),
+        *(f"{section}.dtype=float32" for section in sections),
+    ]
+
+
+def _on_ray(folder: Path, stage: str, placement: str, words: list[str], ends: float) -> Iterator[Row]:
+    with Run(["rl", stage, placement], folder, ends) as run:
+        run.start(*words, "steps=3", *QUIET)
+        steps = run.wait()
+    note = f"{placement}.yaml; which GPUs each engine sees is not recorded, so it is not checked"
+    yield Row("ray", "median step", statistics.median(step["time/step"] for step in steps), "s", note=note)
+    yield replace(_weights(steps), part="ray")
+    yield Row("ray", "steps", float(len(steps)), "")

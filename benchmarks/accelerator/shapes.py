@@ -51,7 +51,23 @@ TINY = {
 
 def random_model(shape: Shape, device: torch.device, packed: bool = True, attention: str = "sdpa") -> Any:
     """A causal language model in bfloat16 (float32 on a processor); `packed`: it attends through layouts."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    model = _random(AutoModelForCausalLM, shape, device, attention)
+    if packed:
+        use_path(model, ForwardPath())
+    return model
+
+
+def random_scorer(shape: Shape, device: torch.device) -> Any:
+    """A reward model, which makes one number of a sequence."""
+    from transformers import AutoModelForSequenceClassification
+
+    return _random(AutoModelForSequenceClassification, shape, device, "sdpa", num_labels=1)
+
+
+def _random(kind: Any, shape: Shape, device: torch.device, attention: str, **more: Any) -> Any:
+    from transformers import AutoConfig
 
     config = AutoConfig.for_model(
         shape.family,
@@ -67,15 +83,13 @@ def random_model(shape: Shape, device: torch.device, packed: bool = True, attent
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
+        **more,
     )
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    model = model.to(device).eval()
-    if packed:
-        use_path(model, ForwardPath())
-    return model
+        model = kind.from_config(config, dtype=dtype, attn_implementation=attention)
+    return model.to(device).eval()
 
 
 class RandomPolicy(Policy):
