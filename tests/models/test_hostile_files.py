@@ -115,10 +115,15 @@ def test_impossible_sizes_and_a_configuration_that_is_no_object_are_refused_and_
     for key in ("audio_chunk_size", "codebook_size", "n_ctx", "n_positions", "max_image_size"):
         change(config, {key: 480_000})
     assert load_model(ModelRecipe(path=str(model))).config.hidden_size == 32
-    for key, value in (("hidden_size", -4), ("hidden_size", 8.5), ("num_key_value_heads", 0)):
+    for key, value in (
+        ("hidden_size", -4),
+        ("vocab_size", 8.5),
+        ("num_attention_heads", -1),
+        ("num_key_value_heads", 0),
+    ):
         config.write_text(whole)
         change(config, {key: value})
-        refused(model, "", load_model)
+        refused(model, f"{key} {value}" if value else "could not be loaded", load_model)
     for content in ("[" * 100_000, "[]", "{", '{"a": ' * 100_000):
         config.write_text(content)
         refused(model, r"config.json (cannot be read|is not a JSON object)")

@@ -179,7 +179,7 @@ def read_object(file: Path, key: str = "model.path") -> dict[str, Any]:
 
 
 def _check_config(file: Path, key: str, tensors: int, largest: int) -> None:
-    """InputError for a configuration with more layers than tensors, or with a size that no tensor has."""
+    """InputError for a configuration with more layers than tensors, or with a size that is none or that no tensor has."""
     inner: list[tuple[str, Any]] = list(read_object(file, key).items())
     while inner:
         name, value = inner.pop()
@@ -195,3 +195,5 @@ def _check_config(file: Path, key: str, tensors: int, largest: int) -> None:
                     f"{key}: {file} has {name} {value:.10g}, which the weights beside it, {tensors:,} tensors with up to "
                     f"{largest:,} rows, do not have; restore the file"
                 )
+            if _LAYER.search(name) and (value < 0 or value % 1):
+                raise InputError(f"{key}: {file} has {name} {value:.10g}, which is no size; restore the file")
