@@ -20,9 +20,8 @@ from posttrain.credit.units.mixing import (
     with_unit_rewards,
 )
 from posttrain.credit.units.normalizer import Normalizer, fit_key, parse_key, read_normalizer, same
-from posttrain.credit.units.rendering import RenderingTokens, blanked_prefix, prefix_lengths, with_units
 from posttrain.credit.units.segment import segment, stream_answers
-from posttrain.credit.units.spans import Spans
+from posttrain.credit.units.spans import RenderingTokens, Spans, blanked_prefix, prefix_lengths, with_units
 from posttrain.episode import Advantages, Episode, RewardStreams, Stream
 from posttrain.errors import InputError, RunError
 from posttrain.models.policy import Policy
