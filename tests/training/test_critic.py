@@ -11,7 +11,7 @@ from posttrain.errors import InputError
 from posttrain.models.policy import Policy
 from posttrain.recipe.model import LearnerRecipe
 from posttrain.recipe.stages import RlRecipe
-from posttrain.training.critic import CriticLearner
+from posttrain.training.critic import CriticLearner, open_critic
 from posttrain.training.objectives import ValueObjective
 from posttrain.training.updater import pack
 from tests.conftest import make_tokenizer
@@ -152,7 +152,9 @@ def test_the_value_gradient_does_not_depend_on_the_split(tiny_model, reward_mode
         keys = {"critic": {"path": str(reward_model)}, "model": {"path": str(tiny_model)}}
         recipe = RlRecipe(credit={"type": "gae"}, **keys)
         batches = LearnerRecipe(tokens_per_batch=budget)
-        critic = CriticLearner(recipe.critic, recipe.credit, Policy(recipe.model), batches, 1)
+        critic = CriticLearner(
+            recipe.critic, recipe.credit, open_critic(recipe.critic, Policy(recipe.model), batches, 1)
+        )
         draws, samples = np.random.default_rng(0), []
         for _ in range(5):
             one = sample(draws.integers(3, 250, 8), draws.integers(3, 250, draws.integers(2, 30)), "row")

@@ -113,7 +113,7 @@ def checkpoints_by_a_thread(models, runs):
 STEP, SAVE = "posttrain.training.updater:Optimizer.step", "torch:save"
 WITHOUT = "posttrain.training.unit_credit:UnitValuer.without"
 DEATHS = [
-    (ppo, "posttrain.training.critic:CriticUpdater.update", 4),
+    (ppo, "posttrain.training.critic:CriticUpdater.begin_update", 4),
     (ppo, "posttrain.training.critic:CriticLearner.estimate_values", 3),
     (ppo, STEP, 7),
     (ppo, SAVE, 3),

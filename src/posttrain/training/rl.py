@@ -43,7 +43,7 @@ from posttrain.training.controllers import (
     rounds_or_drops,
     set_advantages,
 )
-from posttrain.training.critic import CriticLearner
+from posttrain.training.critic import CriticLearner, open_critic
 from posttrain.training.evaluators import EpisodeEvaluator, choice_of
 from posttrain.training.objectives import (
     MixedObjective,
@@ -374,8 +374,8 @@ def make_critic(recipe: RlRecipe, policy: Policy) -> CriticLearner | None:
     if not isinstance(recipe.credit, CriticCredit):
         return None
     stored = recipe.reward is not None and recipe.reward.normalize == "stored"
-    updates = recipe.steps * recipe.updates
-    return CriticLearner(recipe.critic, recipe.credit, policy, recipe.learner, updates, recipe.seed, stored)
+    updater = open_critic(recipe.critic, policy, recipe.learner, recipe.steps * recipe.updates, recipe.seed, stored)
+    return CriticLearner(recipe.critic, recipe.credit, updater)
 
 
 def make_learner(recipe: RlRecipe, policy: Policy, critic: CriticLearner | None) -> PolicyLearner:
@@ -502,7 +502,6 @@ def make_components(
         left_out,
         stateful=state | {"reward": credit.rewards.running},
         checkpointables=checkpointables,
-        remote={} if critic is None or critic.updater.remote_state is None else {"critic": critic.updater.remote_state},
         warnings=warnings,
         callbacks=callbacks,
     )
