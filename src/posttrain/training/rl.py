@@ -23,7 +23,6 @@ from posttrain.errors import InputError
 from posttrain.models.forward import TokenScores
 from posttrain.models.load import require_reward_model
 from posttrain.models.policy import Policy
-from posttrain.recipe.data import FixedRowsRecipe
 from posttrain.recipe.model import LearnerRecipe
 from posttrain.recipe.rl import RlRecipe
 from posttrain.recipe.run import SampledRecipe
@@ -59,7 +58,7 @@ from posttrain.training.optimizer import Optimizer
 from posttrain.training.reference import ReferenceModel, open_reference
 from posttrain.training.reward_scorer import RewardScorer, open_scorer
 from posttrain.training.rollouts import RolloutBatch, RolloutManager, SyncRollouts, TaskOrder, rollout_metrics
-from posttrain.training.rows import FixedRows
+from posttrain.training.rows import DataSet, fixed_rows
 from posttrain.training.tasks import LeftOut, check_tasks, first_episodes, too_long
 from posttrain.training.teacher import Teacher, open_teacher, reverse_kl
 from posttrain.training.token_rules import set_bonus_tokens
@@ -247,7 +246,7 @@ class Components(StepComponents):
     teacher: Teacher | None
     reference_model: ReferenceModel | None
     """Of the KL penalty."""
-    ptx: FixedRows | None
+    ptx: DataSet | None
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -410,16 +409,6 @@ def make_teacher(
     )
 
 
-def make_rows(
-    section: FixedRowsRecipe | None, rows: int, manager: RolloutManager, seed: int
-) -> tuple[FixedRows | None, list[str]]:
-    """Supervised rows in batches of `rows`, and a summary of those that cannot be used."""
-    if section is None:
-        return None, []
-    fixed = FixedRows(section.data, section.loss_on, rows, manager.renderer, seed)
-    return fixed, fixed.warnings
-
-
 def make_trainer(
     recipe: SampledRecipe,
     run: RunDirectory,
@@ -475,7 +464,8 @@ def make_components(
     order, left_out, too_long_tasks = make_order(recipe, manager, tasks)
     credit = CreditMaker(recipe, learner, critic, scorer)
     teacher, teacher_warnings = make_teacher(recipe, manager, order)
-    ptx, row_warnings = make_rows(recipe.ptx, recipe.ptx.rows_per_update if recipe.ptx else 0, manager, recipe.seed)
+    ptx = fixed_rows(recipe.ptx, recipe.ptx.rows_per_update if recipe.ptx else 0, manager.renderer, recipe.seed)
+    row_warnings = ptx.problems.summary() if ptx is not None else []
     unit_warnings = credit.units.warnings if credit.units is not None else []
     warnings += [*teacher_warnings, *too_long_tasks, *row_warnings, *unit_warnings, *manager.template_warnings()]
     rollouts, guards = make_rollouts(recipe, manager, order, run), Guards(recipe)
