@@ -44,12 +44,12 @@ def check_tasks(recipe: Any, tasks: TaskSplit) -> list[str]:
     parts = parts_of(getattr(recipe, "environment", None) or evaluated, tasks, evaluated)
     if audit is not None and audit.environment is not None:
         parts.append((audit.environment, "audit.environment", (), [tasks.validation]))
-    for one, key, training, held_out in parts:
+    for part in parts:
         try:
-            found = _check_part(one, key, training, held_out, rollout.environment_timeout, scored)
+            found = _check_part(part, rollout.environment_timeout, scored)
         except InputError as error:
-            raise InputError(_named(str(error), key)) from error
-        warnings += [_named(text, key) for text in found if text not in warnings]
+            raise InputError(_named(str(error), part[1])) from error
+        warnings += [_named(text, part[1]) for text in found if text not in warnings]
     return warnings
 
 
@@ -58,15 +58,9 @@ def _named(message: str, key: str) -> str:
     return re.sub(r"(?<![\w.])environment(?=\.[a-z])", key, message)
 
 
-def _check_part(
-    one: EnvironmentRecipe,
-    key: str,
-    training: Sequence[int],
-    held_out: Sequence[Sequence[int]],
-    timeout: float | None,
-    scored: bool,
-) -> list[str]:
-    """`check_tasks` of the environment with the recipe key `key`. `scored`: whether another part scores the answers."""
+def _check_part(part: "TaskPart", timeout: float | None, scored: bool) -> list[str]:
+    """`check_tasks` of one environment. `scored`: whether another part scores the answers."""
+    one, key, training, held_out = part
     kind, audits = environment_class(one.type), key.startswith("audit")
     if (audits or not scored) and not kind.has_reward(one):
         raise InputError(
