@@ -32,13 +32,12 @@ from posttrain.training.rl import (
     StepComponents,
     make_order,
     make_tasks,
-    make_teacher,
     make_trainer,
     run_steps,
 )
 from posttrain.training.rollouts import RolloutManager, SyncRollouts, rollout_metrics
 from posttrain.training.rows import DataSet, fixed_rows
-from posttrain.training.teacher import WHOLE, Teacher
+from posttrain.training.teacher import WHOLE, Teacher, open_teacher
 from posttrain.training.trainer import Callbacks
 from posttrain.training.updater import (
     Forward,
@@ -199,7 +198,7 @@ def make_components(recipe: DistillRecipe, run: RunDirectory, callbacks: Callbac
     learner = Updater(policy, optimizer, recipe.learner, forward)
     order, left_out, too_long_tasks = make_order(recipe, manager, tasks)
     top_k = (recipe.loss.top_k or WHOLE) if isinstance(recipe.loss, JsdLoss) else None
-    teacher, teacher_warnings = make_teacher(recipe, manager, order, top_k)
+    teacher, teacher_warnings = open_teacher(recipe, policy, manager.renderer, order.seeds[0], top_k)
     assert teacher is not None
     off = recipe.off_policy
     rows = fixed_rows(off, off.rows_per_step if off is not None else 0, manager.renderer, recipe.seed)

@@ -3,7 +3,7 @@
     tasks -> [engine <-> environment]* -> episodes -> rewards -> credit -> updates -> weights to the engine
 
 `train` is the algorithm: `run_steps`, which distillation shares, with the `Components` of `rl`. The functions `make_*` read
-the recipe and return a component with its warnings; nothing below this file reads it as a whole.
+the recipe and return a component with its warnings.
 """
 
 from abc import ABC, abstractmethod
@@ -395,20 +395,6 @@ def make_learner(recipe: RlRecipe, policy: Policy, critic: CriticLearner | None)
     return PolicyLearner(policy, updater, recipe.loss, recipe.kl, recipe.entropy, old, extend)
 
 
-def make_teacher(
-    recipe: SampledRecipe, manager: RolloutManager, order: TaskOrder, top_k: int | None = None
-) -> tuple[Teacher | None, list[str]]:
-    """The teacher, and warnings about it. `top_k`: as for `open_teacher`."""
-    settings = recipe.teacher  # type: ignore[attr-defined]
-    if settings is None:
-        return None, []
-    rollout, chunk, seed = recipe.rollout, recipe.learner.logits_per_chunk, order.seeds[0]
-    temperature, share = rollout.sampling.temperature, rollout.failures.max_share
-    return open_teacher(
-        settings, manager.policy, manager.renderer, recipe.environment, temperature, chunk, share, seed, top_k
-    )
-
-
 def make_trainer(
     recipe: SampledRecipe,
     run: RunDirectory,
@@ -430,8 +416,7 @@ def make_trainer(
         )
     parts["warnings"] = [*parts["warnings"], *recipe.too_few(len(set(tasks.test) - left_out.held_out))]
     if audit is not None:
-        every, timeout, action = recipe.evaluation.every, recipe.rollout.environment_timeout, recipe.guards.action  # type: ignore[attr-defined]
-        auditor = Auditor(audit, manager.policy, run, recipe.steps, every, timeout, action)
+        auditor = Auditor(recipe, manager.policy, run, recipe.steps)
     return Trainer(
         recipe,
         recipe.steps,
@@ -463,7 +448,7 @@ def make_components(
     manager.sleepers = [learner.updater.optimizer, *([] if critic is None else critic.updater.sleepers)]
     order, left_out, too_long_tasks = make_order(recipe, manager, tasks)
     credit = CreditMaker(recipe, learner, critic, scorer)
-    teacher, teacher_warnings = make_teacher(recipe, manager, order)
+    teacher, teacher_warnings = open_teacher(recipe, policy, manager.renderer, order.seeds[0])
     ptx = fixed_rows(recipe.ptx, recipe.ptx.rows_per_update if recipe.ptx else 0, manager.renderer, recipe.seed)
     row_warnings = ptx.problems.summary() if ptx is not None else []
     unit_warnings = credit.units.warnings if credit.units is not None else []
