@@ -36,7 +36,7 @@ def opened(model, budget=4096, lora=None, **changes):
     """A policy's learner and the critic on its trunk, with a head that is not zero."""
     values = recipe(model, **changes)
     policy = Policy(values.model.model_copy(update={"lora": lora}))
-    critic = CriticLearner(values.critic, values.credit, open_critic(values.critic, policy, values.learner, 9))
+    critic = CriticLearner(values.critic, values.credit, open_critic(values, policy))
     batches = LearnerRecipe(tokens_per_batch=budget)
     forward = token_forward(policy, batches, 1.0, critic.head)
     optimizer = Optimizer(policy.trainable(), OptimizerRecipe(), 9)
@@ -179,9 +179,7 @@ def test_a_nonfinite_loss_updates_neither_model_and_names_both_learning_rates(ti
 @pytest.mark.parametrize("backbone", ["separate", "shared"])
 def test_a_value_loss_that_is_not_finite_names_the_critics_rate(backbone, tiny_model):
     values = recipe(tiny_model, critic={"backbone": backbone, "updates_before_policy": 2})
-    critic = CriticLearner(
-        values.critic, values.credit, open_critic(values.critic, Policy(values.model), values.learner, 9)
-    )
+    critic = CriticLearner(values.critic, values.credit, open_critic(values, Policy(values.model)))
     broken = judged()[:3]
     broken[2].returns[0] = np.inf
     for _ in range(3):

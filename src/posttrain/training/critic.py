@@ -16,7 +16,7 @@ from posttrain.models.policy import Policy
 from posttrain.models.reward import vocabulary
 from posttrain.recipe.components import Factory
 from posttrain.recipe.credit import CriticRecipe
-from posttrain.recipe.model import LearnerRecipe
+from posttrain.recipe.rl import RlRecipe
 from posttrain.training.objectives import ValueObjective
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.updater import Sample, Samples, Totals, Updater, by_sample, computed, per_sample, per_token
@@ -25,22 +25,19 @@ from posttrain.training.updater import Sample, Samples, Totals, Updater, by_samp
 class CriticUpdater:
     """A critic with its optimizer, in this process: values of samples, and one optimizer step at a time."""
 
-    def __init__(
-        self, model: Critic | SharedCritic, settings: CriticRecipe, learner: LearnerRecipe, updates: int
-    ) -> None:
-        """`updates`: optimizer steps of the critic in the whole run."""
+    def __init__(self, model: Critic | SharedCritic, recipe: RlRecipe) -> None:
         self.model = model
         self.head = model.head if isinstance(model, SharedCritic) else None
         """The head on the policy's trunk; None for a critic with its own trunk."""
-        self.optimizer = Optimizer(model.trainable(), settings.optimizer, updates)
+        self.optimizer = Optimizer(model.trainable(), recipe.critic.optimizer, recipe.steps * recipe.updates)
         self.sleepers = [self.optimizer]
         """Optimizers whose state leaves the device while episodes are sampled."""
 
         def forward(samples: Samples) -> torch.Tensor:
             return model.values([s.stream.ids for s in samples], [s.stream.sampled for s in samples])
 
-        self.learner = Updater(model, self.optimizer, learner, forward, key="critic.optimizer")
-        self.objective = ValueObjective(settings.clip)
+        self.learner = Updater(model, self.optimizer, recipe.learner, forward, key="critic.optimizer")
+        self.objective = ValueObjective(recipe.critic.clip)
 
     @property
     def updates(self) -> int:
@@ -78,27 +75,20 @@ class CriticUpdater:
 
 
 @Factory
-def open_critic(
-    settings: CriticRecipe,
-    policy: Policy,
-    learner: LearnerRecipe,
-    updates: int,
-    seed: int = 0,
-    stored_statistics: bool = False,
-) -> CriticUpdater:
-    """The critic of `policy`. `updates`: optimizer steps of the critic in the whole run. `stored_statistics`: whether rewards
-    are normalized by statistics stored with the reward model. A critic that starts from that reward model then begins with
-    values in these units. InputError if the critic's tokenizer is not the policy's."""
+def open_critic(recipe: RlRecipe, policy: Policy) -> CriticUpdater:
+    """The critic of `policy`. If rewards are normalized by statistics stored with the reward model, a critic that starts from
+    that model begins with values in these units. InputError if the critic's tokenizer is not the policy's."""
+    settings, reward = recipe.critic, recipe.reward
     if settings.backbone == "shared":
-        return CriticUpdater(SharedCritic(policy), settings, learner, updates)
-    critic = Critic(settings.model(policy.recipe), seed)
+        return CriticUpdater(SharedCritic(policy), recipe)
+    critic = Critic(settings.model(policy.recipe), recipe.seed)
     if vocabulary(critic.tokenizer) != vocabulary(policy.tokenizer):
         raise InputError(
             f"critic.path: {settings.path} does not have the tokenizer of {policy.recipe.path}; the critic reads the "
             "policy's tokens, so start it from a model of the same family, or leave critic.path out"
         )
-    critic.values_in_reward_units = stored_statistics
-    return CriticUpdater(critic, settings, learner, updates)
+    critic.values_in_reward_units = reward is not None and reward.normalize == "stored"
+    return CriticUpdater(critic, recipe)
 
 
 class CriticLearner:

@@ -372,9 +372,7 @@ def make_critic(recipe: RlRecipe, policy: Policy) -> CriticLearner | None:
     """The critic of credit types that use one."""
     if not isinstance(recipe.credit, CriticCredit):
         return None
-    stored = recipe.reward is not None and recipe.reward.normalize == "stored"
-    updater = open_critic(recipe.critic, policy, recipe.learner, recipe.steps * recipe.updates, recipe.seed, stored)
-    return CriticLearner(recipe.critic, recipe.credit, updater)
+    return CriticLearner(recipe.critic, recipe.credit, open_critic(recipe, policy))
 
 
 def make_learner(recipe: RlRecipe, policy: Policy, critic: CriticLearner | None) -> PolicyLearner:

@@ -70,7 +70,7 @@ class CriticWorker(Worker):
         self.recipe = recipe_from(document)
         self._held = ExitStack()
 
-    def open(self, processes: int, variables: dict[str, str], updates: int, stored_statistics: bool) -> int:
+    def open(self, processes: int, variables: dict[str, str]) -> int:
         """Load the critic as one of `processes` ranks; returns the bytes of its checkpoint on this rank."""
         recipe = self.recipe
         os.environ.update(variables)
@@ -78,7 +78,7 @@ class CriticWorker(Worker):
         self._held.enter_context(join_world(hardware, recipe.model.device))
         # The attributes that a critic needs of a policy, which is in another process.
         policy: Any = SimpleNamespace(recipe=recipe.model, tokenizer=load_tokenizer(recipe.model))
-        self.critic = open_critic(recipe.critic, policy, recipe.learner, updates, recipe.seed, stored_statistics)
+        self.critic = open_critic(recipe, policy)
         forward = self.critic.learner.forward
 
         def counted(samples: Sequence[Sample]) -> Any:
@@ -147,7 +147,7 @@ class RayCritic:
     sleepers = ()
     """None: no engine uses the workers' devices."""
 
-    def __init__(self, workers: Sequence[WorkerClient], has_gpus: bool, updates: int, stored_statistics: bool) -> None:
+    def __init__(self, workers: Sequence[WorkerClient], has_gpus: bool) -> None:
         self.workers = list(workers)
         self._warnings: list[str] = []
         self._pool = ThreadPoolExecutor(len(self.workers))
@@ -156,9 +156,7 @@ class RayCritic:
             locations = self._on_all("the address", "location")
             variables = rank_variables(locations, has_gpus)
             calls = [
-                self._pool.submit(
-                    self._once, worker, "the critic's start", "open", len(workers), mine, updates, stored_statistics
-                )
+                self._pool.submit(self._once, worker, "the critic's start", "open", len(workers), mine)
                 for worker, mine in zip(self.workers, variables, strict=True)
             ]
             return sum(call.result() for call in calls), self._once(self.workers[0], "its state", "state_dict")
