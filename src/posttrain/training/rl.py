@@ -207,8 +207,7 @@ class CreditMaker:
             self.energies = Updater(policy, learner.updater.optimizer, recipe.learner, forward)
         self.units: UnitCreditor | None = None
         if recipe.unit_credit is not None and scorer is not None:
-            budget, turns = recipe.learner.tokens_per_batch, recipe.environment.max_turns
-            self.units = UnitCreditor(recipe.unit_credit, scorer, policy, running, budget, turns)
+            self.units = UnitCreditor(recipe, scorer, policy, running)
         self.by_episode = recipe.loss.aggregation == "sequence_mean"
         """Whether the loss is a mean over episodes, for the mean of advantages."""
 
@@ -404,9 +403,7 @@ def make_trainer(
     **parts: Any,
 ) -> Trainer[TokenScores]:
     """The trainer, with the evaluation on held-out tasks if episodes are `rewarded`. `parts`: arguments of `Trainer`."""
-    evaluator = EpisodeEvaluator(
-        manager, recipe.evaluation, tasks, recipe.seed, run.episodes, recipe.name, left_out.held_out
-    )
+    evaluator = EpisodeEvaluator(manager, recipe, tasks, run.episodes, left_out.held_out)
     auditor, audit = None, recipe.audit  # type: ignore[attr-defined]
     if audit is not None and not rewarded:
         raise InputError(
