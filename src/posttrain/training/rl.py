@@ -163,10 +163,8 @@ def run_steps(c: StepComponents, recipe: SampledRecipe, resume: bool, console: C
                 step, tokens = trainer.step + 1, learner.trained_tokens
                 batch = c.batch(step)
                 if step == 1 and "rollout/episodes" in batch.metrics:
-                    temperature, random = recipe.rollout.sampling.temperature, trainer.baseline("random")
-                    message, no_signal = first_episodes(
-                        recipe.environment, batch.metrics, random, temperature, batch.returns, recipe.model.path
-                    )
+                    random = trainer.baseline("random")
+                    message, no_signal = first_episodes(recipe, batch.metrics, random, batch.returns)
                     trainer.preflight(step, message)
                     batch.warnings += no_signal
                 with trainer.interrupts.critical():
