@@ -62,7 +62,7 @@ class EnvironmentRecipe(BaseConfig):
     def other_tasks(self, other: "EnvironmentRecipe") -> str | None:
         """The first key, not of `scoring`, in which `other` differs, so that a seed may be another task there; None if
         there is none."""
-        one, two = (dotted(each.model_dump(mode="json")) for each in (self, other))
+        one, two = (_leaves(each.model_dump(mode="json")) for each in (self, other))
         changed = [key for key in {**one, **two} if one.get(key) != two.get(key)]
         return next((key for key in changed if not any(f"{key}.".startswith(f"{own}.") for own in self.scoring)), None)
 
@@ -77,11 +77,11 @@ class EnvironmentRecipe(BaseConfig):
         return self.type
 
 
-def dotted(values: dict[str, Any], inside: str = "") -> dict[str, Any]:
+def _leaves(values: dict[str, Any], inside: str = "") -> dict[str, Any]:
     """The values of a recipe by their keys."""
     leaves: dict[str, Any] = {}
     for key, value in values.items():
-        leaves |= dotted(value, f"{inside}{key}.") if isinstance(value, dict) and value else {f"{inside}{key}": value}
+        leaves |= _leaves(value, f"{inside}{key}.") if isinstance(value, dict) and value else {f"{inside}{key}": value}
     return leaves
 
 

@@ -15,7 +15,7 @@ from posttrain.engines.openai import for_servers
 from posttrain.environments.protocol import Environment, allowed, require_observation, require_step
 from posttrain.episode import Episode, Outcome, StopReason
 from posttrain.errors import InputError, RunError
-from posttrain.recipe.components import EnvironmentRecipe, dotted, environment_class
+from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.data import SourceRecipe
 from posttrain.recipe.rollout import SeedRange, shown_seeds
 from posttrain.recipe.stages import SftRecipe
@@ -158,7 +158,7 @@ def settings_warnings(recipe: EnvironmentRecipe, sources: Sequence[SourceRecipe]
 
     Rows without the column, rows of another environment and hub data sets are not checked.
     """
-    current, warnings = dotted(recipe.model_dump(mode="json")), []
+    current, warnings = _dotted(recipe.model_dump(mode="json")), []
     for source in sources:
         if not Path(source.path).expanduser().exists():
             continue
@@ -167,7 +167,7 @@ def settings_warnings(recipe: EnvironmentRecipe, sources: Sequence[SourceRecipe]
             settings = json.loads(first.get(SETTINGS_COLUMN) or "")
         except (TypeError, ValueError, RecursionError):
             continue
-        stored = dotted(settings) if isinstance(settings, dict) else {}
+        stored = _dotted(settings) if isinstance(settings, dict) else {}
         if stored.get("type") != recipe.type:
             continue
         different = [key for key in current if key in stored and stored[key] != current[key]]
@@ -179,3 +179,11 @@ def settings_warnings(recipe: EnvironmentRecipe, sources: Sequence[SourceRecipe]
                 "evaluation differ; generate the rows again, or set these keys"
             )
     return warnings
+
+
+def _dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of nested sections by dotted key."""
+    leaves: dict[str, Any] = {}
+    for key, value in values.items():
+        leaves |= _dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return leaves
