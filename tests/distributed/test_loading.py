@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from posttrain.distributed.world import current_world
 from posttrain.models import writing
-from posttrain.models import writing as module
 from posttrain.models.policy import Policy
 from tests.conftest import make_tokenizer, tiny_config
 
@@ -54,7 +53,7 @@ def watched(numbers, name):
 
 def passed_through(path, out, dtype):
     """Load, save, restore and export a sharded model; files have 16 MiB."""
-    module.FILE_BYTES = 16 * MIB
+    writing.FILE_BYTES = 16 * MIB
     # The C library returns blocks of this size to the system when they are freed, as it does with those of large models.
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, MIB // 4)
     numbers = {}

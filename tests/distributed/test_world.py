@@ -1,9 +1,7 @@
-"""What the processes of a run tell each other, and the order in which engines and optimizers take turns on GPUs."""
+"""What the processes of a run tell each other, and the limits of their calls."""
 
 import json
 import threading
-import time
-from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -16,8 +14,6 @@ from posttrain.distributed.ray.engine import RayEngine
 from posttrain.distributed.world import current_world
 from posttrain.errors import InputError
 from posttrain.recipe.hardware import HardwareRecipe
-from posttrain.recipe.rollout import SamplingRecipe
-from posttrain.training.rollouts import RolloutManager
 from tests.distributed import together
 
 
@@ -36,32 +32,10 @@ def fails():
     raise InputError("broken")
 
 
-def play(folder):
-    """Rank 0's engine needs a while to fall asleep; each rank notes when its optimizer wakes up."""
-    world = current_world()
-    times = {}
-
-    def sleep():
-        time.sleep(0.5 if world.is_rank0 else 0)
-        times["asleep"] = time.monotonic()
-
-    manager = RolloutManager.__new__(RolloutManager)
-    manager.lock = nullcontext()
-    manager.sleepers = [SimpleNamespace(sleep=lambda: None, wake=lambda: times.update(awake=time.monotonic()))]
-    manager.policy = SimpleNamespace(release_cached_memory=lambda: None, version=0)
-    manager.engine = SimpleNamespace(load_weights=lambda version: None, sleep=sleep, capacity=1)
-    manager.renderer = manager.environment = manager.rollout = manager.scorer = manager.agent = None
-    with manager.worker(SamplingRecipe()):
-        pass
-    (folder / f"times-{world.rank}.json").write_text(json.dumps(times))
-
-
-def test_results_of_rank_0_are_sent_once_and_engines_sleep_before_optimizers_wake(tmp_path):
-    together.succeed(2, [{"call": one, "arguments": (tmp_path,)} for one in (told, play)], tmp_path)
+def test_results_of_rank_0_are_sent_once(tmp_path):
+    together.succeed(2, [{"call": told, "arguments": (tmp_path,)}], tmp_path)
     for rank in range(2):
         assert json.loads((tmp_path / f"told-{rank}.json").read_text()) == [sum(range(100_000)), [0, 1]]
-    times = [json.loads((tmp_path / f"times-{rank}.json").read_text()) for rank in range(2)]
-    assert times[0]["asleep"] < min(one["awake"] for one in times)
 
 
 def test_engines_fall_asleep_at_the_same_time():

@@ -64,7 +64,6 @@ def _work(rank: int, size: int, ports: list[int], jobs: list[Job], folder: Path,
         "POSTTRAIN_PLOTS": "0",
     }
     from posttrain.engines.local import decoder
-    from posttrain.rollout.driver import EpisodeSharding
     from posttrain.training import rollouts
 
     of_engine, streamlined = rollouts.sharding_of, decoder.STREAMLINED
@@ -74,7 +73,7 @@ def _work(rank: int, size: int, ports: list[int], jobs: list[Job], folder: Path,
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
             os.environ |= {"LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         code = 0
-        rollouts.sharding_of = (lambda _: EpisodeSharding.RANK0) if job.get("apart") and size > 1 else of_engine
+        rollouts.sharding_of = (lambda _: "rank0") if job.get("apart") and size > 1 else of_engine
         decoder.STREAMLINED = () if job.get("apart") else streamlined  # type: ignore[assignment]
         try:
             if job.get("die") and job["die"][0] == rank:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from posttrain.episode import RewardStreams
 from posttrain.losses.entropy import clip_cov, covariances, kl_cov, top_entropy
 from posttrain.losses.kl import apply_kl_penalty, estimate_kl, kl_metrics
-from posttrain.losses.value import value_loss
+from posttrain.losses.reward import value_loss
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.loss import ClipCovRecipe, KlCovRecipe, KlRecipe
 from posttrain.recipe.warnings import recipe_warnings

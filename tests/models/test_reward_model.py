@@ -141,8 +141,7 @@ def test_adapters_without_a_token_to_pad_with_are_refused(tmp_path):
 
 def test_an_added_padding_token_is_no_other_tokenizer(tmp_path):
     from posttrain.models.policy import Policy
-    from posttrain.recipe.credit import CriticRecipe
-    from posttrain.recipe.model import LearnerRecipe
+    from posttrain.recipe.rl import RlRecipe
     from posttrain.training.critic import open_critic
     from posttrain.training.reward_scorer import render_alike
 
@@ -151,7 +150,7 @@ def test_an_added_padding_token_is_no_other_tokenizer(tmp_path):
     policy, reward = Policy(str(path)), RewardModel(str(tmp_path / "reward"), new_head=False)
     assert len(reward.tokenizer) == len(policy.tokenizer) + 1
     assert render_alike(reward.tokenizer, policy.tokenizer)
-    critic = open_critic(CriticRecipe(path=str(tmp_path / "reward")), policy, LearnerRecipe(), 3).model
+    critic = open_critic(RlRecipe(critic={"path": str(tmp_path / "reward")}, credit={"type": "gae"}), policy).model
     ids, sampled = np.arange(9), np.arange(9) > 3
     with torch.no_grad():
         value, before = critic.values([ids], [sampled])[-1], reward.rewards([ids[:-1]], [sampled[:-1]])[0]

@@ -11,7 +11,7 @@ from posttrain.errors import InputError
 from posttrain.models.policy import Policy
 from posttrain.recipe.model import LearnerRecipe
 from posttrain.recipe.stages import RlRecipe
-from posttrain.training.critic import CriticLearner
+from posttrain.training.critic import open_critic
 from posttrain.training.objectives import ValueObjective
 from posttrain.training.updater import pack
 from tests.conftest import make_tokenizer
@@ -151,15 +151,15 @@ def test_the_value_gradient_does_not_depend_on_the_split(tiny_model, reward_mode
     def gradients(budget):
         keys = {"critic": {"path": str(reward_model)}, "model": {"path": str(tiny_model)}}
         recipe = RlRecipe(credit={"type": "gae"}, **keys)
-        batches = LearnerRecipe(tokens_per_batch=budget)
-        critic = CriticLearner(recipe.critic, recipe.credit, Policy(recipe.model), batches, 1)
+        learner = LearnerRecipe(tokens_per_batch=budget)
+        critic = open_critic(recipe.model_copy(update={"learner": learner}), Policy(recipe.model))
         draws, samples = np.random.default_rng(0), []
         for _ in range(5):
             one = sample(draws.integers(3, 250, 8), draws.integers(3, 250, draws.integers(2, 30)), "row")
             one.values, one.returns = draws.normal(size=(2, one.sampled_tokens)).astype(np.float32)
             samples.append(one)
         found = small.kept_gradients(monkeypatch)
-        critic.updater.learner.update(samples, ValueObjective(0.2))
+        critic.learner.update(samples, ValueObjective(0.2))
         return found, len(pack(samples, budget))
 
     whole, one = gradients(4096)

@@ -65,7 +65,9 @@ def played(tiny_model):
 def teacher_for(recipe, policy, top_k=None, environment="bandit", seed=0):
     renderer = Renderer(policy.tokenizer, policy.end_tokens)
     settings = environment_recipe({"type": environment}) if isinstance(environment, str) else environment
-    return open_teacher(recipe, policy, renderer, settings, 1.0, 4, 0.5, seed, top_k)[0]
+    rollout, learner = {"failures": {"max_share": 0.5}}, {"logits_per_chunk": 4}
+    stage = DistillRecipe(teacher=recipe, environment=settings, rollout=rollout, learner=learner)
+    return open_teacher(stage, policy, renderer, seed, top_k)[0]
 
 
 def scored(played, teacher_model, name):

@@ -135,7 +135,7 @@ class Processes:
 
 
 def test_every_process_waits_for_the_engine_of_the_first(tiny_policy, monkeypatch):
-    """Before it allocates more, and before the engine wakes, it frees memory."""
+    """Before it allocates more, and before the engine wakes, it frees memory. Engines sleep before optimizers wake."""
     events = []
     for module in (engine, rollouts):
         monkeypatch.setattr(module, "current_world", lambda: Processes(events))
@@ -145,9 +145,11 @@ def test_every_process_waits_for_the_engine_of_the_first(tiny_policy, monkeypatc
     events.clear()
     made = SimpleNamespace(load_weights=lambda version: events.append("load"), sleep=lambda: events.append("sleep"))
     manager = object.__new__(rollouts.RolloutManager)
-    manager.lock, manager.sleepers, manager.engine, manager.agent = nullcontext(), [], made, None
-    manager.policy = tiny_policy
+    manager.lock, manager.engine, manager.agent, manager.policy = nullcontext(), made, None, tiny_policy
+    optimizer = [lambda what=what: events.append(f"optimizer {what}") for what in ("sleeps", "wakes")]
+    manager.sleepers = [SimpleNamespace(sleep=optimizer[0], wake=optimizer[1])]
     manager.renderer = manager.environment = manager.rollout = manager.scorer = None
     with manager.worker(SamplingRecipe()):
         events.append("play")
-    assert events == ["free", "wait for all", "load", "play", "sleep", "wait for all"]
+    begun = ["optimizer sleeps", "free", "wait for all", "load"]
+    assert events == [*begun, "play", "sleep", "wait for all", "optimizer wakes"]

@@ -104,7 +104,7 @@ DEATHS = {
     "at the end": [("posttrain.runs.completions:write_lines", 1)],
     "while publishing": [(SYNC, 6)],
     "once published": [("os:replace", 3), (SYNC, 4)],
-    "before the summary": [("posttrain.training.generate:_summary", 1)],
+    "before the summary": [("posttrain.training.generate:_Generation._summary", 1)],
 }
 
 

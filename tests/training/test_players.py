@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from posttrain.data.held_out import TaskSplit
 from posttrain.environments.protocol import EnvironmentFactory
-from posttrain.recipe.rollout import EvaluationRecipe
+from posttrain.recipe.rl import RlRecipe
 from posttrain.runs.tables import START
 from posttrain.training.evaluators import EpisodeEvaluator
 from posttrain_memory.environment import Memory
@@ -15,7 +15,7 @@ def test_baseline_policies_are_rows_of_the_final_table(tmp_path):
     environment = MemoryRecipe.model_validate({"worlds": {"notes": 4, "filler": (0, 0)}})
     manager = SimpleNamespace(environment=EnvironmentFactory(environment), rollout=None, model_name="model")
     tasks = TaskSplit(range(9), range(50, 51), range(5, 11))
-    evaluator = EpisodeEvaluator(manager, EvaluationRecipe(), tasks, 0, tmp_path, "run")
+    evaluator = EpisodeEvaluator(manager, RlRecipe(environment=environment), tasks, tmp_path)
     lines = evaluator.baselines()
     assert set(lines) == {"random", *Memory.scripted_baselines, "optimal"}
     rows = evaluator.rows({**lines, START: {"n": 6, "success": 0.5}})

@@ -7,7 +7,8 @@ from posttrain.environments.protocol import Environment
 from posttrain.models import gate
 from posttrain.models.gate import exactness
 from posttrain.models.policy import Policy
-from posttrain.recipe.components import environment_class, environment_recipe
+from posttrain.recipe.components import environment_class
+from posttrain.recipe.rl import RlRecipe
 from posttrain.runs.metrics import read_metrics
 from posttrain.training.tasks import first_episodes
 
@@ -49,10 +50,11 @@ def test_a_run_stores_its_exactness_and_its_first_episodes(tiny_model, tmp_path)
 def test_the_command_warms_this_model_up_on_these_tasks(monkeypatch):
     """Without an expert, answers come from rows."""
     silent = MIXED | {"credit/zero_groups": 1.0, "rollout/success": 0.0}
-    lake = environment_recipe({"type": "frozen_lake", "size": 5, "slippery": False})
+    environment = {"type": "frozen_lake", "size": 5, "slippery": False}
+    recipe = RlRecipe(environment=environment, model={"path": "tiny"})
     keys = "environment.type=frozen_lake environment.size=5 environment.slippery=false"
     for words in (keys, "data.train=answers.jsonl"):
-        _, [warning] = first_episodes(lake, silent, {}, 1.0, [0.0], "tiny")
+        _, [warning] = first_episodes(recipe, silent, {}, [0.0])
         assert f"`posttrain sft model.path=tiny {words} name=warm`" in warning
         monkeypatch.setattr(environment_class("frozen_lake"), "expert", Environment.expert)
 
@@ -99,8 +101,8 @@ def test_only_groups_that_all_agree_without_success_lack_a_signal():
         (agreeing | {"rollout/success": None}, True),
     ]:
         metrics = {key: value for key, value in (MIXED | changed).items() if value is not None}
-        recipe = environment_recipe({"type": "bandit"})
-        line, warnings = first_episodes(recipe, metrics, {"success": 0.5}, 1.0, [0.0, 1.0], "tiny")
+        recipe = RlRecipe(environment={"type": "bandit"})
+        line, warnings = first_episodes(recipe, metrics, {"success": 0.5}, [0.0, 1.0])
         assert "64 training episodes: 1 failed" in line
         assert bool(warnings) == silent
 

@@ -113,7 +113,7 @@ def checkpoints_by_a_thread(models, runs):
 STEP, SAVE = "posttrain.training.updater:Optimizer.step", "torch:save"
 WITHOUT = "posttrain.training.unit_credit:UnitValuer.without"
 DEATHS = [
-    (ppo, "posttrain.training.critic:CriticUpdater.update", 4),
+    (ppo, "posttrain.training.critic:CriticUpdater.begin_update", 4),
     (ppo, "posttrain.training.critic:CriticLearner.estimate_values", 3),
     (ppo, STEP, 7),
     (ppo, SAVE, 3),
@@ -130,7 +130,7 @@ DEATHS = [
     (units, "posttrain.training.updater:Updater.update", 3),
     (units_ahead, WITHOUT, 2),
     (moving_reference, STEP, 5),
-    (rows_in_rl, "posttrain.training.rows:FixedRows.batch", 6),
+    (rows_in_rl, "posttrain.training.rows:DataSet.batch", 6),
     (running_statistics, "posttrain.training.updater:Updater.update", 2),
     (checkpoints_by_a_thread, "posttrain.training.checkpoint:Checkpoints._seal", 3),
     (checkpoints_by_a_thread, "os:fsync", 9),

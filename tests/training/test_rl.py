@@ -1,13 +1,12 @@
 """Whole RL runs on the tiny model: every algorithm runs, and failures are reported and lose no data."""
 
 import json
-import shutil
 from dataclasses import replace
 
 import pytest
 from transformers import AutoModelForCausalLM
 
-from posttrain.errors import InputError, RunError
+from posttrain.errors import RunError
 from posttrain.recipe.rl import RlRecipe
 from posttrain.recipe.stages import EvaluateRecipe
 from posttrain.recipe.warnings import recipe_warnings
@@ -192,14 +191,6 @@ def test_a_guard_stops_the_run_and_keeps_the_best_checkpoint(tiny_model, tmp_pat
     assert [line["step"] for line in lines(run, "evaluation")] == [0, 2]
 
 
-def test_a_corrupt_checkpoint_is_named_when_resuming(tiny_model, tmp_path, whole):
-    shutil.copytree(whole[0].path, tmp_path / "small")
-    state = tmp_path / "small" / "checkpoints" / "step_000004" / "state.json"
-    state.write_text(state.read_text().replace('"step": 4', '"step": 3'))
-    with pytest.raises(InputError, match=r"state.json is damaged: .* to resume from step 3"):
-        train(tiny_model, tmp_path, resume=True)
-
-
 def test_episodes_and_credit_can_be_read_back_with_the_groups_of_the_step(whole):
     run, _ = whole
     stored = read_episodes(run.episodes / "step_000002.train.jsonl.zst")
@@ -233,24 +224,14 @@ def test_remax_drops_a_group_whose_greedy_episode_failed(tiny_model, tmp_path, m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("groups", "episodes", "rates", "changes"),
-    [
-        (4, 8, 1e-2, {"steps": 12, "learner": {"tokens_per_batch": 8000}}),
-        (32, 1, 3e-3, {"steps": 30, "learner": {"tokens_per_batch": 8000, "updates_per_step": 2}}),
-    ],
-    ids=["rl", "ppo"],
-)
-def test_training_raises_the_return(groups, episodes, rates, changes, tiny_model, tmp_path):
-    """More different letters after training, on held-out tasks. PPO has one episode per task: its critic alone to compare with."""
-    if episodes == 1:
-        changes = changes | {"credit": {"type": "gae"}, "critic": {"optimizer": {"learning_rate": rates}}}
-    rollout = {"groups_per_step": groups, "episodes_per_group": episodes}
-    changes = changes | {"rollout": rollout | {"tokens_per_turn": 8, "tokens_per_episode": 700}}
+def test_ppo_raises_the_return(tiny_model, tmp_path):
+    """More different letters after training, on held-out tasks, with one episode per task: the critic alone to compare with."""
+    optimizer, learner = {"learning_rate": 3e-3}, {"tokens_per_batch": 8000, "updates_per_step": 2}
+    changes = {"credit": {"type": "gae"}, "critic": {"optimizer": optimizer}, "steps": 30, "learner": learner}
+    rollout = {"groups_per_step": 32, "episodes_per_group": 1, "tokens_per_turn": 8, "tokens_per_episode": 700}
     changes |= {"kl": {"coefficient": 0.0}, "entropy": {"coefficient": 0.0}, "seeds": {"start": 0, "count": 100}}
-    final = {"start": 2000, "count": 2 if episodes > 1 else 30}
-    held_out = {"every": 30, "seeds": {"start": 1000, "count": 64}, "final_seeds": final}
+    held_out = {"every": 30, "seeds": {"start": 1000, "count": 64}, "final_seeds": {"start": 2000, "count": 30}}
     changes["evaluation"] = held_out | {"sampling": {"temperature": 1.0}, "metric": "return"}
-    run, _ = train(tiny_model, tmp_path, optimizer={"learning_rate": rates}, **changes)
+    run, _ = train(tiny_model, tmp_path, optimizer=optimizer, rollout=rollout, **changes)
     before, after = lines(run, "evaluation")[0], lines(run, "evaluation")[-1]
     assert after["return_low"] > before["return_high"]

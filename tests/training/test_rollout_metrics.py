@@ -95,5 +95,6 @@ def test_an_evaluation_counts_the_same_episodes():
     assert result.mean_return.value == pytest.approx(combined(*TABLE["rollout/return"]))
     assert result.scores["extra"].value == pytest.approx(combined(*TABLE["rollout/score/extra"]))
     assert (result.n, result.episodes, result.failed, result.unscored) == (5, 6, 2, 1)
+    assert summarize([EPISODES["unscored"]]).success is None
     values = summarize([EPISODES["unscored"]]).metrics()
     assert (values["return"], values["turns"], values["n"]) == (None, None, 0)

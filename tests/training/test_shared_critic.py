@@ -10,7 +10,7 @@ from posttrain.models.policy import Policy
 from posttrain.recipe.model import LearnerRecipe, LoraRecipe, OptimizerRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.training import updater
-from posttrain.training.critic import CriticLearner
+from posttrain.training.critic import CriticLearner, open_critic
 from posttrain.training.objectives import (
     MixedObjective,
     PolicyObjective,
@@ -36,7 +36,7 @@ def opened(model, budget=4096, lora=None, **changes):
     """A policy's learner and the critic on its trunk, with a head that is not zero."""
     values = recipe(model, **changes)
     policy = Policy(values.model.model_copy(update={"lora": lora}))
-    critic = CriticLearner(values.critic, values.credit, policy, values.learner, 9)
+    critic = CriticLearner(values.critic, values.credit, open_critic(values, policy))
     batches = LearnerRecipe(tokens_per_batch=budget)
     forward = token_forward(policy, batches, 1.0, critic.head)
     optimizer = Optimizer(policy.trainable(), OptimizerRecipe(), 9)
@@ -148,7 +148,7 @@ def test_values_of_every_pass_are_the_same(tiny_model):
     learner, critic = opened(tiny_model)
     made = episodes()
     joined = [values for _, _, values in scores(learner, made)]
-    for alone, values in zip(critic.updater.values(made), joined, strict=True):
+    for alone, values in zip(critic.updater.begin_values(made)(), joined, strict=True):
         np.testing.assert_allclose(alone, values, rtol=1e-5, atol=1e-6)
     assert np.concatenate(joined).std() > 0.1
 
@@ -179,7 +179,7 @@ def test_a_nonfinite_loss_updates_neither_model_and_names_both_learning_rates(ti
 @pytest.mark.parametrize("backbone", ["separate", "shared"])
 def test_a_value_loss_that_is_not_finite_names_the_critics_rate(backbone, tiny_model):
     values = recipe(tiny_model, critic={"backbone": backbone, "updates_before_policy": 2})
-    critic = CriticLearner(values.critic, values.credit, Policy(values.model), values.learner, 9)
+    critic = CriticLearner(values.critic, values.credit, open_critic(values, Policy(values.model)))
     broken = judged()[:3]
     broken[2].returns[0] = np.inf
     for _ in range(3):

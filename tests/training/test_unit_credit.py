@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from posttrain.credit.units.mixing import UnitAdvantages
-from posttrain.credit.units.rendering import with_units
-from posttrain.credit.units.spans import Spans
+from posttrain.credit.units.spans import Spans, with_units
 from posttrain.errors import InputError, RunError
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe

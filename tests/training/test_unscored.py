@@ -9,8 +9,6 @@ from posttrain.engines.local.engine import LocalEngine
 from posttrain.environments.rewards import register_reward
 from posttrain.episode import Outcome
 from posttrain.errors import RunError
-from posttrain.evaluation.summary import summarize
-from posttrain.rollout.driver import unscored_message
 from posttrain.rollout.store import read_episodes, stored_steps
 from posttrain.runs.metrics import read_metrics
 
@@ -121,18 +119,6 @@ def test_rollout_leaves_unscored_episodes_out_with_a_warning(tiny_policy, tmp_pa
     with pytest.warns(UserWarning, match="no reward applies to 2 of 4 episodes"):
         episodes = posttrain.rollout(LocalEngine(tiny_policy), environment, range(4), max_tokens=2)
     assert [e.total_reward for e in episodes] == [1.0, 3.0]
-
-
-def test_rates_are_over_the_episodes_that_count():
-    outcomes = {"terminated": 2, "unscored": 1, "failed": 1}
-    episodes = [played(outcome=Outcome(outcome)) for outcome, count in outcomes.items() for _ in range(count)]
-    for seed, one in enumerate(episodes):
-        one.seed, one.turns[-1].info = seed, {"success": seed == 0} if seed < 2 else {}
-    result = summarize(episodes)
-    assert (result.n, result.failed, result.unscored) == (3, 1, 1)
-    assert result.success.value == pytest.approx(1 / 3)
-    assert summarize(episodes[2:3]).success is None
-    assert unscored_message(episodes[:2]) == ""
 
 
 def test_a_plain_number_is_logged_once_and_nothing_is_played_at_the_start_without_evaluations(train):

@@ -1,4 +1,5 @@
-"""Reward-model losses: one value per pair or per answer. The learner divides their sum once per optimizer step."""
+"""Losses of reward models, one value per pair or per answer, and of critics, one per sampled token. The learner divides their
+sum once per optimizer step."""
 
 from typing import Literal
 
@@ -70,6 +71,24 @@ def unit_stds(rewards: torch.Tensor, answer: torch.Tensor, answers: int) -> torc
     """[S]: population standard deviation of the rewards of each answer's units; 0 for a single unit."""
     distances = rewards - unit_means(rewards, answer, answers)[answer]
     return (_sums(distances**2, answer, answers) / _counts(rewards, answer, answers)).sqrt()
+
+
+def value_loss(
+    values: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, clip: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """L_t = max((V - R)^2, (V_old + clamp(V - V_old, -clip, clip) - R)^2) / 2 of each token: [N], not reduced.
+
+    `values` [N] float, differentiable: the current V. `old` [N]: V before the step's updates. `returns` [N]: R, the
+    targets. All are in units of reward. A value that has moved towards its return by more than `clip` has gradient 0.
+    `clip` None gives half the squared error. The second result, [N] bool, is true where the clipped term is larger.
+    Source: the second published implementation of Schulman et al. 2017, arXiv 1707.06347;
+    the paper itself does not clip values.
+    """
+    plain = (values - returns) ** 2
+    if clip is None:
+        return plain / 2, torch.zeros_like(values, dtype=torch.bool)
+    clipped = (old + (values - old).clamp(-clip, clip) - returns) ** 2
+    return torch.maximum(plain, clipped) / 2, clipped > plain
 
 
 def _sums(values: torch.Tensor, answer: torch.Tensor, answers: int) -> torch.Tensor:

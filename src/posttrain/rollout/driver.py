@@ -11,10 +11,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
@@ -65,17 +64,6 @@ class EpisodeRequest:
         return derive_seed(*self.rng_key, attempt, turn)
 
 
-class EpisodeSharding(Enum):
-    """How several processes divide the episodes that all of them request."""
-
-    NONE = "none"
-    """Every process plays all of its own episodes."""
-    BY_GROUP = "by_group"
-    """Each process plays whole groups, and all processes receive all episodes."""
-    RANK0 = "rank0"
-    """Rank 0 plays all episodes, and all processes receive them."""
-
-
 class _EpisodeInterrupted(Exception):
     """A signal handler raised a KeyboardInterrupt inside an episode.
 
@@ -116,7 +104,9 @@ class EpisodeWorker(ABC, Generic[TranscriptT]):
     version: int = 0
     """Version of the policy's weights."""
     scorer: Scorer | None = None
-    sharding: EpisodeSharding = EpisodeSharding.NONE
+    sharding: Literal["none", "by_group", "rank0"] = "none"
+    """Of the episodes that all of several processes request: `none`: each plays its own; `by_group`: each plays whole groups;
+    `rank0`: rank 0 plays all. In the latter two, all processes receive all episodes."""
 
     @property
     @abstractmethod
@@ -281,9 +271,9 @@ def collect_episodes(
     Several processes divide the episodes by `worker.sharding`. All processes must call this function together.
     """
     world = current_world()
-    if worker.sharding is EpisodeSharding.NONE:
+    if worker.sharding == "none":
         episodes = _collect_here(worker, requests, played)
-    elif worker.sharding is EpisodeSharding.RANK0:
+    elif worker.sharding == "rank0":
         episodes = world.on_rank0(lambda: _collect_here(worker, requests, played))
     else:
         groups = {group: number for number, group in enumerate(dict.fromkeys(r.group for r in requests))}

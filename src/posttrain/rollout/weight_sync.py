@@ -10,7 +10,6 @@ from typing import Literal
 import torch
 
 from posttrain.engines.protocol import Engine
-from posttrain.errors import RunError
 from posttrain.models.policy import Policy
 from posttrain.rollout.in_flight import InFlight
 
@@ -118,7 +117,6 @@ class WeightSync:
         self._on_new_weights, self._async_rollouts = on_new_weights, async_rollouts
         self._policy, self._engine = policy, engine
         self._published = published
-        self._batch = 0
         self._loaded: WeightSnapshot | None = None
         if on_new_weights == "finish":
             return
@@ -134,7 +132,6 @@ class WeightSync:
     def begin_batch(self, batch: int) -> None:
         """Load the weights with which `batch` starts."""
         oldest = self._published.after(self._oldest_step(batch))
-        self._batch = batch
         self._load(oldest if self._on_new_weights == "finish" else self._published.newest())
 
     def poll(self) -> None:
@@ -153,11 +150,6 @@ class WeightSync:
         return max(0, batch - 1 - self._async_rollouts)
 
     def _load(self, weights: WeightSnapshot) -> None:
-        if weights.step < self._batch - 1 - self._async_rollouts:
-            raise RunError(
-                f"internal error: batch {self._batch} was given the weights after step {weights.step}, which are older than "
-                f"rollout.async_rollouts = {self._async_rollouts} allows"
-            )
         if self._loaded is None or weights.step != self._loaded.step:
             weights.load_into(self._policy)
         self._engine.load_weights(weights.version, self._policy)

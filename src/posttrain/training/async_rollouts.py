@@ -6,12 +6,12 @@ ahead. Sampled batches stay on disk until a checkpoint covers them, so a killed 
 
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import asdict, replace
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import torch
@@ -53,9 +53,8 @@ class Sampler:
         self._has_own_engine = isinstance(manager.engine, LocalEngine)
         """Whether the thread has its own engine. An engine outside this process is shared with evaluation."""
         self._in_flight = InFlight()
-        self._batches: deque[SampledBatch] = deque()
-        self._ready = threading.Condition()
-        self._error: BaseException | None = None
+        self._batches: Queue[SampledBatch | BaseException] = Queue()
+        """Those that wait, and last the error that ended the thread."""
         self._thread: threading.Thread | None = None
 
     def start(self, replica: Policy, tasks: TaskOrder, first: int) -> None:
@@ -75,13 +74,10 @@ class Sampler:
 
     def next(self) -> SampledBatch:
         """Wait for the next batch. Raises the error that ended the thread, if any."""
-        with self._ready:
-            while not self._batches and self._error is None:
-                self._ready.wait()
-            if not self._batches:
-                assert self._error is not None
-                raise self._error
-            return self._batches.popleft()
+        batch = self._batches.get()
+        if isinstance(batch, BaseException):
+            raise batch
+        return batch
 
     def _work(self, tasks: TaskOrder, first: int) -> None:
         try:
@@ -89,9 +85,7 @@ class Sampler:
             torch.set_num_threads(torch.get_num_threads())
             self._sample(tasks, first)
         except BaseException as error:
-            with self._ready:
-                self._error = error
-                self._ready.notify_all()
+            self._batches.put(error)
 
     def _sample(self, tasks: TaskOrder, first: int) -> None:
         """Sample all batches in order: first those that an earlier process left on disk, then new ones."""
@@ -152,9 +146,7 @@ class Sampler:
         return journal.step, batch, tasks.state_dict()
 
     def _hand_over(self, batch: SampledBatch) -> None:
-        with self._ready:
-            self._batches.append(batch)
-            self._ready.notify_all()
+        self._batches.put(batch)
 
 
 def journals_of(run: Path) -> Path:

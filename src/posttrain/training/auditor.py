@@ -22,6 +22,7 @@ from posttrain.recipe.audit import AuditRecipe
 from posttrain.recipe.model import RewardSource
 from posttrain.recipe.plan import counted
 from posttrain.recipe.rollout import SamplingRecipe
+from posttrain.recipe.stages import DpoRecipe
 from posttrain.rollout.store import episodes_file, read_episodes, stored_steps, write_episodes
 from posttrain.runs.directory import RunDirectory, storage_errors, write_atomically
 from posttrain.runs.log import read_log
@@ -43,30 +44,21 @@ class Auditor:
     counted_by = "evaluation.seeds.count"
     """The key with the number of tasks."""
 
-    def __init__(
-        self,
-        recipe: AuditRecipe,
-        policy: Policy,
-        run: RunDirectory,
-        steps: int,
-        every: int,
-        timeout: float | None,
-        action: str,
-    ) -> None:
-        """`steps`: of the run. `every`: steps between evaluations. `timeout`: of one episode's scoring, in seconds. `action`:
-        as `guards.action`."""
-        self.run, self.steps, self.every, self.timeout, self.action = run, steps, every, timeout, action
+    def __init__(self, recipe: Any, policy: Policy, run: RunDirectory, steps: int) -> None:
+        """`recipe`: of a stage with `audit`. `steps`: of the run."""
+        self.recipe, self.run, self.steps = recipe, run, steps
         self._spent = 0.0
         """Level of the tests so far."""
         self._first: tuple[int, list[Episode], tuple[dict[str, float], AuditScores]] | None = None
         """Step, episodes and scores of the first evaluation."""
-        self._factory = None if recipe.environment is None else EnvironmentFactory(recipe.environment)
-        self._scorer = "path" if recipe.environment is None else "environment"
+        audit: AuditRecipe = recipe.audit
+        self._factory = None if audit.environment is None else EnvironmentFactory(audit.environment)
+        self._scorer = "path" if audit.environment is None else "environment"
         self._notes: list[str] = []
         """Warnings about what is scored."""
         self._model: RewardScorer | None = None
-        if recipe.path is not None:
-            source = RewardSource(path=recipe.path, normalize="none", clip=None)
+        if audit.path is not None:
+            source = RewardSource(path=audit.path, normalize="none", clip=None)
             self._model = RewardScorer(source, policy.tokenizer, policy.recipe.device)
 
     def __call__(self, step: int) -> tuple[dict[str, Any], list[str], bool]:
@@ -82,7 +74,7 @@ class Auditor:
             logged = [str(line.get("message")) for line in log if line["kind"] == "warning"]
             self._notes = [note for note in self._notes if note not in logged]
             self._spent = math.fsum(line.get("audit/level", 0.0) for line in log)
-            after = step + self.every * (step == first)
+            after = step + self.recipe.evaluation.every * (step == first)
             least, count = least_tasks(level_of(self._spent, self._left(after))), len(self._first[2][0])
             few = f"audit: {counted(count, 'task')} cannot show anything in "
             if count < least and not any(one.startswith(few) for one in logged):
@@ -124,11 +116,11 @@ class Auditor:
         show = f"; compare them with `posttrain episodes {self.run.path} --split audit`"
         warnings = [*notes, *([found.sentence + show] if alarm else ())]
         tested = {"audit/level": level, "message": found.sentence, "alarm": alarm}
-        return values | tested, warnings, alarm and self.action == "stop"
+        return values | tested, warnings, alarm and self.recipe.guards.action == "stop"
 
     def _left(self, step: int) -> int:
         """Evaluations from that of `step` to the end of the run."""
-        return max(0, math.ceil((self.steps - step) / self.every)) + 1
+        return max(0, math.ceil((self.steps - step) / self.recipe.evaluation.every)) + 1
 
     def _episodes(self, step: int) -> list[Episode]:
         """The episodes of an evaluation that have a return."""
@@ -180,7 +172,7 @@ class Auditor:
                     break
             return total
 
-        score, error = ended_in(play, self.timeout)
+        score, error = ended_in(play, self.recipe.rollout.environment_timeout)
         if error is None and not math.isfinite(score):
             error = InputError(f"its score is {score}")
         return (math.nan, f"seed {episode.seed}: {error}") if error is not None else (score, "")
@@ -202,26 +194,21 @@ class AnswerAuditor(Auditor):
 
     def __init__(
         self,
-        path: str,
+        recipe: DpoRecipe,
         policy: Policy,
         run: RunDirectory,
         steps: int,
-        every: int,
         rows: Sequence[TokenRow],
         margins: Callable[[], np.ndarray],
-        max_tokens: int,
-        action: str,
     ) -> None:
-        """`path`: the reward model of the audit. `margins`: those [n] of all `rows` at the last evaluation. `max_tokens`: of a
-        prompt with its answer. `action`: as `guards.action`.
-        """
-        super().__init__(AuditRecipe(path=path), policy, run, steps, every, None, action)
+        """`margins`: those [n] of all `rows` at the last evaluation."""
+        super().__init__(recipe, policy, run, steps)
         assert self._model is not None
         if not self._model.same_tokens:
             raise InputError(
-                f"audit.path: {path} has another tokenizer or chat template; train it from a model like model.path"
+                f"audit.path: {self.recipe.audit.path} has another tokenizer or chat template; train it from a model like model.path"
             )
-        self.policy, self.margins, self.max_tokens = policy, margins, max_tokens
+        self.policy, self.margins = policy, margins
         rows = rows[:_ROWS]
         self.prompts = [row.streams[0].ids[: int(np.argmax(row.streams[0].trained))] for row in rows]
         pairs = zip(rows, self.prompts, strict=True)
@@ -231,9 +218,8 @@ class AnswerAuditor(Auditor):
 
     def __call__(self, step: int) -> tuple[dict[str, Any], list[str], bool]:
         greedy = SamplingRecipe(temperature=0.0)
-        requests = [
-            Request(tuple(ids.tolist()), greedy, 0, min(self.most, self.max_tokens - len(ids))) for ids in self.prompts
-        ]
+        room = self.recipe.data.max_tokens  # of a prompt with its answer
+        requests = [Request(tuple(ids.tolist()), greedy, 0, min(self.most, room - len(ids))) for ids in self.prompts]
 
         async def answers() -> list[Completion]:
             return await asyncio.gather(*(self.engine.generate(request) for request in requests))

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -34,6 +34,7 @@ _WHOLE = 2
 """Number of latest checkpoints that `keep: all` keeps complete."""
 
 
+@runtime_checkable
 class RemoteState(Protocol):
     """Tensors of a checkpoint that processes of their own hold, write and read. Only rank 0 makes the calls."""
 

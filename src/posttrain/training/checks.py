@@ -26,7 +26,7 @@ from posttrain.recipe.plan import plural
 from posttrain.recipe.rollout import evaluated_environment
 from posttrain.recipe.run import StageRecipe
 from posttrain.recipe.supervised import SupervisedRecipe
-from posttrain.training.rows import FixedRows, check_rows, load_data
+from posttrain.training.rows import check_rows, fixed_rows, load_data
 from posttrain.training.tasks import check_tasks, parts_of, too_long
 
 Result = TypeVar("Result")
@@ -135,8 +135,8 @@ class _Checks:
             elif isinstance(section, SupervisedRecipe):
                 self.run(partial(self._supervised, section, renderer))
             elif isinstance(section, FixedRowsRecipe) and renderer is not None:
-                read = self.run(partial(FixedRows, data, section.loss_on, 1, renderer, 0))
-                self.lines += read.warnings if read is not None else []
+                read = self.run(partial(fixed_rows, section, 1, renderer, 0))
+                self.lines += read.problems.summary() if read is not None else []
         if not later:
             self.lines += self.run(recipe.check) or []
 

@@ -16,8 +16,7 @@ from posttrain.models.policy import Policy
 from posttrain.models.reward import vocabulary
 from posttrain.recipe.components import Factory
 from posttrain.recipe.credit import CriticRecipe
-from posttrain.recipe.model import LearnerRecipe
-from posttrain.training.checkpoint import RemoteState
+from posttrain.recipe.rl import RlRecipe
 from posttrain.training.objectives import ValueObjective
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.updater import Sample, Samples, Totals, Updater, by_sample, computed, per_sample, per_token
@@ -26,25 +25,19 @@ from posttrain.training.updater import Sample, Samples, Totals, Updater, by_samp
 class CriticUpdater:
     """A critic with its optimizer, in this process: values of samples, and one optimizer step at a time."""
 
-    def __init__(
-        self, model: Critic | SharedCritic, settings: CriticRecipe, learner: LearnerRecipe, updates: int
-    ) -> None:
-        """`updates`: optimizer steps of the critic in the whole run."""
+    def __init__(self, model: Critic | SharedCritic, recipe: RlRecipe) -> None:
         self.model = model
         self.head = model.head if isinstance(model, SharedCritic) else None
         """The head on the policy's trunk; None for a critic with its own trunk."""
-        self.optimizer = Optimizer(model.trainable(), settings.optimizer, updates)
+        self.optimizer = Optimizer(model.trainable(), recipe.critic.optimizer, recipe.steps * recipe.updates)
         self.sleepers = [self.optimizer]
         """Optimizers whose state leaves the device while episodes are sampled."""
 
         def forward(samples: Samples) -> torch.Tensor:
             return model.values([s.stream.ids for s in samples], [s.stream.sampled for s in samples])
 
-        self.learner = Updater(model, self.optimizer, learner, forward, key="critic.optimizer")
-        self.objective = ValueObjective(settings.clip)
-
-    remote_state: RemoteState | None = None
-    """The state in a checkpoint of a critic in other processes; None for a critic in this process."""
+        self.learner = Updater(model, self.optimizer, recipe.learner, forward, key="critic.optimizer")
+        self.objective = ValueObjective(recipe.critic.clip)
 
     @property
     def updates(self) -> int:
@@ -53,22 +46,14 @@ class CriticUpdater:
     def begin_values(self, samples: Samples) -> Callable[[], list[np.ndarray]]:
         """A function that returns the values [n] float32 before the sampled tokens of each sample. A critic on processes of
         its own computes them meanwhile."""
-        return lambda: self.values(samples)
+        return lambda: per_sample(self.learner, samples)
 
     def begin_update(self, samples: Samples) -> Callable[[], Totals]:
         """A function that returns the metrics of an optimizer step on the samples, which is made by then. A critic on
-        processes of its own makes it meanwhile."""
-        totals = self.update(samples)
+        processes of its own makes it meanwhile. Names of metrics begin with `critic/`."""
+        made = self.learner.update(samples, self.objective)
+        totals = {key.replace("optimizer/", "critic/"): value for key, value in made.items() if key != "loss/total"}
         return lambda: totals
-
-    def values(self, samples: Samples) -> list[np.ndarray]:
-        """The values [n] float32 before the sampled tokens of each sample."""
-        return per_sample(self.learner, samples)
-
-    def update(self, samples: Samples) -> Totals:
-        """Make one optimizer step; returns its metrics, under names that begin with `critic/`."""
-        totals = self.learner.update(samples, self.objective)
-        return {key.replace("optimizer/", "critic/"): value for key, value in totals.items() if key != "loss/total"}
 
     def take_warnings(self) -> list[str]:
         return self.learner.take_warnings()
@@ -90,25 +75,20 @@ class CriticUpdater:
 
 
 @Factory
-def open_critic(
-    settings: CriticRecipe,
-    policy: Policy,
-    learner: LearnerRecipe,
-    updates: int,
-    seed: int = 0,
-    stored_statistics: bool = False,
-) -> CriticUpdater:
-    """The critic of `policy`. Arguments and errors are those of `CriticLearner`."""
+def open_critic(recipe: RlRecipe, policy: Policy) -> CriticUpdater:
+    """The critic of `policy`. If rewards are normalized by statistics stored with the reward model, a critic that starts from
+    that model begins with values in these units. InputError if the critic's tokenizer is not the policy's."""
+    settings, reward = recipe.critic, recipe.reward
     if settings.backbone == "shared":
-        return CriticUpdater(SharedCritic(policy), settings, learner, updates)
-    critic = Critic(settings.model(policy.recipe), seed)
+        return CriticUpdater(SharedCritic(policy), recipe)
+    critic = Critic(settings.model(policy.recipe), recipe.seed)
     if vocabulary(critic.tokenizer) != vocabulary(policy.tokenizer):
         raise InputError(
             f"critic.path: {settings.path} does not have the tokenizer of {policy.recipe.path}; the critic reads the "
             "policy's tokens, so start it from a model of the same family, or leave critic.path out"
         )
-    critic.values_in_reward_units = stored_statistics
-    return CriticUpdater(critic, settings, learner, updates)
+    critic.values_in_reward_units = reward is not None and reward.normalize == "stored"
+    return CriticUpdater(critic, recipe)
 
 
 class CriticLearner:
@@ -118,24 +98,10 @@ class CriticLearner:
     the value warm-up; after that, the policy's learner trains its head together with the policy.
     """
 
-    def __init__(
-        self,
-        settings: CriticRecipe,
-        credit: CriticCredit,
-        policy: Policy,
-        learner: LearnerRecipe,
-        updates: int,
-        seed: int = 0,
-        stored_statistics: bool = False,
-    ) -> None:
-        """Create the critic of `policy`. `credit`: determines the targets of the values. `updates`: optimizer steps of
-        the critic in the whole run. `stored_statistics`: whether rewards are normalized by statistics stored with the
-        reward model. A critic that starts from that reward model then begins with values in these units.
-        InputError if the critic's tokenizer is not the policy's."""
-        self.settings = settings
-        self.credit = credit
-        self.updater = open_critic(settings, policy, learner, updates, seed, stored_statistics)
-        self.head = self.updater.head
+    def __init__(self, settings: CriticRecipe, credit: CriticCredit, updater: CriticUpdater) -> None:
+        """`credit`: determines the targets of the values."""
+        self.settings, self.credit, self.updater = settings, credit, updater
+        self.head = updater.head
         """The head on the policy's trunk; None for a critic with its own trunk."""
         self._fit: Totals = {}
         self._begun: tuple[list[Sample], Callable[[], list[np.ndarray]]] | None = None

@@ -31,15 +31,13 @@ from posttrain.training.rl import (
     StepBatch,
     StepComponents,
     make_order,
-    make_rows,
     make_tasks,
-    make_teacher,
     make_trainer,
     run_steps,
 )
 from posttrain.training.rollouts import RolloutManager, SyncRollouts, rollout_metrics
-from posttrain.training.rows import FixedRows
-from posttrain.training.teacher import WHOLE, Teacher
+from posttrain.training.rows import DataSet, fixed_rows
+from posttrain.training.teacher import WHOLE, Teacher, open_teacher
 from posttrain.training.trainer import Callbacks
 from posttrain.training.updater import (
     Forward,
@@ -150,7 +148,7 @@ class Components(StepComponents):
     """The components of a run."""
 
     teacher: Teacher
-    fixed_rows: FixedRows | None
+    rows: DataSet | None
     share: float
     """Probability that a step trains on fixed rows."""
     objective: DistillationObjective
@@ -160,9 +158,9 @@ class Components(StepComponents):
         step chooses between episodes and fixed rows."""
         draw = random_stream(self.trainer.recipe.seed, "off_policy", step)
         trainer = self.trainer
-        if self.fixed_rows is not None and float(draw.random()) < self.share:
+        if self.rows is not None and float(draw.random()) < self.share:
             with trainer.phase("teacher"):
-                samples = self.fixed_rows.batch(step - 1)
+                samples = self.rows.batch(step - 1)
                 self.teacher.score_rows(samples)
             return StepBatch(samples, [*range(len(samples))], {"teacher/off_policy": 1.0}, [])
         with trainer.phase(self.rollouts.phase):
@@ -200,10 +198,11 @@ def make_components(recipe: DistillRecipe, run: RunDirectory, callbacks: Callbac
     learner = Updater(policy, optimizer, recipe.learner, forward)
     order, left_out, too_long_tasks = make_order(recipe, manager, tasks)
     top_k = (recipe.loss.top_k or WHOLE) if isinstance(recipe.loss, JsdLoss) else None
-    teacher, teacher_warnings = make_teacher(recipe, manager, order, top_k)
+    teacher, teacher_warnings = open_teacher(recipe, policy, manager.renderer, order.seeds[0], top_k)
     assert teacher is not None
     off = recipe.off_policy
-    rows, row_warnings = make_rows(off, off.rows_per_step if off is not None else 0, manager, recipe.seed)
+    rows = fixed_rows(off, off.rows_per_step if off is not None else 0, manager.renderer, recipe.seed)
+    row_warnings = rows.problems.summary() if rows is not None else []
     guards = Guards(recipe)
     environment = recipe.evaluation.environment or recipe.environment
     trainer = make_trainer(

@@ -135,8 +135,7 @@ def train(recipe: DpoRecipe, run: RunDirectory, resume: bool, console: Console, 
     """Train the policy; one step is one update on `rows_per_update` rows."""
     policy = Policy(recipe.model, recipe.seed)
     renderer = Renderer(policy.tokenizer, policy.end_tokens)
-    kind = "unpaired" if recipe.loss.type == "kto" else "pair"
-    data = load_data(kind, recipe.data, renderer, "assistant", recipe.rows_per_update, recipe.seed)  # type: ignore[arg-type]
+    data = load_data(recipe.kind, recipe.data, renderer, "assistant", recipe.rows_per_update, recipe.seed)
     total = recipe.steps or recipe.epochs * data.updates_per_epoch
     optimizer = Optimizer(policy.trainable(), recipe.optimizer, total)
     learner = Updater(policy, optimizer, recipe.learner, token_forward(policy, recipe.learner))
@@ -150,15 +149,13 @@ def train(recipe: DpoRecipe, run: RunDirectory, resume: bool, console: Console, 
         )
     shift = RewardShift() if isinstance(recipe.loss, BcoLoss) and recipe.loss.shift else None
     held_out = partial(_objective, recipe, learner, reference, pool, shift)
-    evaluator = PreferenceEvaluator(learner, data, recipe.name, held_out, unpaired=kind == "unpaired")
+    evaluator = PreferenceEvaluator(learner, data, recipe.name, held_out, unpaired=recipe.kind == "unpaired")
     moving = MovingReference(recipe.reference, policy, optimizer) if recipe.moves_reference else None
     current = reference if moving is None else ReferenceLogprobs(recipe, policy, learner, moving)
     auditor = None
     if recipe.audit is not None and recipe.audit.path is not None:
-        every, rows, longest = recipe.evaluation.every, data.validation, recipe.data.max_tokens
-        path, action = recipe.audit.path, recipe.guards.action
-        require_reward_model(path, "audit.path")
-        auditor = AnswerAuditor(path, policy, run, total, every, rows, lambda: evaluator.margins, longest, action)
+        require_reward_model(recipe.audit.path, "audit.path")
+        auditor = AnswerAuditor(recipe, policy, run, total, data.validation, lambda: evaluator.margins)
     trainer = Trainer(
         recipe,
         total,

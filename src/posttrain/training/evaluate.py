@@ -78,10 +78,7 @@ def _open_evaluator(recipe: EvaluateRecipe, directory: RunDirectory) -> tuple[Ep
         )
         left_out, summary = too_long(recipe.environment, recipe.rollout, manager.renderer, tasks)
         warnings = [*warnings, *summary]
-    evaluator = EpisodeEvaluator(
-        manager, evaluation, tasks, recipe.seed, directory.episodes, recipe.name, left_out.held_out
-    )
-    return evaluator, warnings
+    return EpisodeEvaluator(manager, recipe, tasks, directory.episodes, left_out.held_out), warnings
 
 
 class RemoteRolloutManager:

@@ -83,23 +83,21 @@ class EpisodeEvaluator(Evaluator):
     def __init__(
         self,
         manager: "RolloutManager | RemoteRolloutManager",
-        evaluation: EvaluationRecipe,
+        recipe: Any,
         tasks: TaskSplit,
-        seed: int,
         episodes: Path,
-        title: str,
         left_out: frozenset[int] = frozenset(),
     ) -> None:
-        """`manager`: supplies the rollout workers. `tasks`: its `validation` seeds make the learning curve, and its
-        `test` seeds the final table. `seed`: the run seed. `episodes`: directory to which the episodes are written.
-        `title`: name of the run, for the table. `left_out`: held-out seeds that are not played."""
+        """`manager`: supplies the rollout workers. `recipe`: of a stage with `evaluation`. `tasks`: its `validation` seeds make
+        the learning curve, and its `test` seeds the final table. `episodes`: directory to which the episodes are written.
+        `left_out`: held-out seeds that are not played."""
+        evaluation: EvaluationRecipe = recipe.evaluation
         self.manager = manager
         self.factory = manager.environment
         if evaluation.environment is not None:
             self.factory = EnvironmentFactory(evaluation.environment)
         self.environment = self.factory.recipe
-        self.evaluation, self.tasks, self.seed = evaluation, tasks, seed
-        self.episodes, self.title, self.left_out = episodes, title, left_out
+        self.recipe, self.tasks, self.episodes, self.left_out = recipe, tasks, episodes, left_out
         self.warnings: list[str] = []
 
     def baselines(self) -> dict[str, dict[str, Any]]:
@@ -133,7 +131,7 @@ class EpisodeEvaluator(Evaluator):
 
     def tables(self, lines: Mapping[str, Mapping[str, Any]]) -> list[Table]:
         """Table of the random, initial, trained and optimal policies, and tables of further scores of the environment."""
-        return policy_tables(self.rows(lines), f"{self.title}: {self.environment.type}, held-out seeds")
+        return policy_tables(self.rows(lines), f"{self.recipe.name}: {self.environment.type}, held-out seeds")
 
     def rows(self, lines: Mapping[str, Mapping[str, Any]]) -> list[PolicyRow]:
         titles = {"random": "random policy", "optimal": "optimal policy", TRAINED: "trained model"}
@@ -176,9 +174,10 @@ class EpisodeEvaluator(Evaluator):
         # A reward model adds to the rewards of the environment, and an agent may have others.
         is_known = self.manager.scorer is None and self.manager.agent is None
         bounds = return_range(self.environment) if is_known else None
-        with self.manager.worker(self.evaluation.sampling, self.factory) as worker:
+        evaluation, seed = self.recipe.evaluation, self.recipe.seed
+        with self.manager.worker(evaluation.sampling, self.factory) as worker:
             result, episodes = evaluate(
-                worker, seeds, self.evaluation.episodes_per_seed, self.seed, self.left_out, played, bounds
+                worker, seeds, evaluation.episodes_per_seed, seed, self.left_out, played, bounds
             )
         write_episodes(self.episodes, step, split, episodes, None)
         if result.unscored == result.episodes:

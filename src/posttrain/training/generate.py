@@ -85,7 +85,7 @@ def run(recipe: GenerateRecipe, directory: RunDirectory, resume: bool, overwrite
             raise
         if len(log):
             log.publish(recipe.predictions, [(row.id, sample) for row, sample in requests], overwrite)
-        _finish(recipe, directory, all_requests, generation, console)
+        generation.finish(directory, all_requests)
 
 
 @dataclass(frozen=True)
@@ -406,105 +406,96 @@ class _Generation:
             speed = self.tokens / max(now - self._start, 1e-9)
             progress.update(len(self.log), {"speed/tokens_per_second": speed} if self.tokens else {})
 
+    def finish(self, directory: RunDirectory, requests: list[CompletionRequest]) -> None:
+        """Write the list of missing answers, the metrics and the summary; RunError if a request failed."""
+        recipe, log, skipped = self.recipe, self.log, self.completer.skipped
+        missing = []
+        for row, sample in requests:
+            reason = skipped.get(row.number) or self.failed.get((row.id, sample))
+            if reason is not None:
+                missing.append({**row.fields(recipe, sample), "error": reason, "origin": row.origin})
+        failures = recipe.predictions.with_name(f"{recipe.predictions.name}.failed.jsonl")
+        if missing:
+            write_lines(failures, map(line_of, missing))
+        else:
+            failures.unlink(missing_ok=True)
+        values, lines = self._summary(len(requests))
+        if len(log):  # a run without any answer, for example without its server, can be repeated under its name
+            with MetricsLog(directory, recipe.sinks) as metrics:
+                metrics.write(len(log), "generated", values)
+            lines.append(f"predictions: {recipe.predictions}")
+        lines += [f"{len(missing)} answers are missing; see {failures}"] if missing else []
+        for line in lines:
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        if self.stop_reason is not None:
+            raise RunError(
+                f"{self.stop_reason}; {len(log)} of {len(requests)} answers are saved; when the server is available "
+                f"again, {_resume(directory)}"
+            )
+        if self.failed:
+            first = next(row for row in missing if (row["id"], row["sample"]) in self.failed)
+            raise RunError(
+                f"{len(self.failed)} of {len(requests)} requests failed and are listed in {failures}, the first for "
+                f"{first['origin']}: {first['error']}; {_resume(directory)} to repeat the failed requests"
+            )
 
-def _finish(
-    recipe: GenerateRecipe,
-    directory: RunDirectory,
-    requests: list[CompletionRequest],
-    generation: _Generation,
-    console: Console,
-) -> None:
-    """Write the list of missing answers, the metrics and the summary; RunError if a request failed."""
-    log, skipped = generation.log, generation.completer.skipped
-    missing = []
-    for row, sample in requests:
-        reason = skipped.get(row.number) or generation.failed.get((row.id, sample))
-        if reason is not None:
-            missing.append({**row.fields(recipe, sample), "error": reason, "origin": row.origin})
-    failures = recipe.predictions.with_name(f"{recipe.predictions.name}.failed.jsonl")
-    if missing:
-        write_lines(failures, map(line_of, missing))
-    else:
-        failures.unlink(missing_ok=True)
-    values, lines = _summary(recipe, generation, len(requests))
-    if len(log):  # a run without any answer, for example without its server, can be repeated under its name
-        with MetricsLog(directory, recipe.sinks) as metrics:
-            metrics.write(len(log), "generated", values)
-        lines.append(f"predictions: {recipe.predictions}")
-    lines += [f"{len(missing)} answers are missing; see {failures}"] if missing else []
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    if generation.stop_reason is not None:
-        raise RunError(
-            f"{generation.stop_reason}; {len(log)} of {len(requests)} answers are saved; when the server is available "
-            f"again, {_resume(directory)}"
-        )
-    if generation.failed:
-        first = next(row for row in missing if (row["id"], row["sample"]) in generation.failed)
-        raise RunError(
-            f"{len(generation.failed)} of {len(requests)} requests failed and are listed in {failures}, the first for "
-            f"{first['origin']}: {first['error']}; {_resume(directory)} to repeat the failed requests"
-        )
+    def _summary(self, requested: int) -> tuple[dict[str, Any], list[str]]:
+        """Return a summary of the log as metrics and as lines of text.
 
-
-def _summary(recipe: GenerateRecipe, generation: _Generation, requested: int) -> tuple[dict[str, Any], list[str]]:
-    """Return a summary of the log as metrics and as lines of text.
-
-    The share of truncated answers is a mean over rows with its 95% interval, because answers to one row are correlated.
-    """
-    truncated_of: dict[int | str, list[bool]] = {}
-    """Row id -> whether each answer is truncated."""
-    count, tokens, truncated, with_thinking, thinking_only, removed = 0, 0, 0, 0, 0, 0
-    for row in generation.log.answers():
-        count += 1
-        tokens += row["tokens"] or 0
-        is_truncated = row["stop_reason"] in CUT_OFF
-        truncated_of.setdefault(row["id"], []).append(is_truncated)
-        truncated += is_truncated
-        characters = row.get("thinking_characters", 0)
-        with_thinking += characters > 0
-        removed += row["thinking_tokens"] or 0 if characters else 0
-        thinking_only += characters > 0 and not row["prediction"]
-    speed = generation.tokens / generation.seconds if generation.seconds else 0.0
-    values: dict[str, Any] = {
-        "generate/rows": len(truncated_of),
-        "generate/answers": count,
-        "generate/missing": requested - count,
-        "generate/tokens": tokens,
-        "generate/truncated": truncated,
-        "time/generate": round(generation.seconds, 3),
-        "speed/tokens_per_second": speed,
-    }
-    earlier = count - generation.answered
-    lines = [
-        f"{count:,} answers to {len(truncated_of):,} rows, {tokens:,} tokens; {generation.answered:,} of them in "
-        f"{duration(generation.seconds)}, {speed:,.0f} tokens/s"
-        + (f"; {earlier:,} from earlier runs" if earlier else "")
-    ]
-    if count:
-        share = clustered_rate([sum(flags) / len(flags) for flags in truncated_of.values()], count)
-        values |= {
-            "generate/truncated_share": share.value,
-            "generate/truncated_low": share.low,
-            "generate/truncated_high": share.high,
+        The share of truncated answers is a mean over rows with its 95% interval, because answers to one row are correlated.
+        """
+        truncated_of: dict[int | str, list[bool]] = {}
+        """Row id -> whether each answer is truncated."""
+        count, tokens, truncated, with_thinking, thinking_only, removed = 0, 0, 0, 0, 0, 0
+        for row in self.log.answers():
+            count += 1
+            tokens += row["tokens"] or 0
+            is_truncated = row["stop_reason"] in CUT_OFF
+            truncated_of.setdefault(row["id"], []).append(is_truncated)
+            truncated += is_truncated
+            characters = row.get("thinking_characters", 0)
+            with_thinking += characters > 0
+            removed += row["thinking_tokens"] or 0 if characters else 0
+            thinking_only += characters > 0 and not row["prediction"]
+        speed = self.tokens / self.seconds if self.seconds else 0.0
+        values: dict[str, Any] = {
+            "generate/rows": len(truncated_of),
+            "generate/answers": count,
+            "generate/missing": requested - count,
+            "generate/tokens": tokens,
+            "generate/truncated": truncated,
+            "time/generate": round(self.seconds, 3),
+            "speed/tokens_per_second": speed,
         }
-        limit = f"rollout.tokens_per_turn = {recipe.rollout.tokens_per_turn}"
-        interval = f"{share.value:.1%} [{share.low:.1%}, {share.high:.1%}]"
-        lines.append(f"{truncated:,} of {count:,} truncated at {limit}: {interval}")
-    if recipe.thinking == "remove":
-        values |= {
-            "generate/thinking": with_thinking,
-            "generate/thinking_tokens": removed,
-            "generate/thinking_only": thinking_only,
-        }
-        size = f", {removed:,} tokens" if recipe.remote is None else ""
-        lines.append(f"thinking removed from {with_thinking:,} answers{size}; {thinking_only:,} had nothing else")
-    if generation.different:
-        lines.append(
-            f"{generation.different:,} repeated answers differ from the saved ones: the machine, the model or a package has "
-            "changed; the saved answers are kept"
-        )
-    return values, lines
+        earlier = count - self.answered
+        lines = [
+            f"{count:,} answers to {len(truncated_of):,} rows, {tokens:,} tokens; {self.answered:,} of them in "
+            f"{duration(self.seconds)}, {speed:,.0f} tokens/s" + (f"; {earlier:,} from earlier runs" if earlier else "")
+        ]
+        if count:
+            share = clustered_rate([sum(flags) / len(flags) for flags in truncated_of.values()], count)
+            values |= {
+                "generate/truncated_share": share.value,
+                "generate/truncated_low": share.low,
+                "generate/truncated_high": share.high,
+            }
+            limit = f"rollout.tokens_per_turn = {self.recipe.rollout.tokens_per_turn}"
+            interval = f"{share.value:.1%} [{share.low:.1%}, {share.high:.1%}]"
+            lines.append(f"{truncated:,} of {count:,} truncated at {limit}: {interval}")
+        if self.recipe.thinking == "remove":
+            values |= {
+                "generate/thinking": with_thinking,
+                "generate/thinking_tokens": removed,
+                "generate/thinking_only": thinking_only,
+            }
+            size = f", {removed:,} tokens" if self.recipe.remote is None else ""
+            lines.append(f"thinking removed from {with_thinking:,} answers{size}; {thinking_only:,} had nothing else")
+        if self.different:
+            lines.append(
+                f"{self.different:,} repeated answers differ from the saved ones: the machine, the model or a package has "
+                "changed; the saved answers are kept"
+            )
+        return values, lines
 
 
 def _resume(directory: RunDirectory) -> str:

@@ -12,8 +12,7 @@ from posttrain.episode import Episode, PerToken
 from posttrain.losses.kl import kl_loss, kl_metrics
 from posttrain.losses.policy import TokenBatch, dft, nll, number, old_logprobs, policy_loss, token_weights
 from posttrain.losses.preference import PairLogprobs, kto_losses, preference_losses
-from posttrain.losses.reward import bradley_terry
-from posttrain.losses.value import value_loss
+from posttrain.losses.reward import bradley_terry, value_loss
 from posttrain.models.forward import TokenScores, logits_of, upload
 from posttrain.models.packing import RowPart
 from posttrain.models.policy import Policy

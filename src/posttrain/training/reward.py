@@ -48,9 +48,7 @@ def train(recipe: RewardRecipe, run: RunDirectory, resume: bool, console: Consol
         forward, objective = unit_reward_forward(model, reader), UnitRewardObjective(recipe.loss, recipe.units)
     optimizer = Optimizer(model.trainable(), recipe.optimizer, total)
     learner: Updater[Any] = Updater(model, optimizer, recipe.learner, forward)
-    evaluator = PreferenceEvaluator(
-        learner, data, recipe.name, lambda samples: objective, model=model, renderer=renderer
-    )
+    evaluator = PreferenceEvaluator(learner, data, recipe.name, lambda samples: objective)
     warnings = [*recipe_warnings(recipe), *data.problems.summary(), *renderer.warnings()]
     if not (data.validation or data.test):
         warnings.append("no validation rows, so no reward statistics are stored with the model")

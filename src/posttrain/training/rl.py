@@ -3,7 +3,7 @@
     tasks -> [engine <-> environment]* -> episodes -> rewards -> credit -> updates -> weights to the engine
 
 `train` is the algorithm: `run_steps`, which distillation shares, with the `Components` of `rl`. The functions `make_*` read
-the recipe and return a component with its warnings; nothing below this file reads it as a whole.
+the recipe and return a component with its warnings.
 """
 
 from abc import ABC, abstractmethod
@@ -23,7 +23,6 @@ from posttrain.errors import InputError
 from posttrain.models.forward import TokenScores
 from posttrain.models.load import require_reward_model
 from posttrain.models.policy import Policy
-from posttrain.recipe.data import FixedRowsRecipe
 from posttrain.recipe.model import LearnerRecipe
 from posttrain.recipe.rl import RlRecipe
 from posttrain.recipe.run import SampledRecipe
@@ -43,7 +42,7 @@ from posttrain.training.controllers import (
     rounds_or_drops,
     set_advantages,
 )
-from posttrain.training.critic import CriticLearner
+from posttrain.training.critic import CriticLearner, open_critic
 from posttrain.training.evaluators import EpisodeEvaluator, choice_of
 from posttrain.training.objectives import (
     MixedObjective,
@@ -59,7 +58,7 @@ from posttrain.training.optimizer import Optimizer
 from posttrain.training.reference import ReferenceModel, open_reference
 from posttrain.training.reward_scorer import RewardScorer, open_scorer
 from posttrain.training.rollouts import RolloutBatch, RolloutManager, SyncRollouts, TaskOrder, rollout_metrics
-from posttrain.training.rows import FixedRows
+from posttrain.training.rows import DataSet, fixed_rows
 from posttrain.training.tasks import LeftOut, check_tasks, first_episodes, too_long
 from posttrain.training.teacher import Teacher, open_teacher, reverse_kl
 from posttrain.training.token_rules import set_bonus_tokens
@@ -164,10 +163,8 @@ def run_steps(c: StepComponents, recipe: SampledRecipe, resume: bool, console: C
                 step, tokens = trainer.step + 1, learner.trained_tokens
                 batch = c.batch(step)
                 if step == 1 and "rollout/episodes" in batch.metrics:
-                    temperature, random = recipe.rollout.sampling.temperature, trainer.baseline("random")
-                    message, no_signal = first_episodes(
-                        recipe.environment, batch.metrics, random, temperature, batch.returns, recipe.model.path
-                    )
+                    random = trainer.baseline("random")
+                    message, no_signal = first_episodes(recipe, batch.metrics, random, batch.returns)
                     trainer.preflight(step, message)
                     batch.warnings += no_signal
                 with trainer.interrupts.critical():
@@ -208,8 +205,7 @@ class CreditMaker:
             self.energies = Updater(policy, learner.updater.optimizer, recipe.learner, forward)
         self.units: UnitCreditor | None = None
         if recipe.unit_credit is not None and scorer is not None:
-            budget, turns = recipe.learner.tokens_per_batch, recipe.environment.max_turns
-            self.units = UnitCreditor(recipe.unit_credit, scorer, policy, running, budget, turns)
+            self.units = UnitCreditor(recipe, scorer, policy, running)
         self.by_episode = recipe.loss.aggregation == "sequence_mean"
         """Whether the loss is a mean over episodes, for the mean of advantages."""
 
@@ -247,7 +243,7 @@ class Components(StepComponents):
     teacher: Teacher | None
     reference_model: ReferenceModel | None
     """Of the KL penalty."""
-    ptx: FixedRows | None
+    ptx: DataSet | None
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -373,9 +369,7 @@ def make_critic(recipe: RlRecipe, policy: Policy) -> CriticLearner | None:
     """The critic of credit types that use one."""
     if not isinstance(recipe.credit, CriticCredit):
         return None
-    stored = recipe.reward is not None and recipe.reward.normalize == "stored"
-    updates = recipe.steps * recipe.updates
-    return CriticLearner(recipe.critic, recipe.credit, policy, recipe.learner, updates, recipe.seed, stored)
+    return CriticLearner(recipe.critic, recipe.credit, open_critic(recipe, policy))
 
 
 def make_learner(recipe: RlRecipe, policy: Policy, critic: CriticLearner | None) -> PolicyLearner:
@@ -396,30 +390,6 @@ def make_learner(recipe: RlRecipe, policy: Policy, critic: CriticLearner | None)
     return PolicyLearner(policy, updater, recipe.loss, recipe.kl, recipe.entropy, old, extend)
 
 
-def make_teacher(
-    recipe: SampledRecipe, manager: RolloutManager, order: TaskOrder, top_k: int | None = None
-) -> tuple[Teacher | None, list[str]]:
-    """The teacher, and warnings about it. `top_k`: as for `open_teacher`."""
-    settings = recipe.teacher  # type: ignore[attr-defined]
-    if settings is None:
-        return None, []
-    rollout, chunk, seed = recipe.rollout, recipe.learner.logits_per_chunk, order.seeds[0]
-    temperature, share = rollout.sampling.temperature, rollout.failures.max_share
-    return open_teacher(
-        settings, manager.policy, manager.renderer, recipe.environment, temperature, chunk, share, seed, top_k
-    )
-
-
-def make_rows(
-    section: FixedRowsRecipe | None, rows: int, manager: RolloutManager, seed: int
-) -> tuple[FixedRows | None, list[str]]:
-    """Supervised rows in batches of `rows`, and a summary of those that cannot be used."""
-    if section is None:
-        return None, []
-    fixed = FixedRows(section.data, section.loss_on, rows, manager.renderer, seed)
-    return fixed, fixed.warnings
-
-
 def make_trainer(
     recipe: SampledRecipe,
     run: RunDirectory,
@@ -431,9 +401,7 @@ def make_trainer(
     **parts: Any,
 ) -> Trainer[TokenScores]:
     """The trainer, with the evaluation on held-out tasks if episodes are `rewarded`. `parts`: arguments of `Trainer`."""
-    evaluator = EpisodeEvaluator(
-        manager, recipe.evaluation, tasks, recipe.seed, run.episodes, recipe.name, left_out.held_out
-    )
+    evaluator = EpisodeEvaluator(manager, recipe, tasks, run.episodes, left_out.held_out)
     auditor, audit = None, recipe.audit  # type: ignore[attr-defined]
     if audit is not None and not rewarded:
         raise InputError(
@@ -441,8 +409,7 @@ def make_trainer(
         )
     parts["warnings"] = [*parts["warnings"], *recipe.too_few(len(set(tasks.test) - left_out.held_out))]
     if audit is not None:
-        every, timeout, action = recipe.evaluation.every, recipe.rollout.environment_timeout, recipe.guards.action  # type: ignore[attr-defined]
-        auditor = Auditor(audit, manager.policy, run, recipe.steps, every, timeout, action)
+        auditor = Auditor(recipe, manager.policy, run, recipe.steps)
     return Trainer(
         recipe,
         recipe.steps,
@@ -474,8 +441,9 @@ def make_components(
     manager.sleepers = [learner.updater.optimizer, *([] if critic is None else critic.updater.sleepers)]
     order, left_out, too_long_tasks = make_order(recipe, manager, tasks)
     credit = CreditMaker(recipe, learner, critic, scorer)
-    teacher, teacher_warnings = make_teacher(recipe, manager, order)
-    ptx, row_warnings = make_rows(recipe.ptx, recipe.ptx.rows_per_update if recipe.ptx else 0, manager, recipe.seed)
+    teacher, teacher_warnings = open_teacher(recipe, policy, manager.renderer, order.seeds[0])
+    ptx = fixed_rows(recipe.ptx, recipe.ptx.rows_per_update if recipe.ptx else 0, manager.renderer, recipe.seed)
+    row_warnings = ptx.problems.summary() if ptx is not None else []
     unit_warnings = credit.units.warnings if credit.units is not None else []
     warnings += [*teacher_warnings, *too_long_tasks, *row_warnings, *unit_warnings, *manager.template_warnings()]
     rollouts, guards = make_rollouts(recipe, manager, order, run), Guards(recipe)
@@ -502,7 +470,6 @@ def make_components(
         left_out,
         stateful=state | {"reward": credit.rewards.running},
         checkpointables=checkpointables,
-        remote={} if critic is None or critic.updater.remote_state is None else {"critic": critic.updater.remote_state},
         warnings=warnings,
         callbacks=callbacks,
     )

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -30,7 +30,6 @@ from posttrain.rollout.agents.endpoint import AgentEndpoint
 from posttrain.rollout.agents.worker import AgentEnding, AgentWorker
 from posttrain.rollout.driver import (
     EpisodeRequest,
-    EpisodeSharding,
     Played,
     RolloutWorker,
     Scorer,
@@ -43,12 +42,12 @@ from posttrain.rollout.filters import has_signal, most_uncertain
 from posttrain.seeds import random_stream
 
 
-def sharding_of(engine: Engine) -> EpisodeSharding:
+def sharding_of(engine: Engine) -> Literal["none", "by_group", "rank0"]:
     """How several processes divide episodes: an engine in this process plays this process's groups; an engine outside
     this process plays all groups, on behalf of rank 0."""
     if current_world().size == 1:
-        return EpisodeSharding.NONE
-    return EpisodeSharding.BY_GROUP if isinstance(engine, LocalEngine) else EpisodeSharding.RANK0
+        return "none"
+    return "by_group" if isinstance(engine, LocalEngine) else "rank0"
 
 
 class RolloutManager:
@@ -135,12 +134,10 @@ class RolloutManager:
 class TaskOrder:
     """Environment seeds, reshuffled for each pass. `drawn` counts the seeds taken so far."""
 
-    def __init__(
-        self, seeds: Sequence[int], run_seed: int, drawn: int = 0, left_out: frozenset[int] = frozenset()
-    ) -> None:
+    def __init__(self, seeds: Sequence[int], run_seed: int, left_out: frozenset[int] = frozenset()) -> None:
         """`left_out`: seeds that are never drawn."""
         self.seeds = [seed for seed in seeds if seed not in left_out]
-        self.run_seed, self.drawn = run_seed, drawn
+        self.run_seed, self.drawn = run_seed, 0
         self._shuffled: tuple[int, np.ndarray] | None = None
         """The pass that was drawn from last, and its order."""
         self._digest = hashlib.blake2b(np.array(self.seeds, dtype=np.int64).tobytes(), digest_size=8).hexdigest()

@@ -212,14 +212,12 @@ class PreferenceEvaluator(RowEvaluator):
         title: str,
         objective_for: Callable[[Samples], PairObjective | UnpairedObjective | RewardObjective],
         unpaired: bool = False,
-        model: RewardModel | None = None,
-        renderer: Renderer | None = None,
     ) -> None:
         """`title`: name of the run, for the table. `objective_for`: the objective of the given samples. `unpaired`: the
-        rows are single answers labeled good or bad, not pairs. `model`, `renderer`: given for a reward model, which
-        stores the statistics of its rewards and prints examples."""
+        rows are single answers labeled good or bad, not pairs. The evaluator of a reward model stores the statistics of the
+        rewards with it, and prints examples."""
         super().__init__(learner, data.validation, data.test, title)
-        self.objective_for, self.unpaired, self.model, self.renderer = objective_for, unpaired, model, renderer
+        self.objective_for, self.unpaired = objective_for, unpaired
         kind = "n pairs: the share whose better answer is ranked above the other; guessing gives 50%"
         if unpaired:
             kind = "n good and bad answers: the chance that a good one is ranked above a bad one"
@@ -236,11 +234,11 @@ class PreferenceEvaluator(RowEvaluator):
         self._measured.append(np.nansum(both, axis=1, keepdims=True) if self.unpaired else both)
         named: tuple[str, Kind, Better] = ("accuracy", "rate", "higher") if paired else ("loss", "mean", "lower")
         self.row_scores = _scores(*named, ranked if paired else losses, np.ones(len(rows)))
-        if self.model is not None:
+        if isinstance(model := self.learner.model, RewardModel):
             rewards = np.concatenate([chosen, rejected])
             if self.validation and self.test:
                 rewards = np.concatenate(self._compare(self.validation)[1:])
-            self.model.set_statistics(float(rewards.mean()), float(rewards.std(ddof=1)))
+            model.set_statistics(float(rewards.mean()), float(rewards.std(ddof=1)))
             self.artifacts = self._lines(rows, chosen, rejected)
         return _summary(rows, losses, chosen, rejected, "test")
 
@@ -276,7 +274,7 @@ class PreferenceEvaluator(RowEvaluator):
 
     def _lines(self, rows: Sequence[TokenRow], chosen: np.ndarray, rejected: np.ndarray) -> list[str]:
         """The calibration, and the pairs with the largest, median and smallest margin as text with their rewards."""
-        assert self.renderer is not None
+        model: Any = self.learner.model
         margins = chosen - rejected
         bins, error = calibration(list(margins))
         lines = [f"calibration: expected error {100 * error:.1f} percentage points over {len(margins)} pairs"]
@@ -293,7 +291,7 @@ class PreferenceEvaluator(RowEvaluator):
             for name, stream, reward in zip(
                 ("chosen", "rejected"), rows[number].streams, (chosen[number], rejected[number]), strict=True
             ):
-                text = " ".join(self.renderer.tokenizer.decode(stream.ids[stream.trained]).split())
+                text = " ".join(model.tokenizer.decode(stream.ids[stream.trained]).split())
                 lines.append(f"    {name:8} {reward:+.3f}  {text[:150]}{'…' if len(text) > 150 else ''}")
         return lines
 

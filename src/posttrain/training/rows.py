@@ -4,7 +4,7 @@ loop."""
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -18,7 +18,7 @@ from posttrain.data.rendering import LossOn, Renderer
 from posttrain.data.tokens import Kind, TokenRow, load_rows, tokenize
 from posttrain.episode import Stream
 from posttrain.errors import InputError
-from posttrain.recipe.data import DataRecipe, RowsRecipe
+from posttrain.recipe.data import DataRecipe, FixedRowsRecipe
 from posttrain.recipe.supervised import SupervisedRecipe
 from posttrain.seeds import random_stream
 from posttrain.training.trainer import Trainer
@@ -41,6 +41,8 @@ class DataSet:
     validation: list[TokenRow]
     test: list[TokenRow]
     problems: Problems
+    ptx: bool = False
+    """As `Sample.ptx`."""
 
     @property
     def final(self) -> list[TokenRow]:
@@ -49,7 +51,7 @@ class DataSet:
 
     def batch(self, step: int) -> list[Sample]:
         """The samples of update `step`, counted from 0, of rows that are not preference data."""
-        return [sample for row in self.train.batch(step) for sample in samples_of_row(row)]
+        return [replace(sample, ptx=self.ptx) for row in self.train.batch(step) for sample in samples_of_row(row)]
 
 
 def load_data(
@@ -256,25 +258,14 @@ def samples_of_compared(rows: Sequence[TokenRow]) -> list[Sample]:
     return [sample for number, row in enumerate(rows) for sample in samples_of_row(row, number)]
 
 
-class FixedRows:
-    """Supervised rows, loaded at the start, for policy updates of RL with `ptx` and of off-policy distillation.
-
-    Attributes:
-        warnings: a summary of rows that cannot be used.
-    """
-
-    def __init__(self, data: RowsRecipe, loss_on: LossOn, rows_per_update: int, renderer: Renderer, seed: int) -> None:
-        """Read the rows. InputError if there are none."""
-        supervised = DataRecipe.model_validate(data.model_dump())
-        self.data = load_data("conversation", supervised, renderer, loss_on, rows_per_update, seed)
-        self.warnings = self.data.problems.summary()
-
-    def batch(self, update: int) -> list[Sample]:
-        """The samples of the run's update `update`, counted from 0."""
-        samples = self.data.batch(update)
-        for sample in samples:
-            sample.ptx = True
-        return samples
+def fixed_rows(section: FixedRowsRecipe | None, rows_per_update: int, renderer: Renderer, seed: int) -> DataSet | None:
+    """Supervised rows, loaded at the start, for policy updates of RL with `ptx` and of off-policy distillation. InputError if
+    there are none."""
+    if section is None:
+        return None
+    supervised = DataRecipe.model_validate(section.data.model_dump())
+    data = load_data("conversation", supervised, renderer, section.loss_on, rows_per_update, seed)
+    return replace(data, ptx=True)
 
 
 def train_on(

@@ -65,8 +65,8 @@ def train(recipe: SftRecipe, run: RunDirectory, resume: bool, console: Console, 
     if validation or test:
         evaluators.append(LossEvaluator(learner, validation, test, recipe.name))
     if evaluated is not None and manager is not None:
-        metric, seed = recipe.evaluation.metric, recipe.seed
-        evaluators.append(EpisodeEvaluator(manager, recipe.evaluation, tasks, seed, run.episodes, recipe.name))
+        metric = recipe.evaluation.metric
+        evaluators.append(EpisodeEvaluator(manager, recipe, tasks, run.episodes))
         warnings += check_tasks(recipe, tasks)
         best_by = choice_of(metric if metric != "loss" else None)
         warnings += [text for text in manager.template_warnings() if text not in warnings]

@@ -27,6 +27,7 @@ from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.guards import SOLVED
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import RolloutRecipe
+from posttrain.recipe.run import SampledRecipe
 
 
 def check_tasks(recipe: Any, tasks: TaskSplit) -> list[str]:
@@ -44,12 +45,12 @@ def check_tasks(recipe: Any, tasks: TaskSplit) -> list[str]:
     parts = parts_of(getattr(recipe, "environment", None) or evaluated, tasks, evaluated)
     if audit is not None and audit.environment is not None:
         parts.append((audit.environment, "audit.environment", (), [tasks.validation]))
-    for one, key, training, held_out in parts:
+    for part in parts:
         try:
-            found = _check_part(one, key, training, held_out, rollout.environment_timeout, scored)
+            found = _check_part(part, rollout.environment_timeout, scored)
         except InputError as error:
-            raise InputError(_named(str(error), key)) from error
-        warnings += [_named(text, key) for text in found if text not in warnings]
+            raise InputError(_named(str(error), part[1])) from error
+        warnings += [_named(text, part[1]) for text in found if text not in warnings]
     return warnings
 
 
@@ -58,15 +59,9 @@ def _named(message: str, key: str) -> str:
     return re.sub(r"(?<![\w.])environment(?=\.[a-z])", key, message)
 
 
-def _check_part(
-    one: EnvironmentRecipe,
-    key: str,
-    training: Sequence[int],
-    held_out: Sequence[Sequence[int]],
-    timeout: float | None,
-    scored: bool,
-) -> list[str]:
-    """`check_tasks` of the environment with the recipe key `key`. `scored`: whether another part scores the answers."""
+def _check_part(part: "TaskPart", timeout: float | None, scored: bool) -> list[str]:
+    """`check_tasks` of one environment. `scored`: whether another part scores the answers."""
+    one, key, training, held_out = part
     kind, audits = environment_class(one.type), key.startswith("audit")
     if (audits or not scored) and not kind.has_reward(one):
         raise InputError(
@@ -165,16 +160,11 @@ def _too_long(
 
 
 def first_episodes(
-    environment: EnvironmentRecipe,
-    metrics: Mapping[str, float],
-    random: Mapping[str, float | None],
-    temperature: float,
-    returns: Sequence[float],
-    model: str,
+    recipe: SampledRecipe, metrics: Mapping[str, float], random: Mapping[str, float | None], returns: Sequence[float]
 ) -> tuple[str, list[str]]:
     """What the episodes of the first step, by the policy before any update, show about the environment, and warnings.
     `metrics`: of the step's rollouts and credit. `random`: the values of the random policy, where they are known.
-    `temperature`: of sampling. `returns`: of the episodes. `model`: `model.path`."""
+    `returns`: of the episodes."""
     counts = {"failed": metrics["rollout/failed"], "rejected": metrics.get("rollout/rejected_share", 0.0)}
     line = (
         f"before the first update, {metrics['rollout/episodes']:.0f} training episodes: {counts['failed']:.0f} failed, "
@@ -190,17 +180,17 @@ def first_episodes(
     if silent != 1 or metrics.get("rollout/success", 0.0) >= SOLVED:
         return line, []
     start = "this policy gets no signal here, because"
-    if temperature == 0:
+    if recipe.rollout.sampling.temperature == 0:
         same = "so the episodes of a task are the same; set it to 1"
         return line, [f"{start} rollout.sampling.temperature is 0, {same}"]
-    rows = environment_class(environment.type).self_contained
+    rows = environment_class(recipe.environment.type).self_contained
     # Episodes without success often have the return 0, whatever the reward can tell apart.
     if not rows and returns and set(returns) == {returns[0]} != {0.0}:
         same = f"every episode has the return {returns[0]:.4g}, whatever the task and the answer"
         return line, [f"{start} {same}; let environment.reward tell answers apart"]
     why = "no answer has the right form" if counts["rejected"] == 1 else "all episodes of a task end alike"
     return line, [
-        f"{start} {why}: warm up first (`{_warm_up(environment, model)}`, then model.path=runs/warm/model), or choose easier tasks"
+        f"{start} {why}: warm up first (`{_warm_up(recipe.environment, recipe.model.path)}`, then model.path=runs/warm/model), or choose easier tasks"
     ]
 
 

@@ -264,29 +264,24 @@ def reverse_kl(samples: Samples) -> dict[str, float]:
 
 
 def open_teacher(
-    recipe: TeacherRecipe,
-    policy: Policy,
-    renderer: Renderer,
-    environment: EnvironmentRecipe,
-    temperature: float,
-    positions_per_chunk: int,
-    max_failed_share: float,
-    seed: int,
-    top_k: int | None = None,
-) -> tuple[Teacher, list[str]]:
-    """The teacher of `recipe` and warnings about it. `policy`: the policy that is trained. `temperature`: sampling
-    temperature of the policy; the teacher's distributions use the same temperature. `seed`: an environment seed of
-    training, on whose task the fields of a context are checked. `top_k`: as in `ModelScorer`. InputError if there
-    is no such model or server, its tokenizer differs, or the task lacks a field of the context."""
+    recipe: Any, policy: Policy, renderer: Renderer, seed: int, top_k: int | None = None
+) -> tuple[Teacher | None, list[str]]:
+    """The teacher of a recipe of `rl` or `distill`, if it has one, and warnings about it. `policy`: the policy that is
+    trained; the teacher's distributions use its sampling temperature. `seed`: an environment seed of training, on whose task
+    the fields of a context are checked. `top_k`: as in `ModelScorer`. InputError if there is no such model or server, its
+    tokenizer differs, or the task lacks a field of the context."""
+    settings: TeacherRecipe | None = recipe.teacher
+    if settings is None:
+        return None, []
     warnings: list[str] = []
     vocabulary = int(transformer(policy.model).config.get_text_config().vocab_size)
     scorer: ModelScorer | ServerScorer
-    if recipe.urls:
+    if settings.urls:
         if top_k == WHOLE:
             raise InputError(
                 "loss.top_k: servers report the most probable tokens, not the whole vocabulary; set a number"
             )
-        servers = ScoringServers(recipe)
+        servers = ScoringServers(settings)
         tokenizer = policy.tokenizer
         warnings += current_world().on_rank0(
             lambda: servers.check_tokenizer(lambda token: tokenizer.decode([token]), len(tokenizer))
@@ -294,13 +289,16 @@ def open_teacher(
         scorer = ServerScorer(servers, top_k)
     else:
         teacher = policy
-        if recipe.path is not None:
-            teacher = _load(recipe, policy)
+        if settings.path is not None:
+            teacher = _load(settings, policy)
             vocabulary = min(vocabulary, int(transformer(teacher.model).config.get_text_config().vocab_size))
-        initial, budget = recipe.policy == "initial", recipe.tokens_per_batch
-        scorer = ModelScorer(teacher, temperature, positions_per_chunk, budget, vocabulary, top_k, initial)
-    context = PrivilegedContext(recipe, environment, renderer, seed) if recipe.context is not None else None
-    return Teacher(scorer, context, max_failed_share), warnings
+        temperature, chunk = recipe.rollout.sampling.temperature, recipe.learner.logits_per_chunk
+        initial, budget = settings.policy == "initial", settings.tokens_per_batch
+        scorer = ModelScorer(teacher, temperature, chunk, budget, vocabulary, top_k, initial)
+    context = None
+    if settings.context is not None:
+        context = PrivilegedContext(settings, recipe.environment, renderer, seed)
+    return Teacher(scorer, context, recipe.rollout.failures.max_share), warnings
 
 
 def _load(recipe: TeacherRecipe, policy: Policy) -> Policy:

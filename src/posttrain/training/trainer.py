@@ -122,7 +122,6 @@ class Trainer(Generic[Output]):
         best_by: Callable[[dict[str, Any]], float] | None = None,
         stateful: Mapping[str, Stateful] | None = None,
         checkpointables: Mapping[str, Checkpointable] | None = None,
-        remote: Mapping[str, RemoteState] | None = None,
         warnings: Sequence[str] = (),
         callbacks: Callbacks = (),
         start: StartValues | None = None,
@@ -137,8 +136,8 @@ class Trainer(Generic[Output]):
             best_by: maps the values of an evaluation to the score that selects the best checkpoint (larger is better).
                 Of equal scores, the lower `validation/loss` counts, then the later step. None keeps the last checkpoint.
             stateful: further objects whose state belongs in a checkpoint, by name.
-            checkpointables: the same for objects with tensors. They may change only inside `interrupts.critical()`.
-            remote: the same for tensors in other processes, by name.
+            checkpointables: the same for objects with tensors, here or in other processes (`RemoteState`). They may change
+                only inside `interrupts.critical()`.
             warnings: sentences for the user, reported before the first step.
             callbacks: called after each step, evaluation and rollout.
             start: values of the model before training, if the run that trained it has measured them.
@@ -150,7 +149,7 @@ class Trainer(Generic[Output]):
         self.best_by = best_by
         self.stateful = dict(stateful or {})
         self.checkpointables = dict(checkpointables or {})
-        self.remote = dict(remote or {})
+        self.remote = {name: each for name, each in self.checkpointables.items() if isinstance(each, RemoteState)}
         self.warnings = [*warnings, *model.warnings]
         self.callbacks = list(callbacks)
         self.start, self.auditor = start, auditor

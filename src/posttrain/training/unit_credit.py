@@ -20,13 +20,13 @@ from posttrain.credit.units.mixing import (
     with_unit_rewards,
 )
 from posttrain.credit.units.normalizer import Normalizer, fit_key, parse_key, read_normalizer, same
-from posttrain.credit.units.rendering import RenderingTokens, blanked_prefix, prefix_lengths, with_units
 from posttrain.credit.units.segment import segment, stream_answers
-from posttrain.credit.units.spans import Spans
+from posttrain.credit.units.spans import RenderingTokens, Spans, blanked_prefix, prefix_lengths, with_units
 from posttrain.episode import Advantages, Episode, RewardStreams, Stream
 from posttrain.errors import InputError, RunError
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
+from posttrain.recipe.rl import RlRecipe
 from posttrain.recipe.units import (
     CompatibleCredit,
     EntropyUnits,
@@ -197,20 +197,13 @@ class StepCredit:
 class UnitCreditor:
     """Segments episodes into units and assigns each unit its share of the reward model's reward."""
 
-    def __init__(
-        self,
-        settings: UnitCreditRecipe,
-        scorer: RewardScorer,
-        policy: Policy,
-        running: RunningStatistics,
-        tokens_per_batch: int,
-        max_turns: int,
-    ) -> None:
-        """`running`: statistics by which rewards are normalized with `reward.normalize: running`. `tokens_per_batch`: of a
-        forward pass of the policy. `max_turns`: of an episode. InputError if the reward model does not support this credit.
-        """
+    def __init__(self, recipe: RlRecipe, scorer: RewardScorer, policy: Policy, running: RunningStatistics) -> None:
+        """`running`: statistics by which rewards are normalized with `reward.normalize: running`. InputError if the reward model
+        does not support this credit."""
+        assert recipe.unit_credit is not None
+        settings = recipe.unit_credit
         self.settings, self.scorer, self.policy, self.running = settings, scorer, policy, running
-        self.tokens_per_batch = tokens_per_batch
+        self.tokens_per_batch = recipe.learner.tokens_per_batch
         path, model = scorer.source.path, policy.recipe.path
         if not scorer.same_tokens:
             raise InputError(
@@ -227,7 +220,7 @@ class UnitCreditor:
                 f"unit_credit.type: {path} rewards units, and removing some of them changes the others; use "
                 "`unit_rewards`, or a reward model of whole answers"
             )
-        if max_turns > 1 and (scorer.renderer.rewrites_answers or scorer.renderer.rewrites_thoughts):
+        if recipe.environment.max_turns > 1 and (scorer.renderer.rewrites_answers or scorer.renderer.rewrites_thoughts):
             raise InputError(
                 f"unit_credit: the chat template of {model} rewrites earlier turns, so episodes with "
                 "`environment.max_turns` above 1 are not a single text; use another template, or one turn"

@@ -17,6 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import torch
 
+from posttrain.credit.assign import to_streams
 from posttrain.distributed.sharding import local_shard
 from posttrain.distributed.world import current_world
 from posttrain.episode import CUT_OFF, Episode, PerToken, Stream
@@ -132,17 +133,10 @@ def computed(field: T | None) -> T:
     return field
 
 
-def on_stream(values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
-    """[T] float32: `values` [n] at the sampled tokens of a stream with mask `sampled` [T] bool, 0 elsewhere."""
-    full = np.zeros(len(sampled), dtype=np.float32)
-    full[sampled] = values
-    return full
-
-
 def per_token(episodes: Sequence[Episode], numbers: Iterable[np.ndarray]) -> PerToken:
     """[T] float32 for each stream of `episodes`, of `numbers` [n] for the sampled tokens of each stream in order."""
     left = iter(numbers)
-    return [[on_stream(next(left), stream.sampled) for stream in episode.streams] for episode in episodes]
+    return [to_streams(e, np.concatenate([np.zeros(0), *(next(left) for _ in e.streams)])) for e in episodes]
 
 
 # -- micro-batches -----------------------------------------------------------------------------------------------------

@@ -2,12 +2,14 @@
 
 from collections import Counter
 from functools import partial
+from multiprocessing.connection import wait
 from typing import Any
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 
+from posttrain.distributed.world import Interrupts
 from posttrain.errors import InputError, PosttrainError, RunError
 from posttrain.planning.dry_run import batch_arithmetic
 from posttrain.recipe.study import Group, Range, choices_of, grid_of
@@ -23,7 +25,10 @@ from posttrain.tune.report import (
     write_report,
 )
 from posttrain.tune.study import check_space, distributions, from_storage, open_study, study_lock, to_storage
-from posttrain.tune.trial import Attempt, MissingMetric, curve, outcome, run_jobs
+from posttrain.tune.trial import Attempt, MissingMetric, curve, outcome
+
+_POLL_SECONDS = 0.25
+"""Interval between polls of the runs' metrics."""
 
 
 def run_study(study: Study, resume: bool, console: Console, group: str | None = None) -> None:
@@ -48,7 +53,7 @@ def run_study(study: Study, resume: bool, console: Console, group: str | None = 
                 )
         search, chain_error = Search(study, optuna_study, console, chosen), ""
         try:
-            run_jobs(search.take, study.recipe.workers, study.recipe.devices)
+            search.run()
         except RunError as error:
             chain_error = str(error)
         except KeyboardInterrupt:
@@ -150,6 +155,42 @@ class Search:
         self._jobs: list[TrialJob] = []
         self.warned: set[str] = set()
         """Warnings that were printed."""
+
+    def run(self) -> None:
+        """Run the trials, `workers` at a time, until there is none left.
+
+        On Ctrl-C and SIGTERM the runs are asked to save and stop; after they have stopped, KeyboardInterrupt is raised.
+        Errors are handled in the same way and raised again.
+        """
+        workers, devices = self.study.recipe.workers, self.study.recipe.devices
+        active: dict[int, TrialJob] = {}
+        with Interrupts() as interrupts:
+            try:
+                while True:
+                    with interrupts.critical():
+                        while len(active) < workers and (job := self.take()) is not None:
+                            worker = next(number for number in range(workers) if number not in active)
+                            active[worker] = job
+                            job.begin(devices[worker % len(devices)] if devices else None)
+                    if not active:
+                        return
+                    sentinels = [job.attempt.sentinel for job in active.values() if job.attempt.running]
+                    if len(sentinels) == len(active):
+                        wait(sentinels, timeout=_POLL_SECONDS)
+                    with interrupts.critical():
+                        for worker, job in list(active.items()):
+                            ended = not job.attempt.running
+                            job.poll()
+                            if ended:
+                                job.end()
+                                del active[worker]
+            except BaseException:
+                for job in active.values():
+                    job.attempt.stop()
+                for job in active.values():
+                    while job.attempt.running:
+                        wait([job.attempt.sentinel], timeout=_POLL_SECONDS)
+                raise
 
     def take(self) -> "TrialJob | None":
         """The next trial with a valid recipe; None if there is none now. Trials without a valid recipe fail at once.

@@ -9,14 +9,13 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from posttrain.distributed.launch import without_current_folder
-from posttrain.distributed.world import Interrupts
 from posttrain.errors import InputError, PosttrainError, RunError
 from posttrain.recipe.stages import Recipe
 from posttrain.recipe.study import Objective
@@ -183,56 +182,6 @@ def _await_lock(run: RunDirectory) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.2)
-
-
-class Job(Protocol):
-    """A run, and what to do when it starts, has new metrics, and has ended or was never started."""
-
-    attempt: Attempt
-
-    def begin(self, device: str | None) -> None: ...
-    def poll(self) -> None: ...
-    def end(self) -> None: ...
-
-
-_POLL_SECONDS = 0.25
-"""Interval between polls of the runs' metrics."""
-
-
-def run_jobs(take: Callable[[], Job | None], workers: int, devices: Sequence[str]) -> None:
-    """Run the jobs returned by `take`, `workers` at a time, until it returns None and no job is running.
-
-    `take` is called whenever a worker is free. On Ctrl-C and SIGTERM the runs are asked to save and stop; after they
-    have stopped, KeyboardInterrupt is raised. Errors are handled in the same way and raised again.
-    """
-    active: dict[int, Job] = {}
-    with Interrupts() as interrupts:
-        try:
-            while True:
-                with interrupts.critical():
-                    while len(active) < workers and (job := take()) is not None:
-                        worker = next(number for number in range(workers) if number not in active)
-                        active[worker] = job
-                        job.begin(devices[worker % len(devices)] if devices else None)
-                if not active:
-                    return
-                sentinels = [job.attempt.sentinel for job in active.values() if job.attempt.running]
-                if len(sentinels) == len(active):
-                    wait(sentinels, timeout=_POLL_SECONDS)
-                with interrupts.critical():
-                    for worker, job in list(active.items()):
-                        ended = not job.attempt.running
-                        job.poll()
-                        if ended:
-                            job.end()
-                            del active[worker]
-        except BaseException:
-            for job in active.values():
-                job.attempt.stop()
-            for job in active.values():
-                while job.attempt.running:
-                    wait([job.attempt.sentinel], timeout=_POLL_SECONDS)
-            raise
 
 
 Line = Mapping[str, Any]

@@ -106,17 +106,12 @@ class LearnerWorker(Worker):
         def make_environment(environment: EnvironmentRecipe) -> Environment:
             return RayEnvironment(environment, environments[next(numbers) % len(environments)])
 
-        def make_critic(
-            settings: Any, policy: Any, learner: Any, updates: int, seed: int, stored_statistics: bool
-        ) -> Any:
-            return RayCritic(critics, has_gpus, updates, stored_statistics)
-
         makers: list[tuple[Factory[..., Any], list[WorkerClient], Callable[..., Any]]] = [
             (open_engine, engines, make_engine),
             (environment_maker, environments, lambda environment: make_environment),
             (open_scorer, scorers, lambda source, policy: RayScorer(source, scorers, policy)),
             (open_reference, references, lambda policy, learner: RayReference(references)),
-            (open_critic, critics, make_critic),
+            (open_critic, critics, lambda recipe, policy: RayCritic(critics, has_gpus)),
         ]
         for factory, clients, maker in makers:
             if clients:

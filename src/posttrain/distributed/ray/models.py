@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
 from posttrain.distributed.ray.actors import ModelWorker, Worker, recipe_from
 from posttrain.distributed.ray.worker_group import StateLost, WorkerClient, WorkerDied, call_in_parts
@@ -25,7 +24,7 @@ from posttrain.models.load import load_tokenizer
 from posttrain.models.policy import Policy
 from posttrain.training.critic import open_critic
 from posttrain.training.objectives import token_forward
-from posttrain.training.updater import Sample, Totals, pack
+from posttrain.training.updater import Sample, Totals, by_sample, in_batches
 
 T = TypeVar("T")
 
@@ -55,14 +54,12 @@ class ReferenceWorker(ModelWorker):
 
     def logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """Log-probabilities [n] float32 of the sampled tokens of each sample."""
-        found: dict[int, np.ndarray] = {}
-        for group in pack(samples, self.recipe.learner.tokens_per_batch):
-            with torch.no_grad():
-                scores = self._forward([samples[i] for i in group])
-            ends = np.cumsum([samples[i].sampled_tokens for i in group])[:-1]
-            found |= dict(zip(group, np.split(scores.logprobs.float().cpu().numpy(), ends), strict=True))
+
+        def scored(batch: Sequence[Sample]) -> list[np.ndarray]:
             self.heartbeat.progress += 1
-        return [found[i] for i in range(len(samples))]
+            return by_sample(self._forward(batch).logprobs.float(), batch)
+
+        return in_batches(samples, self.recipe.learner.tokens_per_batch, "learner.tokens_per_batch", scored)
 
 
 class CriticWorker(Worker):
@@ -73,7 +70,7 @@ class CriticWorker(Worker):
         self.recipe = recipe_from(document)
         self._held = ExitStack()
 
-    def open(self, processes: int, variables: dict[str, str], updates: int, stored_statistics: bool) -> int:
+    def open(self, processes: int, variables: dict[str, str]) -> int:
         """Load the critic as one of `processes` ranks; returns the bytes of its checkpoint on this rank."""
         recipe = self.recipe
         os.environ.update(variables)
@@ -81,7 +78,7 @@ class CriticWorker(Worker):
         self._held.enter_context(join_world(hardware, recipe.model.device))
         # The attributes that a critic needs of a policy, which is in another process.
         policy: Any = SimpleNamespace(recipe=recipe.model, tokenizer=load_tokenizer(recipe.model))
-        self.critic = open_critic(recipe.critic, policy, recipe.learner, updates, recipe.seed, stored_statistics)
+        self.critic = open_critic(recipe, policy)
         forward = self.critic.learner.forward
 
         def counted(samples: Sequence[Sample]) -> Any:
@@ -95,11 +92,11 @@ class CriticWorker(Worker):
         return self.critic.state_dict()
 
     def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        return self.critic.values(samples)
+        return self.critic.begin_values(samples)()
 
     def update(self, samples: Sequence[Sample]) -> tuple[Totals, list[str], dict[str, Any]]:
         """Make one optimizer step; returns its metrics, the warnings since the last one, and the counters after it."""
-        return self.critic.update(samples), self.critic.take_warnings(), self.critic.state_dict()
+        return self.critic.begin_update(samples)(), self.critic.take_warnings(), self.critic.state_dict()
 
     def write(self, directory: str) -> None:
         """Write the tensors of a checkpoint, each rank its share."""
@@ -150,7 +147,7 @@ class RayCritic:
     sleepers = ()
     """None: no engine uses the workers' devices."""
 
-    def __init__(self, workers: Sequence[WorkerClient], has_gpus: bool, updates: int, stored_statistics: bool) -> None:
+    def __init__(self, workers: Sequence[WorkerClient], has_gpus: bool) -> None:
         self.workers = list(workers)
         self._warnings: list[str] = []
         self._pool = ThreadPoolExecutor(len(self.workers))
@@ -159,19 +156,12 @@ class RayCritic:
             locations = self._on_all("the address", "location")
             variables = rank_variables(locations, has_gpus)
             calls = [
-                self._pool.submit(
-                    self._once, worker, "the critic's start", "open", len(workers), mine, updates, stored_statistics
-                )
+                self._pool.submit(self._once, worker, "the critic's start", "open", len(workers), mine)
                 for worker, mine in zip(self.workers, variables, strict=True)
             ]
             return sum(call.result() for call in calls), self._once(self.workers[0], "its state", "state_dict")
 
         self.size, self._state = current_world().on_rank0(opened)
-
-    @property
-    def remote_state(self) -> "RayCritic":
-        """The part of a checkpoint that the workers write and read."""
-        return self
 
     @property
     def updates(self) -> int:
