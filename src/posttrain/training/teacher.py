@@ -21,6 +21,7 @@ from posttrain.models.packing import prompt_length
 from posttrain.models.policy import Policy
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.model import ModelRecipe
+from posttrain.recipe.stages import DistillRecipe, RlRecipe
 from posttrain.recipe.teacher import CONTEXT_FIELD, TeacherRecipe
 from posttrain.training.updater import Sample, Samples, by_sample, in_batches
 
@@ -264,7 +265,7 @@ def reverse_kl(samples: Samples) -> dict[str, float]:
 
 
 def open_teacher(
-    recipe: Any, policy: Policy, renderer: Renderer, seed: int, top_k: int | None = None
+    recipe: RlRecipe | DistillRecipe, policy: Policy, renderer: Renderer, seed: int, top_k: int | None = None
 ) -> tuple[Teacher | None, list[str]]:
     """The teacher of a recipe of `rl` or `distill`, if it has one, and warnings about it. `policy`: the policy that is
     trained; the teacher's distributions use its sampling temperature. `seed`: an environment seed of training, on whose task
