@@ -104,6 +104,11 @@ def test_a_missing_file(recipe_file, tmp_path):
         (["a..b=1"], "override a..b=1: 'a..b' is not a dotted key; write `section.key=value`"),
         (["steps"], "override 'steps' has no value; write `steps=value`"),
         (["sinks=[a"], "override sinks=[a: the value is not YAML; quote it if it is text"),
+        (["sinks=&a [*a]"], "override sinks=&a [*a] line 1: the alias contains itself"),
+        (
+            ["sinks=[{a: 1, a: 2}]"],
+            "override sinks=[{a: 1, a: 2}] line 1: 0.a is also given in line 1; keep one of them",
+        ),
         (["sinks=[wandb]", "sinks.x=1"], "sinks: given both as a list and as a section; keep one of them"),
     ],
 )

@@ -547,7 +547,7 @@ def tune(
     posttrain tune ragen/search --group 2
     """
     from posttrain.plugins import require_module
-    from posttrain.recipe.study_file import load_study
+    from posttrain.recipe.study import load_study
     from posttrain.terminal import new_console
 
     file, overrides = one_file("tune", [file, *(words or [])], "study", "rlhf/tune_sft", "--group")
