@@ -87,10 +87,9 @@ def fitting(shape: Shape, device: torch.device, mode: str = "") -> Setting:
 
 def planned_bytes(shape: Shape, setting: Setting) -> float:
     """The peak that `--dry-run` plans for the update of a bfloat16 model."""
-    from posttrain.planning.memory import peak_memory as planned
+    from posttrain.planning.memory import memory_estimate
     from posttrain.planning.model_sizes import ModelSizes
     from posttrain.recipe.model import ModelRecipe
-    from posttrain.recipe.plan import ALONE
     from posttrain.recipe.stages import SftRecipe
 
     sizes = ModelSizes(
@@ -118,7 +117,7 @@ def planned_bytes(shape: Shape, setting: Setting) -> float:
         hardware=HardwareRecipe(offload=setting.offload),
         **settings,
     )
-    return float(planned(recipe, sizes, ALONE)[0])
+    return float(sum(count for count, _ in memory_estimate(recipe, sizes).values()))
 
 
 class TokenLoss:

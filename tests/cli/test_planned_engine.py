@@ -8,8 +8,8 @@ from rich.console import Console
 from posttrain.cli.main import main
 from posttrain.cli.stages import with_planned_engine
 from posttrain.models import load
-from posttrain.planning.devices import DEVICES
 from posttrain.recipe.compose import load_recipe
+from posttrain.recipe.plan import DEVICES
 from posttrain.training import stage
 
 

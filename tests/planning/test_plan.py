@@ -7,12 +7,12 @@ from rich.console import Console
 
 from posttrain.cli.main import main
 from posttrain.errors import InputError
-from posttrain.planning.devices import DEVICES, Device, device_of
 from posttrain.planning.dry_run import batch_arithmetic, show_plan
 from posttrain.planning.memory import ModelSizes, memory_estimate
 from posttrain.planning.model_sizes import model_sizes, published_sizes
 from posttrain.recipe.compose import dump_recipe, load_recipe
 from posttrain.recipe.credit import CREDITS
+from posttrain.recipe.plan import DEVICES, Device, device_of
 from posttrain.recipe.warnings import recipe_warnings
 from tests.conftest import save_tiny_model
 

@@ -3,11 +3,10 @@
 import pytest
 
 from posttrain.errors import InputError
-from posttrain.planning.devices import DEVICES
 from posttrain.planning.dry_run import batch_arithmetic
 from posttrain.planning.memory import ModelSizes, memory_estimate
 from posttrain.recipe.compose import load_recipe
-from posttrain.recipe.plan import Placement
+from posttrain.recipe.plan import DEVICES, Placement
 from posttrain.recipe.warnings import recipe_warnings
 
 TINY = ModelSizes(1000, 2, 32, 64, 4, 2, 8, 400)

@@ -14,9 +14,9 @@ from typer import Argument, Option
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from posttrain.planning.devices import Device
     from posttrain.planning.memory import ModelSizes
     from posttrain.recipe.pipeline import PipelineRecipe
+    from posttrain.recipe.plan import Device
     from posttrain.recipe.stages import Recipe
 
 
@@ -153,8 +153,8 @@ def check_machine(recipe: "Recipe", sizes: "ModelSizes | None", device: "Device 
     more memory than they have. Prints a warning if it may need more."""
     import torch
 
-    from posttrain.planning.fit import require_memory
     from posttrain.planning.inputs import require_extras
+    from posttrain.planning.memory import require_memory
     from posttrain.runs.machine import memory_of_processors
 
     if device is None:
@@ -169,7 +169,7 @@ def check_machine(recipe: "Recipe", sizes: "ModelSizes | None", device: "Device 
 def planned_device(dry_run: bool, on: str | None, full: bool = False) -> "Device | None":
     """The GPU that `--on` names. Raises InputError for options that have no effect without `--dry-run`."""
     from posttrain.errors import InputError
-    from posttrain.planning.devices import device_of
+    from posttrain.recipe.plan import device_of
 
     for option, given in (("--on", on is not None), ("--full", full)):
         if given and not dry_run:
