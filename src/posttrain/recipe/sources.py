@@ -114,19 +114,23 @@ class Layer:
         return None
 
 
+def walk(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """A value of a recipe with its path, and all values inside it, depth first. List items are named by their index."""
+    yield path, value
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from walk(inner, (*path, str(key)))
+
+
 def texts(value: Any) -> list[str]:
     """Every text in a value of a recipe that is not empty, without the names of keys."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
-    return [value] if isinstance(value, str) and value else [text for item in inner for text in texts(item)]
+    return [text for _, text in walk(value) if text and isinstance(text, str)]
 
 
-def required_keys(value: Any, path: KeyPath = ()) -> dict[KeyPath, str]:
+def required_keys(value: Any) -> dict[KeyPath, str]:
     """Keys that have the placeholder `???`, with the text after it, which says what to set."""
-    if isinstance(value, str):
-        mark, _, remedy = value.partition(" ")
-        return {path: remedy.strip()} if mark == REQUIRED else {}
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return {found: remedy for key, inner in items for found, remedy in required_keys(inner, (*path, str(key))).items()}
+    given = {path: text.partition(" ") for path, text in walk(value) if isinstance(text, str)}
+    return {path: remedy.strip() for path, (mark, _, remedy) in given.items() if mark == REQUIRED}
 
 
 def read_file(path: str) -> Layer:
