@@ -20,7 +20,7 @@ from harness.table import show
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.cuda_fake import started
 
-from posttrain.planning.devices import DEVICES
+from posttrain.recipe.plan import DEVICES
 
 GIB = 2**30
 

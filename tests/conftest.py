@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -151,3 +152,18 @@ def pytest_collection_modifyitems(items):
         return LONG.index(folder) if folder in LONG else len(LONG)
 
     items.sort(key=place)
+
+
+def declared(key, metrics):
+    """The metric of `metrics` that `key` is, or that it is a limit of an interval or a domain of; None if there is none.
+
+    `validation/loss_low/medicine` is the lower limit of `validation/loss` in the domain `medicine`.
+    """
+    without_limit = re.sub(r"_(low|high)(?=/|$)", "", key)
+    whole = "/".join(without_limit.split("/")[:2])
+    metrics = list(metrics)
+    for name in dict.fromkeys((key, without_limit, whole)):
+        exact = [metric for metric in metrics if metric.name == name]
+        for metric in [*exact, *(metric for metric in metrics if metric.matches(name))]:
+            return metric
+    return None

@@ -87,9 +87,8 @@ def fitting(shape: Shape, device: torch.device, mode: str = "") -> Setting:
 
 def planned_bytes(shape: Shape, setting: Setting) -> float:
     """The peak that `--dry-run` plans for the update of a bfloat16 model."""
-    from posttrain.planning.memory import peak_memory as planned
+    from posttrain.planning.memory import memory_estimate
     from posttrain.recipe.model import ModelRecipe
-    from posttrain.recipe.plan import ALONE
     from posttrain.recipe.stages import SftRecipe
 
     settings: Any = {"environment": {"type": "bandit"}}
@@ -105,7 +104,7 @@ def planned_bytes(shape: Shape, setting: Setting) -> float:
         hardware=HardwareRecipe(offload=setting.offload),
         **settings,
     )
-    return float(planned(recipe, shape, ALONE)[0])
+    return float(sum(count for count, _ in memory_estimate(recipe, shape).values()))
 
 
 def samples_of(lengths: Sequence[int], prompt_share: float, vocabulary: int, seed: int) -> list[Sample]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import InputError, NothingLearned
 from posttrain.images import readable
-from posttrain.plugins import pip_command
+from posttrain.plugins import require_module
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.tables import IMPROVED, Verdict, read_verdict
@@ -83,7 +83,11 @@ class Result:
 
     def metrics_table(self) -> "pandas.DataFrame":
         """`metrics` as a pandas table with `step` as its index. InputError if pandas is not installed."""
-        return _pandas().DataFrame(self.metrics, columns=None if self.metrics else ["step"]).set_index("step")
+        return (
+            require_module("pandas", "a table")
+            .DataFrame(self.metrics, columns=None if self.metrics else ["step"])
+            .set_index("step")
+        )
 
     def episodes(self, step: int | None = None, split: "Split" = "train") -> "list[Episode]":
         """The stored episodes of a step, or of all steps: `train`, `evaluation` (learning curve) or `final`."""
@@ -111,7 +115,7 @@ class Result:
                 "answer": last.answer if last else "",
             }
             rows.append(row | (last.info.get("scores", {}) if last else {}))
-        return _pandas().DataFrame(rows)
+        return require_module("pandas", "a table").DataFrame(rows)
 
     def _episodes(self, step: int | None, split: "Split") -> "Iterator[tuple[int, Episode]]":
         from posttrain.rollout.store import read_episodes, stored_steps
@@ -124,11 +128,3 @@ class Result:
 
 def _row(line: dict[str, Any], step: bool = True) -> dict[str, Any]:
     return ({"step": line["step"]} if step else {}) | {k: v for k, v in line.items() if k not in _OF_THE_LOG}
-
-
-def _pandas() -> Any:
-    try:
-        import pandas
-    except ModuleNotFoundError as error:
-        raise InputError(f"tables need pandas; run `{pip_command('pandas')}`") from error
-    return pandas

@@ -20,7 +20,7 @@ from posttrain.errors import InputError, require_type
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.compose import merge_typed, plain_values, typed_recipe
 from posttrain.recipe.pipeline import load_pipeline
-from posttrain.recipe.sources import Layer, read_file, texts
+from posttrain.recipe.sources import Layer, read_file, texts, walk
 from posttrain.recipe.stages import STAGES, EvaluateRecipe, Recipe
 from posttrain.recipe.trust import require_trust_of_run
 from posttrain.result import Result
@@ -396,15 +396,8 @@ def _layers(recipe: Sequence[RecipeLike], overrides: Mapping[str, Any]) -> list[
         layers.append(part)
     for key, value in overrides.items():
         values = plain_values({key: value})
-        layers.append(Layer(values, dict.fromkeys(_paths(values), f"argument {key}")))
+        layers.append(Layer(values, dict.fromkeys((path for path, _ in walk(values) if path), f"argument {key}")))
     return layers
-
-
-def _paths(values: Any, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Every key path in `values`, including sections."""
-    if not isinstance(values, dict):
-        return []
-    return [path for key, value in values.items() for path in [(*above, key), *_paths(value, (*above, key))]]
 
 
 def _resumed(stage: str, layers: Sequence[Layer], run: Path) -> Recipe:

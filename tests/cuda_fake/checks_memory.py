@@ -13,15 +13,13 @@ from posttrain.distributed import world
 from posttrain.distributed.sharding import local_shard
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.models.policy import Policy
-from posttrain.planning.devices import DEVICES
-from posttrain.planning.fit import at_peak, memory_rows
-from posttrain.planning.memory import at_a_time, engine_memory
+from posttrain.planning.memory import at_a_time, at_peak, engine_memory, memory_rows
 from posttrain.planning.model_sizes import PUBLISHED
 from posttrain.planning.workers import placement_of
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.model import OptimizerRecipe
-from posttrain.recipe.plan import ACTIVATIONS, ModelSizes, Plan
+from posttrain.recipe.plan import ACTIVATIONS, DEVICES, ModelSizes, Plan
 from posttrain.recipe.supervised import SftRecipe
 from posttrain.training.objectives import SupervisedObjective, logprobs
 from posttrain.training.optimizer import Optimizer

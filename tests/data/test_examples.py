@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from posttrain.data.examples import ROW_FUNCTIONS, read_examples
-from posttrain.data.messages import ConversationExample, PairExample, PromptExample, UnpairedExample
+from posttrain.data.messages import ConversationExample, PairExample, PromptExample, UnpairedExample, UnusableRow
 from posttrain.data.problems import Problems
 from posttrain.errors import InputError
 from posttrain.recipe.data import ColumnsRecipe, SourceRecipe
@@ -21,7 +21,11 @@ COLUMNS = ColumnsRecipe()
 
 
 def made(kind: str, row: Any, **columns: str) -> Any:
-    return ROW_FUNCTIONS[kind](row, "rows row 1", ColumnsRecipe(**columns))
+    """The example of a row, or its problem as text."""
+    try:
+        return ROW_FUNCTIONS[kind](row, "rows row 1", ColumnsRecipe(**columns))
+    except UnusableRow as problem:
+        return str(problem)
 
 
 @pytest.mark.parametrize(("kind", "row"), [(kind, row) for kind, rows in VALID.items() for row in rows])
@@ -377,7 +381,7 @@ def test_arguments_of_a_call_are_found_or_refused(call, arguments):
         {"role": "tool", "content": "r"},
         {"role": "assistant", "content": "a"},
     ]
-    read = ROW_FUNCTIONS["conversation"]({"messages": messages}, "row 1", ColumnsRecipe())
+    read = made("conversation", {"messages": messages})
     if isinstance(arguments, str):
         assert read.startswith(arguments)
     else:

@@ -4,15 +4,15 @@ import json
 
 import pytest
 
-from posttrain.data.examples import ROW_FUNCTIONS, read_examples
-from posttrain.data.messages import ConversationExample, PairExample, PromptExample, TextExample, UnpairedExample
+from posttrain.data.examples import read_examples
+from posttrain.data.messages import TextExample
 from posttrain.data.problems import Problems
 from posttrain.recipe.data import ColumnsRecipe, DataRecipe, SourceRecipe
 from posttrain.seeds import random_stream
 from tests.data.malformed import malformed
+from tests.data.test_examples import KINDS, made
 from tests.data.valid import check
 
-KINDS = {"conversation": ConversationExample, "pair": PairExample, "unpaired": UnpairedExample, "prompt": PromptExample}
 COLUMNS = ColumnsRecipe()
 
 
@@ -21,7 +21,7 @@ def test_malformed_rows_never_raise_and_never_become_invalid_examples(kind):
     draws = random_stream("test", "malformed", kind)
     used, problems = 0, Problems()
     for number, row in enumerate(malformed(kind, 2_600, draws), 1):
-        example = ROW_FUNCTIONS[kind](row, "rows row 1", COLUMNS)
+        example = made(kind, row)
         if isinstance(example, str):
             problems.add_text(example, f"rows row {number}")
             continue
@@ -68,11 +68,7 @@ def test_rows_that_survive_validation_can_be_tokenized(tiny_model, kind):
     renderer = Renderer(tokenizer, frozenset({tokenizer.eos_token_id}))
     recipe = DataRecipe.model_validate({"train": "unread.jsonl", "max_tokens": 512})
     draws = random_stream("test", "malformed tokens", kind)
-    examples = [
-        row
-        for row in (ROW_FUNCTIONS[kind](row, "rows row 1", COLUMNS) for row in malformed(kind, 1_000, draws))
-        if not isinstance(row, str)
-    ]
+    examples = [row for row in (made(kind, row) for row in malformed(kind, 1_000, draws)) if not isinstance(row, str)]
     problems = Problems()
     rows = list(tokenize(examples, recipe, renderer, "assistant", problems))
     assert len(rows) > 20

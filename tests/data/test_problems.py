@@ -56,14 +56,15 @@ def test_notes_do_not_fail_the_run_and_counts_are_split_stored_and_added():
     problems = counted(("null", "a row 1", "in `x`"), ("wrong role", "a row 2", ""))
     problems.note("cut", "a row 3")
     problems.used = 5
-    back = Problems.from_state(json.loads(json.dumps(problems.state())))
+    back = Problems()
+    back.include(json.loads(json.dumps(problems.state())))
     assert (back.summary(), back.total, back.used) == (problems.summary(), 2, 5)
     back.add("null", "a row 9")
     assert problems.total == 2
     first = counted(*[("null", f"a row {n}", "") for n in range(1, 5)])
     second = counted(*[("null", f"b row {n}", "") for n in range(1, 5)], ("wrong role", "b row 9", ""))
     second.used = 3
-    first.include(second)
+    first.include(second.state())
     assert first.summary() == [
         "8 rows dropped: null (a row 1, row 2, row 3, row 4, b row 1 and 3 more)",
         "1 row dropped: wrong role (b row 9)",

@@ -5,7 +5,6 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from posttrain.data.examples import conversation, pair, unpaired
 from posttrain.data.messages import ConversationExample, TextExample
 from posttrain.data.problems import Problems
 from posttrain.data.rendering import Renderer, TokenStream
@@ -13,12 +12,13 @@ from posttrain.data.tokens import TokenRow, load_rows, tokenize
 from posttrain.errors import InputError
 from posttrain.models.forward import TokenScores
 from posttrain.recipe.compose import load_recipe
-from posttrain.recipe.data import ColumnsRecipe, DataRecipe
+from posttrain.recipe.data import DataRecipe
 from posttrain.recipe.loss import KtoLoss, PreferenceLossRecipe, RewardLossRecipe
 from posttrain.recipe.units import UnitRewardsRecipe
 from posttrain.training.objectives import PairObjective, RewardObjective, SupervisedObjective, UnpairedObjective
 from posttrain.training.rows import samples_of_row
 from posttrain.training.unit_rewards import UnitRewardObjective, UnitValues
+from tests.data.test_examples import made
 from tests.evaluation.made import write
 
 LOSSES = TypeAdapter(PreferenceLossRecipe)
@@ -37,8 +37,8 @@ def file(tmp_path):
 
 
 def test_plain_text_is_not_rendered_and_rows_with_one_beginning_differ(renderer):
-    example = conversation({"text": "once upon a time"}, "row 1", ColumnsRecipe())
-    assert example == TextExample("once upon a time", "row 1")
+    example = made("conversation", {"text": "once upon a time"})
+    assert example == TextExample("once upon a time", "rows row 1")
     (row,) = tokenize([example], DataRecipe(train=["x"]), renderer, "assistant", Problems())
     (stream,) = row.streams
     assert stream.ids.tolist() == [*renderer.encode("once upon a time"), renderer.tokenizer.eos_token_id]
@@ -49,18 +49,18 @@ def test_plain_text_is_not_rendered_and_rows_with_one_beginning_differ(renderer)
 
 
 def test_messages_come_before_text_and_bad_text_is_a_counted_problem():
-    assert isinstance(conversation({"text": "a", "messages": TALK}, "r", ColumnsRecipe()), ConversationExample)
-    assert conversation({"body": "b"}, "r", ColumnsRecipe(text="body")) == TextExample("b", "r")
-    assert "`text` is a value of type int, not a text" in conversation({"text": 3}, "r", ColumnsRecipe())
-    assert "not a text" in conversation({"text": "  "}, "r", ColumnsRecipe())
+    assert isinstance(made("conversation", {"text": "a", "messages": TALK}), ConversationExample)
+    assert made("conversation", {"body": "b"}, text="body") == TextExample("b", "rows row 1")
+    assert "`text` is a value of type int, not a text" in made("conversation", {"text": 3})
+    assert "not a text" in made("conversation", {"text": "  "})
 
 
 @pytest.mark.parametrize("value", [0, -1, "x", True, float("inf")])
 def test_a_weight_is_a_number_above_0(value):
-    problem = conversation({"text": "a", "w": value}, "r", ColumnsRecipe(weight="w"))
+    problem = made("conversation", {"text": "a", "w": value}, weight="w")
     assert isinstance(problem, str)
     assert "weight is not a number above 0" in problem
-    assert "missing column" in conversation({"text": "a"}, "r", ColumnsRecipe(weight="w"))
+    assert "missing column" in made("conversation", {"text": "a"}, weight="w")
 
 
 def test_weights_are_read_and_cached(renderer, file, tmp_path):
@@ -107,8 +107,8 @@ def test_pairs_and_labeled_answers_have_weights(renderer, tmp_path):
         (rows,) = load_rows(kind, recipe, recipe.train, None, renderer, "assistant", Problems())
         assert {sample.weight for row in rows for sample in samples_of_row(row)} == {3.0}
     labeled = {"prompt": "Hi", "completion": "Hello", "label": True, "w": 0.5}
-    assert unpaired(labeled, "r", ColumnsRecipe(weight="w")).weight == 0.5
-    assert "weight is not a number above 0" in pair(PAIR | {"w": -1}, "r", ColumnsRecipe(weight="w"))
+    assert made("unpaired", labeled, weight="w").weight == 0.5
+    assert "weight is not a number above 0" in made("pair", PAIR | {"w": -1}, weight="w")
 
 
 @pytest.mark.parametrize("name", ["dpo", "reward", "kto", "units"])
@@ -119,10 +119,12 @@ def test_the_loss_of_preferences_is_the_weighted_mean_over_rows_for_any_split(na
     def samples_of(rows):
         stream = TokenStream(np.arange(4), np.arange(4) > 1)
         streams = [stream] if name == "kto" else [stream] * 2
-        made = [one for row in rows for one in samples_of_row(TokenRow(streams, "r", weight=weights_of_rows[row]), row)]
-        for sample in made:
+        samples = [
+            one for row in rows for one in samples_of_row(TokenRow(streams, "r", weight=weights_of_rows[row]), row)
+        ]
+        for sample in samples:
             sample.ref_logprobs = np.full(2, -0.7, dtype=np.float32)
-        return made
+        return samples
 
     def loss_of(rows, divisor=None):
         samples = samples_of(rows)

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from posttrain.recipe.metrics import declared
 from posttrain.runs.panels import all_metrics
+from tests.conftest import declared
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

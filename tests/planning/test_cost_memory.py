@@ -1,4 +1,4 @@
-"""Memory of placements: to the byte for tiny shapes, and how it shrinks with devices."""
+"""Memory of placements and of teachers: to the byte for tiny shapes, and how it shrinks with devices. Parameters by hand."""
 
 from dataclasses import replace
 from functools import cache
@@ -7,10 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.planning.devices import DEVICES
-from posttrain.planning.memory import ModelSizes, at_a_time, engine_memory, memory_estimate, peak_memory
+from posttrain.planning.dry_run import batch_arithmetic
+from posttrain.planning.memory import ModelSizes, at_a_time, engine_memory, memory_estimate
+from posttrain.planning.model_sizes import published_sizes
 from posttrain.recipe.compose import load_recipe
-from posttrain.recipe.plan import ALONE, Placement
+from posttrain.recipe.distill import DistillRecipe
+from posttrain.recipe.plan import ALONE, DEVICES, Placement
+from posttrain.recipe.rl import RlRecipe
 
 SIZES = ModelSizes(1000, 2, 8, 16, 4, 2, 2, 100)
 QWEN3_4B = ModelSizes(4_022_000_000, 36, 2560, 9728, 32, 8, 128, 151_936)
@@ -52,6 +55,12 @@ def test_the_largest_moment_of_a_pass_decides():
     assert whole == 2 * (2 * head + 2 * layer)
 
 
+def peaks(recipe, sizes, placed):
+    """Bytes while learning and while sampling."""
+    engine = engine_memory(recipe, sizes, placed)
+    return [sum(at.values()) for at in at_a_time(recipe, memory_estimate(recipe, sizes, placed), engine, placed)]
+
+
 def test_an_engine_in_a_separate_process():
     beside = Placement(4, 4, engines=2, tensor=2, colocated=False)
     rows = sizes_of(engine_memory(recipe_of(), SIZES, beside))
@@ -69,9 +78,7 @@ def test_a_colocated_engine_sleeps_while_the_learner_learns():
     engine = rows["weights of the engine"] + rows["key/value cache, at most"]
     passing = rows["activations, roughly"] + rows["logits"] + rows["gathered temporarily"] + rows["gradients"]
     passing += rows["float32 masters and their gradients"] * 2 // 3
-    assert peak_memory(recipe_of(), SIZES, placed) == (sum(rows.values()) - engine, sum(rows.values()) - passing)
-    beside = Placement(2, 2, engines=2, colocated=False)
-    assert peak_memory(recipe_of(), SIZES, beside) == (sum(rows.values()) - engine, engine)
+    assert peaks(recipe_of(), SIZES, placed) == [sum(rows.values()) - engine, sum(rows.values()) - passing]
 
 
 def test_what_rollouts_offload_of_sharded_state():
@@ -163,9 +170,80 @@ def test_four_bit_matrices_are_an_eighth_of_float32():
 def test_more_devices_never_take_more_memory_each(power, tensor, checkpointing, sizes):
     recipe = recipe_of(f"model.gradient_checkpointing={checkpointing}")
     fewer, more = 2 ** (power + 1), 2 ** (power + 2)
-    before, after = (peak_memory(recipe, sizes, Placement(n, n, engines=n)) for n in (fewer, more))
+    before, after = (peaks(recipe, sizes, Placement(n, n, engines=n)) for n in (fewer, more))
     assert after[0] <= before[0]
     assert after[1] <= before[1]
     placed = (Placement(16, 16, engines=1, tensor=t) for t in (2**tensor, 2 ** (tensor + 1)))
     narrow, wide = (sum(sizes_of(engine_memory(recipe, sizes, place)).values()) for place in placed)
     assert wide <= narrow
+
+
+# -- distillation ----------------------------------------------------------------------------------------------------
+
+SMOL = 134_515_008
+TAUGHT = ModelSizes(1_000_000, 2, 64, 128, 4, 2, 16, 1000)
+
+
+def distilling(teacher, **keys):
+    return DistillRecipe.model_validate({"teacher": teacher, "learner": {"logits_per_chunk": 100}} | keys)
+
+
+def taught(teacher, **keys):
+    return memory_estimate(distilling(teacher, **keys), TAUGHT)
+
+
+def test_memory_of_local_remote_and_shared_teachers():
+    assert taught({"path": "packaged:smollm2-135m"})["teacher"][0] == 4 * SMOL
+    assert taught({"path": "packaged:smollm2-135m", "dtype": "bfloat16"})["teacher"][0] == 2 * SMOL
+    assert taught({"path": "runs/later/model"})["teacher"] == (4_000_000, "assuming the size of the policy")
+    in_the_reward = RlRecipe.model_validate({"teacher": {"path": "packaged:smollm2-135m"}})
+    assert memory_estimate(in_the_reward, TAUGHT)["teacher"][0] == 4 * SMOL
+    assert taught({"urls": ["http://a/v1"]})["teacher"][0] == 0
+    assert taught({"policy": "current", "context": "x"})["teacher"][0] == 0
+    assert taught({"policy": "initial", "context": "x"})["teacher"][0] == 4_000_000
+    assert taught({"policy": "initial", "context": "x"}, model={"lora": {}})["teacher"][0] == 0
+
+
+def test_memory_of_distributions_by_candidates_or_vocabulary():
+    rollout = {"groups_per_step": 2, "episodes_per_group": 3, "tokens_per_turn": 10}
+    environment = {"type": "bandit"}
+    tokens = 2 * 3 * 10 * distilling({"path": "a"}, environment=environment).environment.max_turns
+    assert "teacher's distributions, at most" not in taught({"path": "a"})
+    for top_k, size in ((50, 50 * 8), (None, 1000 * 4)):
+        rows = taught({"path": "a"}, loss={"type": "jsd", "top_k": top_k}, rollout=rollout, environment=environment)
+        assert rows["teacher's distributions, at most"][0] == tokens * size
+        assert rows["logits"][0] == 24 * 100 * 1000
+
+
+def test_the_arithmetic_names_the_teacher_and_the_fixed_rows():
+    rows = {"data": {"train": "rows.jsonl"}, "share": 0.25}
+    lines = batch_arithmetic(distilling({"path": "a"}, loss={"type": "jsd"}, off_policy=rows, steps=40))
+    assert "teacher: a" in lines
+    assert any("about 10 of 40 steps" in line for line in lines)
+
+
+# -- parameters ------------------------------------------------------------------------------------------------------
+
+# One layer: queries 3x4, keys and values 3x2 each, output 4x3, and three matrices 3x5.
+BY_HAND = ModelSizes(0, 2, 3, 5, 2, 1, 2, 7)
+LAYER = 3 * 4 + 3 * 2 + 3 * 2 + 4 * 3 + 3 * 3 * 5
+OF_EXPERTS = replace(BY_HAND, experts=4, experts_per_token=2)
+SHARED = 3 * 4 + 3 * 2 + 3 * 2 + 4 * 3 + 3 * 4
+EXPERT = 3 * 3 * 5
+
+
+def test_parameters_by_hand_of_a_dense_model_and_of_one_that_stores_all_experts():
+    assert (BY_HAND.layer, BY_HAND.active_layer, BY_HAND.head) == (LAYER, LAYER, 21)
+    assert BY_HAND.computed_parameters == 21 + 2 * (LAYER + 6) + 3
+    assert replace(BY_HAND, tied=False).computed_parameters == BY_HAND.computed_parameters + 21
+    assert (OF_EXPERTS.layer, OF_EXPERTS.active_layer) == (SHARED + 4 * EXPERT, SHARED + 2 * EXPERT)
+    assert OF_EXPERTS.computed_parameters == 21 + 2 * (SHARED + 4 * EXPERT + 6) + 3
+
+
+def test_the_sizes_of_published_models_add_up():
+    """Parameters as their model cards state them: 4.0, 32.8 and 235 billion, 22 of which are active."""
+    qwen4, qwen32, qwen235 = (published_sizes(f"Qwen3-{size}") for size in ("4B", "32B", "235B-A22B"))
+    found = [sizes.computed_parameters / 1e9 for sizes in (qwen4, qwen32, qwen235)]
+    assert found == pytest.approx([4.02, 32.8, 235.1], rel=2e-3)
+    active = qwen235.layers * qwen235.active_layer + 2 * qwen235.head
+    assert active / 1e9 == pytest.approx(22.2, rel=2e-3)

@@ -6,10 +6,10 @@ import torch
 from posttrain.cli.main import main
 from posttrain.errors import InputError
 from posttrain.models import load
-from posttrain.planning import fit
-from posttrain.planning.devices import DEVICES, Device
+from posttrain.planning import memory as fit
 from posttrain.planning.model_sizes import published_sizes
 from posttrain.recipe.compose import load_recipe
+from posttrain.recipe.plan import DEVICES, Device
 from posttrain.stages import run_stage
 
 

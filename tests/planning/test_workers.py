@@ -6,12 +6,12 @@ import pytest
 from rich.console import Console
 
 from posttrain.errors import InputError
-from posttrain.planning.devices import DEVICES, device_of
 from posttrain.planning.dry_run import show_plan
 from posttrain.planning.memory import dedicated_memory, engine_memory, memory_estimate, process_memory, with_dtypes
 from posttrain.planning.model_sizes import published_sizes
 from posttrain.planning.workers import Node, living, place, placement_of, workers_of
 from posttrain.recipe.compose import load_recipe
+from posttrain.recipe.plan import DEVICES, device_of
 
 H100 = DEVICES["h100"]
 QWEN3_4B = published_sizes("Qwen3-4B")

@@ -1,29 +1,12 @@
-"""The keys of asynchronous rollouts: incompatible keys, keys without effect, and the plan."""
+"""The keys of asynchronous rollouts: keys without effect, and the plan."""
 
-import pytest
-
-from posttrain.errors import InputError
-from posttrain.planning.devices import DEVICES
 from posttrain.planning.dry_run import batch_arithmetic
 from posttrain.planning.memory import ModelSizes, memory_estimate
 from posttrain.recipe.compose import load_recipe
-from posttrain.recipe.plan import Placement
+from posttrain.recipe.plan import DEVICES, Placement
 from posttrain.recipe.warnings import recipe_warnings
 
 TINY = ModelSizes(1000, 2, 32, 64, 4, 2, 8, 400)
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (["rollout.max_staleness=3", "learner.updates_per_step=2"], "every episode is 4 updates old .* would drop"),
-        (["rollout.on_new_weights=continue", "hardware.ray=auto"], "load new weights only between"),
-        (["reward.path=x", "hardware.processes=2"], "only the first process samples and scores"),
-    ],
-)
-def test_incompatible_keys_are_refused(given, words):
-    with pytest.raises(InputError, match=words):
-        load_recipe([], ["rollout.async_rollouts=2", *given], "rl")
 
 
 def test_keys_without_effect_are_reported():

@@ -11,7 +11,7 @@ from posttrain.errors import InputError
 from posttrain.recipe import catalogue
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.pipeline import load_pipeline
-from posttrain.recipe.study_file import load_study
+from posttrain.recipe.study import load_study
 
 ROOT = Path(__file__).parents[2]
 

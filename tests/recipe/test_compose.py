@@ -13,6 +13,10 @@ from posttrain.recipe.model import LoraRecipe
 from posttrain.recipe.sources import dump_values, merge, read_text
 from posttrain.recipe.warnings import recipe_warnings
 
+VLLM, AHEAD = ["engine.type=vllm"], ["rollout.async_rollouts=2"]
+COOL = ["rollout.sampling.temperature=0.7", "rollout.sampling.top_p=0.95"]
+SCORED = ["environment.type=text_task", "environment.prompts=x.jsonl", "environment.reward=rewards.py:score"]
+
 
 def complaint(*overrides, sources=(), stage="rl"):
     with pytest.raises(InputError) as caught:
@@ -104,6 +108,34 @@ def test_a_missing_file(recipe_file, tmp_path):
         (["a..b=1"], "override a..b=1: 'a..b' is not a dotted key; write `section.key=value`"),
         (["steps"], "override 'steps' has no value; write `steps=value`"),
         (["sinks=[a"], "override sinks=[a: the value is not YAML; quote it if it is text"),
+        (["sinks=&a [*a]"], "override sinks=&a [*a] line 1: the alias contains itself"),
+        (
+            ["sinks=[{a: 1, a: 2}]"],
+            "override sinks=[{a: 1, a: 2}] line 1: 0.a is also given in line 1; keep one of them",
+        ),
+        ([*VLLM, "engine.urls=[http://a:1]", "engine.servers=2"], "`servers` has no effect: urls is"),
+        ([*VLLM, "engine.urls=[a:1]"], "must begin with http"),
+        ([*VLLM, "engine.adapters=adapter_only"], "set `model.lora`"),
+        ([*VLLM, *COOL, "loss.old=rollout"], "`loss.old: rollout` would treat truncation"),
+        ([*VLLM, *COOL, "loss.correction.weights=sequence"], "`loss.correction.weights: sequence` would treat"),
+        (
+            [*AHEAD, "rollout.max_staleness=3", "learner.updates_per_step=2"],
+            "every episode is 4 updates old when it is",
+        ),
+        ([*AHEAD, "rollout.on_new_weights=continue", "hardware.ray=auto"], "load new weights only between"),
+        ([*AHEAD, "reward.path=x", "hardware.processes=2"], "only the first process samples and scores"),
+        (["credit.type=pass_at_k", "credit.k=5", "rollout.episodes_per_group=4"], "`credit.k` (5) is more than"),
+        (["credit.type=gdpo", *SCORED, "rollout.episodes_per_group=1"], "compares the episodes of a group"),
+        (["credit.type=maxrl", "rollout.missing_eos_penalty=1"], "`rollout.missing_eos_penalty` can make returns"),
+        (["credit.type=maxrl", "kl.coefficient=0.1", "kl.apply_to=reward", "kl.estimator=k1"], "`kl.apply_to` can"),
+        (["credit.type=maxrl", *SCORED, "teacher.path=t"], "`teacher` can make returns negative"),
+        (
+            ["credit.type=maxrl", "environment.type=frozen_lake"],
+            "`environment.format.penalty` can make returns negative",
+        ),
+        (["credit.type=maxrl", "environment.type=bandit", "environment.format.penalty=0"], "`environment.low_risk`"),
+        (["credit.type=gdpo", "environment.type=bandit"], "`environment.type: bandit`) reports none"),
+        (["credit.type=gdpo", *SCORED, "environment.reward=exact"], "`environment.type: text_task`) reports none"),
         (["sinks=[wandb]", "sinks.x=1"], "sinks: given both as a list and as a section; keep one of them"),
     ],
 )

@@ -15,8 +15,7 @@ import yaml
 from posttrain.recipe.catalogue import recipe_file, recipe_names
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.sources import read_file
-from posttrain.recipe.study import grid_of
-from posttrain.recipe.study_file import load_study
+from posttrain.recipe.study import grid_of, load_study
 from tests.docs.test_site import module
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.pipeline import load_pipeline
 from posttrain.recipe.sources import Layer, dump_values, read_text
 from posttrain.recipe.stages import STAGES
-from posttrain.recipe.study_file import load_study
+from posttrain.recipe.study import load_study
 from posttrain.recipe.trust import remember, require_trust_of_run, uses
 from tests.recipe.marks import marked_keys, table
 

@@ -9,11 +9,10 @@ from transformers import AutoModelForCausalLM
 
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.components import environment_class
-from posttrain.recipe.metrics import declared
 from posttrain.recipe.model import ModelRecipe
 from posttrain.runs.metrics import MetricsLog
 from posttrain.runs.panels import all_metrics
-from tests.conftest import save_tiny_model
+from tests.conftest import declared, save_tiny_model
 
 
 @pytest.fixture(autouse=True)

@@ -12,11 +12,11 @@ from posttrain.recipe.catalogue import recipe_names
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.guards import GUARDS, GuardRecipe
 from posttrain.recipe.loss import EntropyRecipe, KlRecipe
-from posttrain.recipe.metrics import declared
 from posttrain.recipe.needs import advised, without_effect
 from posttrain.recipe.reference import metrics_of
 from posttrain.recipe.stages import STAGES
 from posttrain.training.controllers import EntropyController, Guards, KlController
+from tests.conftest import declared
 
 
 def guards_with(**keys):

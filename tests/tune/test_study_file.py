@@ -8,8 +8,7 @@ import yaml
 
 from posttrain.cli.main import main
 from posttrain.errors import InputError
-from posttrain.recipe.study import grid_of
-from posttrain.recipe.study_file import load_study
+from posttrain.recipe.study import grid_of, load_study
 from posttrain.tune.report import short_names
 from posttrain.tune.study import check_space, distributions, from_storage, to_storage
 

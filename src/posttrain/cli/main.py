@@ -8,23 +8,17 @@ from contextlib import nullcontext
 from typing import Annotated, Any
 
 import typer
-from typer import Option
+from typer import Argument, Option
 
 from posttrain import __version__
-from posttrain.cli.chat import chat
 from posttrain.cli.data import app as data
-from posttrain.cli.doctor import doctor
 from posttrain.cli.env import app as env
 from posttrain.cli.evaluate import app as evaluate
+from posttrain.cli.models import chat, serve
 from posttrain.cli.plugins import PluginGroup, usage_message
-from posttrain.cli.publish import export
-from posttrain.cli.recipe import recipe
-from posttrain.cli.runs import compare, episodes, plot, report
-from posttrain.cli.serve import serve
-from posttrain.cli.stages import OPEN, demo, distill, dpo, fit_normalizer, generate, pipeline, plan, reward, rl, sft
-from posttrain.cli.storage import app as runs
-from posttrain.cli.tune import tune
-from posttrain.cli.view import view
+from posttrain.cli.runs import app as runs
+from posttrain.cli.runs import compare, episodes, export, plot, report, view
+from posttrain.cli.stages import KEYED, OPEN, demo, fit_normalizer
 from posttrain.distributed.stopping import second_signal_ends
 from posttrain.errors import PosttrainError, plain_warnings
 from posttrain.plugins import trusting
@@ -36,9 +30,51 @@ _UsageError: Any = typer.BadParameter.__base__
 _INTERRUPTED = 130
 """Exit code after Ctrl-C or SIGTERM."""
 
+
+def doctor() -> None:
+    """Describe this machine: versions, devices and missing extras. Add the output to bug reports.
+
+    Example:
+    posttrain doctor
+    """
+    from posttrain.doctor import machine
+
+    for name, fact in machine():
+        typer.echo(f"{name:<14}  {fact}")
+
+
+_ABOUT = "`list` for the recipes that can be named; or a key or a section to explain."
+_STAGE = "The stage whose keys are shown: rl, sft, reward, dpo, evaluate or generate."
+_MARKDOWN = "All keys of all stages, as docs/reference/recipes.md."
+
+
+def recipe(
+    about: Annotated[str, Argument(metavar="[list | KEY]", help=_ABOUT)] = "",
+    stage: Annotated[str, Option(help=_STAGE)] = "rl",
+    markdown: Annotated[bool, Option("--markdown", help=_MARKDOWN)] = False,
+) -> None:
+    """Show the keys of a recipe: what they may be, their default, and what they do.
+
+    Examples:
+    posttrain recipe list
+    posttrain recipe
+    posttrain recipe rollout.sampling
+    posttrain recipe credit --stage rl
+    """
+    from posttrain.recipe.pages import list_recipes, markdown_reference, show_keys
+    from posttrain.terminal import new_console
+
+    if markdown:
+        typer.echo(markdown_reference(), nl=False)
+    elif about == "list":
+        list_recipes(new_console())
+    else:
+        show_keys(about, stage, new_console())
+
+
 _SETTINGS: dict[str, Any] = {"pretty_exceptions_enable": False, "add_completion": False, "rich_markup_mode": "markdown"}
 app = typer.Typer(cls=PluginGroup, no_args_is_help=True, **_SETTINGS)
-for verb in (sft, reward, dpo, rl, distill, generate, pipeline, plan, tune):
+for verb in KEYED:
     app.command(context_settings=OPEN)(verb)
 for plain in (demo, chat, compare, plot, report, view, episodes, recipe, doctor, export, serve):
     app.command()(plain)

@@ -1,4 +1,4 @@
-"""The commands that run stages and pipelines, and the options that they share."""
+"""The commands that run stages, pipelines and studies, and the options that they share."""
 
 import difflib
 import os
@@ -14,9 +14,9 @@ from typer import Argument, Option
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from posttrain.planning.devices import Device
     from posttrain.planning.memory import ModelSizes
     from posttrain.recipe.pipeline import PipelineRecipe
+    from posttrain.recipe.plan import Device
     from posttrain.recipe.stages import Recipe
 
 
@@ -153,8 +153,8 @@ def check_machine(recipe: "Recipe", sizes: "ModelSizes | None", device: "Device 
     more memory than they have. Prints a warning if it may need more."""
     import torch
 
-    from posttrain.planning.fit import require_memory
     from posttrain.planning.inputs import require_extras
+    from posttrain.planning.memory import require_memory
     from posttrain.runs.machine import memory_of_processors
 
     if device is None:
@@ -169,7 +169,7 @@ def check_machine(recipe: "Recipe", sizes: "ModelSizes | None", device: "Device 
 def planned_device(dry_run: bool, on: str | None, full: bool = False) -> "Device | None":
     """The GPU that `--on` names. Raises InputError for options that have no effect without `--dry-run`."""
     from posttrain.errors import InputError
-    from posttrain.planning.devices import device_of
+    from posttrain.recipe.plan import device_of
 
     for option, given in (("--on", on is not None), ("--full", full)):
         if given and not dry_run:
@@ -517,3 +517,49 @@ def fit_normalizer(
 
     for line in fit_run(directory, data):
         typer.echo(line)
+
+
+_STUDY_WORDS = (
+    "Overrides of the study: `trials=30`, `workers=2`, `search.KEY.high=1e-4`, or `keys.KEY=value` for a recipe key of all "
+    "trials."
+)
+
+
+_GROUP_HELP = (
+    "Run only this group of a study with `groups`: its number, counted from 1, or its name. The best values of earlier groups "
+    "apply if the study has run them."
+)
+
+
+def tune(
+    file: Annotated[str, Argument(metavar="STUDY", help="A study file, or a name from `posttrain recipe list`.")],
+    words: Annotated[list[str] | None, Argument(metavar="[key=value ...]", help=_STUDY_WORDS)] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="Show the trials and run nothing.")] = False,
+    resume: Annotated[bool, Option("--resume", help="Resume the existing study.")] = False,
+    group: Annotated[str | None, Option(metavar="GROUP", help=_GROUP_HELP)] = None,
+) -> None:
+    """Search for values of recipe keys. Every trial is a run, scored by a held-out metric.
+
+    Examples:
+    posttrain tune rlhf/tune_sft --dry-run
+    posttrain tune rlhf/tune_sft trials=8 keys.model.path=packaged:smollm2-135m
+    posttrain tune rlhf/tune_sft --resume workers=2
+    posttrain tune ragen/search --group 2
+    """
+    from posttrain.plugins import require_module
+    from posttrain.recipe.study import load_study
+    from posttrain.terminal import new_console
+
+    file, overrides = one_file("tune", [file, *(words or [])], "study", "rlhf/tune_sft", "--group")
+    study, console = load_study(file, overrides), new_console()
+    require_module("optuna", "posttrain tune")
+    from posttrain.tune.run import run_study, show_study
+
+    if dry_run:
+        show_study(study, console, group)
+    else:
+        run_study(study, resume, console, group)
+
+
+KEYED = (sft, reward, dpo, rl, distill, generate, pipeline, plan, tune)
+"""The commands that accept keys of a recipe, in the order of the help text."""

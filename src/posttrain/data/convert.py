@@ -189,11 +189,12 @@ def convert_rows(
         if isinstance(converted, str):
             result.skipped[converted] += 1
             continue
-        checked = ROW_FUNCTIONS[converter.kind](converted, origin, ColumnsRecipe())
-        if isinstance(checked, str):
-            result.problems.add_text(checked, origin)
-            continue
-        written.append(converted)
+        try:
+            ROW_FUNCTIONS[converter.kind](converted, origin, ColumnsRecipe())
+        except UnusableRow as problem:
+            result.problems.add_text(str(problem), origin)
+        else:
+            written.append(converted)
     if shuffle:
         order = random_stream("convert", "shuffle").permutation(len(written))[:limit]
         written = [written[index] for index in order]

@@ -1,7 +1,7 @@
 """Converting rows to typed examples.
 
-For any row, the functions in this file return an example of `posttrain.data.messages`, or a text `category: detail`
-that describes the problem. They never raise. Every example satisfies:
+For any row, the functions in this file return an example of `posttrain.data.messages`, or raise UnusableRow. Every example
+satisfies:
 
 - Roles are system, user, assistant and tool.
 - An assistant message follows a message of another role, or opens the conversation before a user message; a tool message
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from posttrain.data.files import Row, read_rows
+from posttrain.data.files import read_rows
 from posttrain.data.messages import (
     ConversationExample,
     Message,
@@ -108,136 +108,121 @@ def read_examples(
     is one row and two examples. InputError, at the call, for a source that does not exist.
     """
     opened = [(read_rows(source), source.folder) for source in sources]
-    return _examples(kind, opened, columns, problems, max_rows)
+
+    def examples() -> Iterator[Example]:
+        for rows, folder in opened:
+            taken = 0
+            for origin, row in rows:
+                row = _usual_columns(row, columns, origin, problems)
+                try:
+                    if isinstance(row, str):  # the problem of a row that could not be read
+                        raise UnusableRow(row)
+                    with rows_from(folder):
+                        example = ROW_FUNCTIONS[kind](row, origin, columns)
+                except UnusableRow as problem:
+                    problems.add_text(str(problem), origin)
+                    continue
+                problems.used += 1
+                taken += 1
+                if kind == "unpaired" and isinstance(example, PairExample):
+                    shared = (example.origin, example.domain, example.tools, example.weight)
+                    yield UnpairedExample(example.prompt, example.chosen, True, *shared)
+                    yield UnpairedExample(example.prompt, example.rejected, False, *shared)
+                else:
+                    yield example
+                if taken == max_rows:
+                    break
+
+    return examples()
 
 
-def _examples(
-    kind: Kind,
-    sources: list[tuple[Iterator[Row], Path | None]],
-    columns: ColumnsRecipe,
-    problems: Problems,
-    max_rows: int | None,
-) -> Iterator[Example]:
-    for rows, folder in sources:
-        taken = 0
-        for origin, row in rows:
-            row = _usual_columns(row, columns, origin, problems)
-            with rows_from(folder):
-                example = row if isinstance(row, str) else ROW_FUNCTIONS[kind](row, origin, columns)
-            if isinstance(example, str):
-                problems.add_text(example, origin)
-                continue
-            problems.used += 1
-            taken += 1
-            if kind == "unpaired" and isinstance(example, PairExample):
-                shared = (example.origin, example.domain, example.tools, example.weight)
-                yield UnpairedExample(example.prompt, example.chosen, True, *shared)
-                yield UnpairedExample(example.prompt, example.rejected, False, *shared)
-            else:
-                yield example
-            if taken == max_rows:
-                break
-
-
-def conversation(row: Any, origin: str, columns: ColumnsRecipe) -> ConversationExample | TextExample | str:
+def conversation(row: Any, origin: str, columns: ColumnsRecipe) -> ConversationExample | TextExample:
     """Read `messages` (also ShareGPT's `from` and `value`), a prompt and a completion, or plain `text`."""
-    try:
-        chat = (columns.messages, columns.prompt, columns.context_messages, columns.completion)
-        if _cells(row).get(columns.text) is not None and all(row.get(name) is None for name in chat):
-            if not isinstance(row[columns.text], str) or not row[columns.text].strip():
-                raise UnusableRow("empty or wrong type", f"`{columns.text}` is {short(row[columns.text])}, not a text")
-            check_text(row[columns.text], f"`{columns.text}`")
-            return TextExample(row[columns.text], origin, _domain(row, columns), _weight(row, columns))
-        if row.get(columns.messages) is not None:
-            messages = messages_of(row[columns.messages], columns.messages)
-        else:
-            prompt = _prompt(row, columns)
-            if prompt is None and columns.completion in row:
-                raise _missing(row, columns.prompt, columns.context_messages)
-            if prompt is None:
-                name = messages_column(row)
-                hint = f"; to read `{name[:40]}`, set `columns.messages={name[:40]}`" if name else ""
-                raise _missing(row, columns.messages, columns.prompt, hint=hint)
-            messages = [*prompt, *_answer(row, columns.completion, prompt)]
-        check_conversation(messages)
-        return ConversationExample(messages, origin, **_common(row, columns))
-    except UnusableRow as problem:
-        return str(problem)
-
-
-def pair(row: Any, origin: str, columns: ColumnsRecipe) -> PairExample | str:
-    """Read chosen and rejected answers to a prompt, or two conversations with common first messages."""
-    try:
-        prompt = _prompt(_cells(row), columns)
-        if prompt is None:
-            if any(isinstance(row.get(name), str) for name in (columns.chosen, columns.rejected)):
-                raise UnusableRow(
-                    "answers as text without a prompt",
-                    f"needs the column `{columns.prompt}`, or whole conversations in `{columns.chosen}` and "
-                    f"`{columns.rejected}`",
-                )
-            prompt = []
-        chosen = _answer(row, columns.chosen, prompt)
-        rejected = _answer(row, columns.rejected, prompt)
-        for side in (chosen, rejected):
-            check_conversation([*prompt, *side])
-        compared = [list(map(without_training_keys, side)) for side in (chosen, rejected)]
-        if compared[0] == compared[1]:
-            raise UnusableRow("chosen equals rejected")
-        if not prompt:
-            last = min(map(len, compared)) - 1  # the last message of either is its answer
-            shared = next((i for i in range(last) if compared[0][i] != compared[1][i]), last)
-            prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-        for side in (chosen, rejected):
-            _check_trained(side)
-        margin, value = None, row.get(columns.margin)
-        if value is not None and not (isinstance(value, str) and not value.strip()):
-            margin = _as_number(value)
-            if not 0 <= margin < math.inf:
-                raise UnusableRow("margin is not a number of 0 or more", f"`{columns.margin}` is {short(value)}")
-        return PairExample(prompt, chosen, rejected, origin, margin, **_common(row, columns))
-    except UnusableRow as problem:
-        return str(problem)
-
-
-def unpaired(row: Any, origin: str, columns: ColumnsRecipe) -> UnpairedExample | PairExample | str:
-    """Read a prompt, a completion and a label, or a pair in a row that has no completion."""
-    try:
-        has = {name for name, value in _cells(row).items() if value is not None}
-        if columns.completion not in has and {columns.chosen, columns.rejected} <= has:
-            return pair(row, origin, columns)
+    chat = (columns.messages, columns.prompt, columns.context_messages, columns.completion)
+    if _cells(row).get(columns.text) is not None and all(row.get(name) is None for name in chat):
+        if not isinstance(row[columns.text], str) or not row[columns.text].strip():
+            raise UnusableRow("empty or wrong type", f"`{columns.text}` is {short(row[columns.text])}, not a text")
+        check_text(row[columns.text], f"`{columns.text}`")
+        return TextExample(row[columns.text], origin, _domain(row, columns), _weight(row, columns))
+    if row.get(columns.messages) is not None:
+        messages = messages_of(row[columns.messages], columns.messages)
+    else:
         prompt = _prompt(row, columns)
-        if prompt is None:
+        if prompt is None and columns.completion in row:
             raise _missing(row, columns.prompt, columns.context_messages)
-        completion = _answer(row, columns.completion, prompt)
-        check_conversation([*prompt, *completion])
-        _check_trained(completion)
-        return UnpairedExample(prompt, completion, _label(row, columns), origin, **_common(row, columns))
-    except UnusableRow as problem:
-        return str(problem)
+        if prompt is None:
+            name = messages_column(row)
+            hint = f"; to read `{name[:40]}`, set `columns.messages={name[:40]}`" if name else ""
+            raise _missing(row, columns.messages, columns.prompt, hint=hint)
+        messages = [*prompt, *_answer(row, columns.completion, prompt)]
+    check_conversation(messages)
+    return ConversationExample(messages, origin, **_common(row, columns))
 
 
-def prompt(row: Any, origin: str, columns: ColumnsRecipe) -> PromptExample | str:
+def pair(row: Any, origin: str, columns: ColumnsRecipe) -> PairExample:
+    """Read chosen and rejected answers to a prompt, or two conversations with common first messages."""
+    prompt = _prompt(_cells(row), columns)
+    if prompt is None:
+        if any(isinstance(row.get(name), str) for name in (columns.chosen, columns.rejected)):
+            raise UnusableRow(
+                "answers as text without a prompt",
+                f"needs the column `{columns.prompt}`, or whole conversations in `{columns.chosen}` and "
+                f"`{columns.rejected}`",
+            )
+        prompt = []
+    chosen = _answer(row, columns.chosen, prompt)
+    rejected = _answer(row, columns.rejected, prompt)
+    for side in (chosen, rejected):
+        check_conversation([*prompt, *side])
+    compared = [list(map(without_training_keys, side)) for side in (chosen, rejected)]
+    if compared[0] == compared[1]:
+        raise UnusableRow("chosen equals rejected")
+    if not prompt:
+        last = min(map(len, compared)) - 1  # the last message of either is its answer
+        shared = next((i for i in range(last) if compared[0][i] != compared[1][i]), last)
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    for side in (chosen, rejected):
+        _check_trained(side)
+    margin, value = None, row.get(columns.margin)
+    if value is not None and not (isinstance(value, str) and not value.strip()):
+        margin = _as_number(value)
+        if not 0 <= margin < math.inf:
+            raise UnusableRow("margin is not a number of 0 or more", f"`{columns.margin}` is {short(value)}")
+    return PairExample(prompt, chosen, rejected, origin, margin, **_common(row, columns))
+
+
+def unpaired(row: Any, origin: str, columns: ColumnsRecipe) -> UnpairedExample | PairExample:
+    """Read a prompt, a completion and a label, or a pair in a row that has no completion."""
+    has = {name for name, value in _cells(row).items() if value is not None}
+    if columns.completion not in has and {columns.chosen, columns.rejected} <= has:
+        return pair(row, origin, columns)
+    prompt = _prompt(row, columns)
+    if prompt is None:
+        raise _missing(row, columns.prompt, columns.context_messages)
+    completion = _answer(row, columns.completion, prompt)
+    check_conversation([*prompt, *completion])
+    _check_trained(completion)
+    return UnpairedExample(prompt, completion, _label(row, columns), origin, **_common(row, columns))
+
+
+def prompt(row: Any, origin: str, columns: ColumnsRecipe) -> PromptExample:
     """Read a prompt, or the messages before the last answer of a conversation or of a chosen one.
 
     The example keeps the complete row.
     """
-    try:
-        messages = _prompt(_cells(row), columns)
-        if messages is None:
-            name = next((name for name in (columns.messages, columns.chosen) if isinstance(row.get(name), list)), None)
-            if name is None:
-                raise _missing(row, columns.prompt, columns.context_messages)
-            messages = messages_of(row[name], name)
-            check_conversation(messages)
-            messages = messages[: max(n for n, message in enumerate(messages) if message["role"] == "assistant")]
-        check_value(row, "the row", json_only=False)
-        return PromptExample(messages, origin, row, _domain(row, columns), _tools(row, columns))
-    except UnusableRow as problem:
-        return str(problem)
+    messages = _prompt(_cells(row), columns)
+    if messages is None:
+        name = next((name for name in (columns.messages, columns.chosen) if isinstance(row.get(name), list)), None)
+        if name is None:
+            raise _missing(row, columns.prompt, columns.context_messages)
+        messages = messages_of(row[name], name)
+        check_conversation(messages)
+        messages = messages[: max(n for n, message in enumerate(messages) if message["role"] == "assistant")]
+    check_value(row, "the row", json_only=False)
+    return PromptExample(messages, origin, row, _domain(row, columns), _tools(row, columns))
 
 
-ROW_FUNCTIONS: dict[Kind, Callable[[Any, str, ColumnsRecipe], Example | str]] = {
+ROW_FUNCTIONS: dict[Kind, Callable[[Any, str, ColumnsRecipe], Example]] = {
     "conversation": conversation,
     "pair": pair,
     "unpaired": unpaired,

@@ -213,38 +213,31 @@ def _suffix(file: Path) -> str:
     return ".jsonl.gz" if name.endswith(".jsonl.gz") else file.suffix.lower()
 
 
-def _read_packed_lines(file: Path, name: str, limits: _Limits) -> Iterator[Row]:
-    """Read JSON lines from a gzip file. A truncated file gives the rows before its end."""
-    try:
-        with _Unpacked(file, limits) as lines:
-            yield from _lines(lines, name, limits)
-    except (OSError, EOFError, zlib.error) as error:
-        yield name, f"{BROKEN_FILE}: {_first_line(error)}"
-
-
 def _read_lines(file: Path, name: str, limits: _Limits) -> Iterator[Row]:
-    """Read JSON lines."""
-    with file.open("rb") as lines:
-        yield from _lines(lines, name, limits)
+    """Read JSON lines, also from a gzip file. A truncated gzip file gives the rows before its end.
 
-
-def _lines(lines: Any, name: str, limits: _Limits) -> Iterator[Row]:
-    """Read rows from lines that end in a newline byte, so a broken line does not affect others.
-
-    The number of a row is its line number, as shown by editors. Blank lines are skipped but counted.
+    Rows end in a newline byte, so a broken line does not affect others. The number of a row is its line number, as shown by
+    editors. Blank lines are skipped but counted.
     """
-    for number in count(1):
-        line = lines.readline(limits.row + 1)
-        if not line:
-            return
-        if len(line) > limits.row:
-            while line and not line.endswith(b"\n"):
-                line = lines.readline(_MIB)
-            yield f"{name} row {number}", limits.too_large()
-            continue
-        content = line.removeprefix(_BOM) if number == 1 else line
-        if content.strip():
-            yield f"{name} row {number}", _parsed_line(content.rstrip(b"\r\n"))
+    packed = file.suffix.lower() == ".gz"
+    try:
+        with _Unpacked(file, limits) if packed else file.open("rb") as lines:
+            for number in count(1):
+                line = lines.readline(limits.row + 1)
+                if not line:
+                    return
+                if len(line) > limits.row:
+                    while line and not line.endswith(b"\n"):
+                        line = lines.readline(_MIB)
+                    yield f"{name} row {number}", limits.too_large()
+                    continue
+                content = line.removeprefix(_BOM) if number == 1 else line
+                if content.strip():
+                    yield f"{name} row {number}", _parsed_line(content.rstrip(b"\r\n"))
+    except (OSError, EOFError, zlib.error) as error:
+        if not packed:
+            raise
+        yield name, f"{BROKEN_FILE}: {_first_line(error)}"
 
 
 def _parsed_line(line: bytes) -> dict[str, Any] | str:
@@ -523,7 +516,7 @@ def _first_line(error: BaseException) -> str:
 _FORMATS: dict[str, Callable[[Path, str, _Limits], Iterator[Row]]] = {
     ".parquet": _read_parquet,
     ".jsonl": _read_lines,
-    ".jsonl.gz": _read_packed_lines,
+    ".jsonl.gz": _read_lines,
     ".json": _read_json,
     ".csv": _read_csv,
 }

@@ -45,27 +45,18 @@ class Problems:
         """Count a row that is used in a changed form, such as `cut to data.max_tokens`."""
         _count(self._noted, category, origin, "")
 
-    def include(self, other: "Problems") -> None:
-        """Add the counts of `other` after those of this object."""
-        self.used += other.used
-        for entries, others in ((self._dropped, other._dropped), (self._noted, other._noted)):
-            for category, (count, places) in others.items():
-                earlier, known = entries.get(category, (0, []))
-                entries[category] = (earlier + count, [*known, *places][:SHOWN])
-
     def state(self) -> dict[str, Any]:
         """Return all counts as JSON values."""
         return {"used": self.used, "dropped": self._dropped, "noted": self._noted}
 
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> "Problems":
-        """Return the object whose `state` this is, also after a JSON round trip."""
-        problems = cls()
-        problems.used = state["used"]
-        for entries, stored in ((problems._dropped, state["dropped"]), (problems._noted, state["noted"])):
-            for category, (count, places) in stored.items():
-                entries[category] = (count, [(origin, detail) for origin, detail in places])
-        return problems
+    def include(self, state: dict[str, Any]) -> None:
+        """Add the counts of another object, whose `state` this is, also after a JSON round trip, after those of this one."""
+        self.used += state["used"]
+        for entries, others in ((self._dropped, state["dropped"]), (self._noted, state["noted"])):
+            for category, (count, places) in others.items():
+                earlier, known = entries.get(category, (0, []))
+                listed = [*known, *((origin, detail) for origin, detail in places)]
+                entries[category] = (earlier + count, listed[:SHOWN])
 
     def summary(self) -> list[str]:
         """Return a line per category, most frequent first, skipped rows before changed rows.

@@ -30,6 +30,7 @@ from posttrain.errors import InputError
 from posttrain.images import FIRST, MARK, whole_images
 from posttrain.plugins import more
 from posttrain.recipe.model import thinking_of
+from posttrain.recipe.sources import texts
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
@@ -74,7 +75,7 @@ class Renderer:
 
     def surely_longer(self, messages: Sequence[Message], tools: Sequence[Tool], tokens: int) -> bool:
         """Whether a conversation has more than `tokens` tokens however it is divided into them, found without rendering it."""
-        return len(messages) > tokens or _characters([*messages, *tools]) > tokens * self._longest_token
+        return len(messages) > tokens or sum(map(len, texts([*messages, *tools]))) > tokens * self._longest_token
 
     @cached_property
     def _longest_token(self) -> int:
@@ -456,14 +457,6 @@ def _after_answer(tokenizer: Any) -> tuple[str, str]:
             _, answer, text = tokenizer.apply_chat_template(messages, tokenize=False).rpartition(_ANSWER)
             texts += [text] if answer else []
     return (texts[0], os.path.commonprefix(texts)) if texts else ("", "")  # noqa: RUF071 (these are no paths)
-
-
-def _characters(value: Any) -> int:
-    """Number of characters of all texts in a message or a tool."""
-    if isinstance(value, str):
-        return len(value)
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return sum(map(_characters, inner))
 
 
 LossOn = Literal["assistant", "last_assistant", "all"]

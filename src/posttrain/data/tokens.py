@@ -78,7 +78,7 @@ def load_rows(
             stored = rows, source_problems
             _write(file, rows, source_problems)
         rows_of_sources.append(stored[0])
-        problems.include(stored[1])
+        problems.include(stored[1].state())
     return rows_of_sources
 
 
@@ -234,6 +234,8 @@ def _read(file: Path) -> tuple[list[TokenRow], Problems] | None:
             origin, *rest = head
             rows.append(TokenRow(streams[start : start + count], origin, *rest))
             start += count
-        return rows, Problems.from_state(state)
+        problems = Problems()
+        problems.include(state)
+        return rows, problems
     except Exception:  # damaged files raise zip, npy and JSON errors
         return None

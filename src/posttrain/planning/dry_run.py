@@ -8,8 +8,7 @@ from rich.table import Table
 
 from posttrain.environments.protocol import task_split
 from posttrain.errors import InputError
-from posttrain.planning.fit import at_peak, dedicated_rows, divided, memory_rows, shown_bytes, too_large
-from posttrain.planning.memory import with_dtypes
+from posttrain.planning.memory import at_peak, dedicated_rows, divided, memory_rows, shown_bytes, too_large, with_dtypes
 from posttrain.recipe.compose import dump_recipe
 from posttrain.recipe.plan import Device, ModelSizes, TaskSplit, named_tasks
 from posttrain.recipe.rollout import evaluated_environment

@@ -51,7 +51,7 @@ def _require_rows(recipe: StageRecipe, section: BaseConfig, sources: list[Source
     for source in sources:
         require_source(source)
     columns: Any = getattr(section, "columns", None)
-    if issubclass(type(columns), ConversationColumns) and all(map(_is_here, sources)):
+    if issubclass(type(columns), ConversationColumns) and all(source.folder for source in sources):
         kind: Any = getattr(recipe if section is getattr(recipe, "data", None) else section, "kind", "prompt")
         problems = Problems()
         names = ColumnsRecipe.model_validate(columns.model_dump())
@@ -65,19 +65,18 @@ def _require_rows(recipe: StageRecipe, section: BaseConfig, sources: list[Source
 
 def rows_are_here(recipe: StageRecipe) -> bool:
     """Whether no file of rows has to be downloaded."""
-    return all(_is_here(one) for _, _, sources in _row_files(recipe) for one in sources)
+    return all(one.folder for _, _, sources in _row_files(recipe) for one in sources)
 
 
-def _row_files(recipe: StageRecipe) -> Iterator[tuple[BaseConfig, str, list[SourceRecipe]]]:
-    """The lists of files of rows, each with its section and its key in it."""
-    for section in _sections(recipe):
-        for name, sources in section:
-            if isinstance(sources, list) and sources and all(isinstance(one, SourceRecipe) for one in sources):
-                yield section, name, sources
-
-
-def _is_here(source: SourceRecipe) -> bool:
-    return Path(source.path).expanduser().exists()
+def _row_files(section: BaseConfig) -> Iterator[tuple[BaseConfig, str, list[SourceRecipe]]]:
+    """The lists of files of rows in a section and in those inside it, each with its section and its key in that."""
+    for name, value in section:
+        if isinstance(value, list) and value and all(isinstance(one, SourceRecipe) for one in value):
+            yield section, name, value
+    for _, value in section:
+        for inner in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(inner, BaseConfig):
+                yield from _row_files(inner)
 
 
 def require_extras(recipe: StageRecipe) -> None:
@@ -85,13 +84,3 @@ def require_extras(recipe: StageRecipe) -> None:
     for name in getattr(recipe, "sinks", ()):
         if find_spec(name) is None:
             raise InputError(f"sinks: {name} needs the package {name}; run `{pip_command(name)}`")
-
-
-def _sections(value: Any) -> Iterator[BaseConfig]:
-    """All sections of a recipe."""
-    if isinstance(value, BaseConfig):
-        yield value
-        value = [inner for _, inner in value]
-    if isinstance(value, list | tuple):
-        for inner in value:
-            yield from _sections(inner)

@@ -103,7 +103,6 @@ def push_run(
     private: bool = True,
     licence: str | None = None,
     revision: str | None = None,
-    target: str = "hf",
     tell: Callable[[str], None] = lambda _: None,
 ) -> str:
     """Upload the export of `run` to the Hugging Face hub, or to a server with its interface, in one commit; returns its URL. The token comes from `hf auth login` or `HF_TOKEN`.
@@ -119,7 +118,7 @@ def push_run(
         raise InputError(f"{repository} is not USER/NAME; give the repository as USER/NAME")
     with TemporaryDirectory(prefix="posttrain-push-") as scratch:
         out = Path(scratch) / "model"
-        files = export_run(run, target, out, licence=licence, address=repository, tell=tell)
+        files = export_run(run, "hf", out, licence=licence, address=repository, tell=tell)
         tell(f"{len(files)} files, {sum(file.stat().st_size for file in files) / 1e6:.1f} MB")
         api = HfApi()
         try:

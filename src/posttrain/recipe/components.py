@@ -25,6 +25,7 @@ from pydantic_core import PydanticCustomError
 from posttrain.errors import InputError
 from posttrain.plugins import Group, PluginError, entry_points, load, more, require_trust
 from posttrain.recipe.base import BaseConfig, Executes, validated
+from posttrain.recipe.sources import walk
 
 _GROUP: Group = "posttrain.environments"
 _OF_FILES = "posttrain_user_"
@@ -62,7 +63,14 @@ class EnvironmentRecipe(BaseConfig):
     def other_tasks(self, other: "EnvironmentRecipe") -> str | None:
         """The first key, not of `scoring`, in which `other` differs, so that a seed may be another task there; None if
         there is none."""
-        one, two = (_leaves(each.model_dump(mode="json")) for each in (self, other))
+        one, two = (
+            {
+                ".".join(path): value
+                for path, value in walk(each.model_dump(mode="json"))
+                if not (value and type(value) is dict)
+            }
+            for each in (self, other)
+        )
         changed = [key for key in {**one, **two} if one.get(key) != two.get(key)]
         return next((key for key in changed if not any(f"{key}.".startswith(f"{own}.") for own in self.scoring)), None)
 
@@ -75,14 +83,6 @@ class EnvironmentRecipe(BaseConfig):
     def reward_name(self) -> str:
         """What gives the rewards, for tables; empty if only a reward model does."""
         return self.type
-
-
-def _leaves(values: dict[str, Any], inside: str = "") -> dict[str, Any]:
-    """The values of a recipe by their keys."""
-    leaves: dict[str, Any] = {}
-    for key, value in values.items():
-        leaves |= _leaves(value, f"{inside}{key}.") if isinstance(value, dict) and value else {f"{inside}{key}": value}
-    return leaves
 
 
 def _by_type(value: Any, info: ValidationInfo) -> Any:

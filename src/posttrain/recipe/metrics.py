@@ -4,8 +4,7 @@ Documentation, studies, figures and the live page iterate over them; `posttrain.
 """
 
 import fnmatch
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 # The Okabe-Ito palette, which is safe for color blindness, without yellow, which is faint on white.
@@ -68,18 +67,3 @@ class Metric:
     def sentence(self) -> str:
         """Its line in the documentation."""
         return self.meaning if self.panel is None else f"{self.panel.title}: {self.meaning}, {self.panel.unit}"
-
-
-def declared(key: str, metrics: Iterable[Metric]) -> Metric | None:
-    """The metric of `metrics` that `key` is, or that it is a limit of an interval or a domain of; None if there is none.
-
-    `validation/loss_low/medicine` is the lower limit of `validation/loss` in the domain `medicine`.
-    """
-    without_limit = re.sub(r"_(low|high)(?=/|$)", "", key)
-    whole = "/".join(without_limit.split("/")[:2])
-    metrics = list(metrics)
-    for name in dict.fromkeys((key, without_limit, whole)):
-        exact = [metric for metric in metrics if metric.name == name]
-        for metric in [*exact, *(metric for metric in metrics if metric.matches(name))]:
-            return metric
-    return None

@@ -4,8 +4,11 @@ tasks of a run.
 `planning` creates a `Plan` and adds up what the sections of a recipe return for it.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from posttrain.errors import InputError
 
 Items = dict[str, tuple[int, str]]
 """What is in memory -> (bytes on one device, how they are counted)."""
@@ -151,6 +154,26 @@ class Device:
     name: str
     memory: float
     """Bytes of memory, by the vendor."""
+
+
+DEVICES = {name: Device(name, gigabytes * 1e9) for name, gigabytes in (("h200", 141), ("h100", 80), ("a100", 80))}
+"""Name -> GPU. `a100` is the module with 80 GB."""
+
+
+def device_of(word: str) -> Device:
+    """The GPU for the option `--on`: a key of `DEVICES`, or a number of gigabytes such as `48`.
+
+    Raises `InputError` for other words.
+    """
+    if word in DEVICES:
+        return DEVICES[word]
+    try:
+        gigabytes = float(word)
+    except ValueError:
+        gigabytes = math.nan
+    if not 0 < gigabytes < 1e6:
+        raise InputError(f"--on: {word} is not a known GPU; give {', '.join(DEVICES)}, or its memory in GB, such as 48")
+    return Device(f"a GPU of {gigabytes:g} GB", gigabytes * 1e9)
 
 
 @dataclass(frozen=True)

@@ -114,19 +114,23 @@ class Layer:
         return None
 
 
+def walk(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """A value of a recipe with its path, and all values inside it, depth first. List items are named by their index."""
+    yield path, value
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from walk(inner, (*path, str(key)))
+
+
 def texts(value: Any) -> list[str]:
     """Every text in a value of a recipe that is not empty, without the names of keys."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
-    return [value] if isinstance(value, str) and value else [text for item in inner for text in texts(item)]
+    return [text for _, text in walk(value) if text and isinstance(text, str)]
 
 
-def required_keys(value: Any, path: KeyPath = ()) -> dict[KeyPath, str]:
+def required_keys(value: Any) -> dict[KeyPath, str]:
     """Keys that have the placeholder `???`, with the text after it, which says what to set."""
-    if isinstance(value, str):
-        mark, _, remedy = value.partition(" ")
-        return {path: remedy.strip()} if mark == REQUIRED else {}
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return {found: remedy for key, inner in items for found, remedy in required_keys(inner, (*path, str(key))).items()}
+    given = {path: text.partition(" ") for path, text in walk(value) if isinstance(text, str)}
+    return {path: remedy.strip() for path, (mark, _, remedy) in given.items() if mark == REQUIRED}
 
 
 def read_file(path: str) -> Layer:
@@ -162,14 +166,7 @@ def read_text(text: str, path: str) -> Layer:
 @functools.lru_cache(maxsize=8)  # a run reads its recipe several times
 def _parsed(text: str, path: str) -> Layer:
     try:
-        loader = _loader(text, path)
-        node = _bounded_node(loader, path)
-        if node is None:
-            raise InputError(f"{path} is empty; write at least one `key: value` line, or remove the file")
-        if not isinstance(node, yaml.MappingNode):
-            raise InputError(f"{path} line {node.start_mark.line + 1}: a recipe consists of `key: value` lines")
-        origins = dict(_walk(node, (), path, ()))
-        values = _constructed(loader, node, path)
+        node, origins, value = _document(text, path)
     except yaml.MarkedYAMLError as error:
         mark, lines = error.problem_mark or error.context_mark, text.splitlines()
         line = mark.line if mark is not None else 0
@@ -179,7 +176,11 @@ def _parsed(text: str, path: str) -> Layer:
         raise InputError(f"{path} line {line + 1} is not YAML: {error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise InputError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    return Layer(values, origins, file=True)
+    if node is None:
+        raise InputError(f"{path} is empty; write at least one `key: value` line, or remove the file")
+    if not isinstance(value, dict):
+        raise InputError(f"{path} line {node.start_mark.line + 1}: a recipe consists of `key: value` lines")
+    return Layer(value, origins, file=True)
 
 
 def read_overrides(words: list[str]) -> list[Layer]:
@@ -235,52 +236,50 @@ def _override(key: str, text: str) -> Layer:
     if not all(path):
         raise InputError(f"{where}: {key!r} is not a dotted key; write `section.key=value`")
     try:
-        loader = _loader(text, where)
-        node = _bounded_node(loader, where)
-        origins = {path[:length]: where for length in range(1, len(path) + 1)}
-        if isinstance(node, yaml.MappingNode):
-            origins |= {path + inner: where for inner, _ in _walk(node, (), where, ())}
-        value = None if node is None else _constructed(loader, node, where)
+        _, inside, value = _document(text, where)
     except yaml.YAMLError:
         raise InputError(f"{where}: the value is not YAML; quote it if it is text") from None
-    for part in reversed(path):
+    keys = [*(path[:length] for length in range(1, len(path) + 1)), *(path + inner for inner in inside)]
+    return Layer(nested(key, value), dict.fromkeys(keys, where))
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """The nested form of a dotted key: `a.b` and 1 become {"a": {"b": 1}}."""
+    for part in reversed(key.split(".")):
         value = {part: value}
-    assert isinstance(value, dict)
-    return Layer(value, origins)
+    return value
 
 
-def _loader(text: str, where: str) -> RecipeLoader:
+def _document(text: str, where: str) -> tuple[yaml.Node | None, dict[KeyPath, str], Any]:
+    """The YAML document in `text`, None if there is none; the origin of every key in it; and its value.
+
+    InputError if its aliases expand to more than MAX_VALUES values, as a few hundred bytes can, if it is nested deeper than
+    Python can read, or for YAML that a recipe does not allow.
+    """
+    too_deep = InputError(f"{where}: it is nested too deeply; write a flatter recipe")
     if _DEEP.search(text):  # before the time of the parser grows with the square of the depth
-        raise InputError(f"{where}: it is nested too deeply; write a flatter recipe")
-    return RecipeLoader(text)
+        raise too_deep
+    sizes: dict[int, int] = {}
 
+    def size(node: yaml.Node) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = 0  # an alias that contains itself; `_walk` refuses it
+            pairs = isinstance(node, yaml.MappingNode)
+            children = [one for pair in node.value for one in pair] if pairs else node.value
+            is_text = isinstance(node, yaml.ScalarNode)
+            sizes[id(node)] = 1 if is_text else 1 + sum(map(size, children))
+        return sizes[id(node)]
 
-def _bounded_node(loader: RecipeLoader, where: str) -> yaml.Node | None:
-    """The document of `loader`. InputError if its aliases expand to more than MAX_VALUES values, as a few hundred bytes can, or
-    if it is nested deeper than Python can read."""
     try:
+        loader = RecipeLoader(text)
         node = loader.get_single_node()
-        sizes: dict[int, int] = {}
-
-        def size(node: yaml.Node) -> int:
-            if id(node) not in sizes:
-                sizes[id(node)] = 0  # an alias that contains itself; `_walk` refuses it
-                pairs = isinstance(node, yaml.MappingNode)
-                children = [one for pair in node.value for one in pair] if pairs else node.value
-                is_text = isinstance(node, yaml.ScalarNode)
-                sizes[id(node)] = 1 if is_text else 1 + sum(map(size, children))
-            return sizes[id(node)]
-
-        if node is not None and size(node) > MAX_VALUES:
+        if node is None:
+            return None, {}, None
+        if size(node) > MAX_VALUES:
             raise InputError(f"{where}: its aliases expand to more than {MAX_VALUES:,} values; write a smaller recipe")
+        return node, dict(_walk(node, (), where, ())), loader.construct_document(node)
     except RecursionError:
-        raise InputError(f"{where}: it is nested too deeply; write a flatter recipe") from None
-    return node
-
-
-def _constructed(loader: RecipeLoader, node: yaml.Node, where: str) -> Any:
-    try:
-        return loader.construct_document(node)
+        raise too_deep from None
     except (AttributeError, KeyError, ValueError) as error:  # explicit tags, unreadable numbers
         raise InputError(f"{where}: a value cannot be read ({error}); correct it, or quote it if it is text") from None
 

@@ -66,7 +66,7 @@ def load_data(
         rows = load_rows(kind, recipe, sources, limit, renderer, loss_on, split_problems) if sources else []
         if sources and not any(rows):
             split_problems.require_any(", ".join(source.path for source in sources))
-        problems.include(split_problems)
+        problems.include(split_problems.state())
         return rows
 
     validation = [row for rows in read("validation") for row in rows]

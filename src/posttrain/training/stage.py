@@ -218,7 +218,7 @@ def with_memory(recipe: StageRecipe) -> StageRecipe:
     if recipe.remote is not None:  # which needs no torch
         return recipe
     from posttrain.models.load import resolve_device
-    from posttrain.planning.fit import fitted
+    from posttrain.planning.memory import fitted
     from posttrain.recipe.plan import Device
 
     device = resolve_device(recipe.model.device)

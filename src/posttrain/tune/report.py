@@ -7,8 +7,8 @@ from pathlib import Path
 
 from optuna.trial import FrozenTrial, TrialState
 
-from posttrain.recipe.sources import Layer, dump_values, merge
-from posttrain.recipe.study_file import Study, nested, shown
+from posttrain.recipe.sources import Layer, dump_values, merge, nested
+from posttrain.recipe.study import Study, shown
 from posttrain.runs.directory import write_atomically
 from posttrain.runs.report import Report
 from posttrain.runs.tables import IMPROVED, Table

@@ -12,8 +12,7 @@ from rich.console import Console
 from posttrain.distributed.world import Interrupts
 from posttrain.errors import InputError, PosttrainError, RunError
 from posttrain.planning.dry_run import batch_arithmetic
-from posttrain.recipe.study import Group, Range, choices_of, grid_of
-from posttrain.recipe.study_file import Study, shown
+from posttrain.recipe.study import Group, Range, Study, choices_of, grid_of, shown
 from posttrain.runs.tables import IMPROVED, Table, read_verdict, show_line
 from posttrain.tune.report import (
     best_of,

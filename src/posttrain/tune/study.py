@@ -16,8 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 from posttrain.errors import InputError
 from posttrain.locks import lock
 from posttrain.recipe.sources import dump_values
-from posttrain.recipe.study import Range, SamplerRecipe, choices_of
-from posttrain.recipe.study_file import Point, Study, shown
+from posttrain.recipe.study import Point, Range, SamplerRecipe, Study, choices_of, shown
 from posttrain.runs.directory import storage_errors, write_atomically
 from posttrain.seeds import derive_seed, random_stream
 
