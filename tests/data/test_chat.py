@@ -1,6 +1,5 @@
 """Loss masks of written conversations, over the chat templates that real models use."""
 
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,8 @@ from posttrain.errors import InputError
 from posttrain.recipe.components import environment_recipe
 from posttrain.recipe.stages import SftRecipe
 from posttrain.training.experts import expert_episodes, expert_rows
-from tests.conftest import CHATML, make_tokenizer
+from tests.conftest import CHATML
+from tests.data.tokenizers import renderer
 
 DROPS_THINKING = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
@@ -30,18 +30,6 @@ def real_templates() -> dict[str, str]:
         return {}
     folder = Path(trl.__file__).parent / "chat_templates"
     return {f.stem: f.read_text() for f in sorted(folder.glob("*.jinja")) if not f.stem.endswith("_training")}
-
-
-@cache
-def one_tokenizer():
-    return make_tokenizer()
-
-
-def renderer(template: str) -> Renderer:
-    """Over one tokenizer, so only the latest renderer may be used."""
-    tokenizer = one_tokenizer()
-    tokenizer.chat_template = template
-    return Renderer(tokenizer, frozenset([tokenizer.eos_token_id]))
 
 
 @st.composite

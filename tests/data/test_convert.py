@@ -1,4 +1,4 @@
-"""Published data sets as rows, above all which answer HelpSteer3 prefers."""
+"""Published data sets as rows, above all which answer HelpSteer3 prefers, and the reference answers of rows."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from posttrain.cli.data import convert
-from posttrain.data.convert import CONVERTERS, convert_rows, gsm8k, helpsteer3
+from posttrain.data.convert import CONVERTERS, convert_rows, gsm8k, helpsteer3, reference_answer
 from posttrain.data.convert import ultrafeedback_binarized as ultrafeedback
 from posttrain.data.examples import read_examples
 from posttrain.data.files import read_rows, write_rows
@@ -16,6 +16,7 @@ from posttrain.errors import InputError, RunError
 from posttrain.recipe.data import ColumnsRecipe, SourceRecipe
 from posttrain.seeds import random_stream
 from tests.data.malformed import changed, value
+from tests.data.test_examples import made
 from tests.evaluation.made import write
 
 CONTEXT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "r"}]
@@ -140,7 +141,7 @@ def test_a_failed_write_leaves_no_file_and_names_it(tmp_path):
 
 def test_malformed_rows_raise_nothing():
     draws = random_stream("test", "malformed helpsteer")
-    made = 0
+    converted = 0
     for _ in range(1_000):
         row = preference(int(draws.integers(-3, 4)))
         for _ in range(draws.integers(1, 4)):
@@ -148,8 +149,8 @@ def test_malformed_rows_raise_nothing():
         row = row if isinstance(row, dict) else {"overall_preference": value(draws, 2)}
         for converter in CONVERTERS.values():
             assert isinstance(converter.row(row), dict | str)
-        made += isinstance(helpsteer3(row, "any"), dict)
-    assert 200 < made < 950
+        converted += isinstance(helpsteer3(row, "any"), dict)
+    assert 200 < converted < 950
 
 
 def test_the_command(tmp_path):
@@ -161,3 +162,29 @@ def test_the_command(tmp_path):
     assert result.exit_code == 0, result.output
     assert result.output == f"2 rows read, 2 written\nwrote {out}\n"
     assert out.read_text() == '{"prompt": "q", "completion": "a"}\n' * 2
+
+
+QUESTION = {"role": "user", "content": "2 + 2?"}
+ANSWER = {"role": "assistant", "content": "4"}
+
+
+@pytest.mark.parametrize(
+    ("row", "reference", "columns"),
+    [
+        ({"prompt": "2 + 2?", "completion": "4"}, "4", {}),
+        ({"prompt": [QUESTION], "completion": [ANSWER]}, "4", {}),
+        ({"prompt": "2 + 2?", "label": 4}, "4", {}),
+        ({"prompt": "2 + 2?", "completion": "", "label": "4"}, "4", {}),
+        ({"messages": [QUESTION, ANSWER]}, "4", {}),
+        ({"messages": [QUESTION, {"role": "assistant", "content": "5"}, QUESTION, ANSWER]}, "4", {}),
+        ({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}, "4", {}),
+        ({"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, ANSWER]}, "4", {}),
+        ({"prompt": "2 + 2?", "messages": [QUESTION, ANSWER]}, None, {}),
+        ({"prompt": "2 + 2?", "label": True}, None, {}),
+        ({"prompt": "2 + 2?"}, None, {}),
+        ({"prompt": "2 + 2?", "completion": [{"role": 3}]}, None, {}),
+        ({"question": "2 + 2?", "gold": "4", "completion": "5"}, "4", {"prompt": "question", "completion": "gold"}),
+    ],
+)
+def test_the_reference_of_each_form(row, reference, columns):
+    assert reference_answer(made("prompt", row, **columns), ColumnsRecipe(**columns)) == reference

@@ -19,8 +19,8 @@ from posttrain.rollout.transcript import TokenTranscript
 from tests.evaluation.made import write
 
 from ..conftest import CHATML, tiny_config
-from .test_encoding import CHAT, made, played, user
-from .tokenizers import byte_level
+from .test_encoding import CHAT, played
+from .tokenizers import byte_level, made, user
 
 
 def turns(end, start="<|im_start|>", before="", last=""):

@@ -14,11 +14,10 @@ from posttrain.recipe.data import DataRecipe
 from ..conftest import CHATML
 from .malformed import GOOD, TOOLS, USER
 from .test_chat import DROPS_THINKING
-from .test_encoding import made, user
 from .test_examples import made as example_of
 from .test_reasoning import TEMPLATES
 from .test_tools import renderer
-from .tokenizers import LLAMA2, byte_level
+from .tokenizers import LLAMA2, byte_level, made, user
 
 CALL = {"id": "call_0123456789abcdef", "type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}
 

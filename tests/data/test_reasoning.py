@@ -11,8 +11,7 @@ from posttrain.serving.formats import read_chat
 
 from ..conftest import CHATML
 from .test_chat import DROPS_THINKING
-from .test_encoding import made, user
-from .tokenizers import byte_level
+from .tokenizers import byte_level, made, user
 
 TEXT = {"type": "text", "text": "Up"}
 FORMS = {

@@ -9,7 +9,8 @@ from posttrain.episode import StopReason
 from posttrain.errors import InputError
 from posttrain.rollout.transcript import TokenTranscript
 
-from ..conftest import CHATML, make_tokenizer
+from ..conftest import CHATML
+from .tokenizers import renderer
 
 DROPS_THINKING = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
@@ -17,12 +18,6 @@ DROPS_THINKING = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 WORDS = st.text(alphabet=st.characters(codec="utf-8", exclude_characters="<|>"), min_size=1, max_size=30)
-
-
-def renderer(template=CHATML):
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = template
-    return Renderer(tokenizer, frozenset({tokenizer.eos_token_id}))
 
 
 CHATML_RENDERER = renderer()

@@ -16,26 +16,14 @@ from posttrain.recipe.data import DataRecipe
 from posttrain.training.rows import EpochRows, samples_of_row
 from tests.conftest import CHATML, make_tokenizer
 from tests.data.test_chat import DROPS_THINKING
+from tests.data.tokenizers import assistant as said
+from tests.data.tokenizers import renderer as new_renderer
+from tests.data.tokenizers import user
 from tests.training.preferences import pair_rows, unpaired_rows, write_jsonl
 
 WITH_TOOLS = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + CHATML
 END = 2
-
-
-@cache
-def renderer(template: str = CHATML) -> Renderer:
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = template
-    assert tokenizer.eos_token_id == END
-    return Renderer(tokenizer, frozenset({END}))
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def said(text, **more):
-    return {"role": "assistant", "content": text, **more}
+renderer = cache(new_renderer)
 
 
 def made(examples, limit, overlong="truncate", loss_on="assistant", template=CHATML):

@@ -4,6 +4,8 @@ import json
 from functools import cache
 from typing import Any
 
+from posttrain.data.rendering import Renderer
+
 from ..conftest import CHATML, CORPUS, make_tokenizer
 
 ZEPHYR = (
@@ -64,3 +66,21 @@ def byte_level(template: str = CHATML, eos: str = "<|im_end|>", special: tuple =
     tokenizer.eos_token = eos
     tokenizer.chat_template = template
     return tokenizer
+
+
+def made(tokenizer: Any) -> Renderer:
+    """The renderer of a tokenizer."""
+    return Renderer(tokenizer, frozenset({tokenizer.eos_token_id}))
+
+
+def renderer(template: str = CHATML) -> Renderer:
+    """A renderer of the tokenizer of the tests with this template."""
+    return made(byte_level(template))
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text, **more):
+    return {"role": "assistant", "content": text, **more}
