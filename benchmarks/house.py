@@ -12,8 +12,9 @@ import sys
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -174,7 +175,7 @@ def distribution_counts() -> list[dict[str, Any]]:
 
 
 def source_counts() -> dict[str, Any]:
-    """Sizes of the core: its source, its recipe and its command line."""
+    """Sizes of the core: its source, its recipe, its command line, and whether packages import one another in a circle."""
     files = sorted(CORE.rglob("*.py"))
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
     functions = sum(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in nodes)
@@ -188,7 +189,30 @@ def source_counts() -> dict[str, Any]:
         "recipe keys": len(recipe_keys()),
         "commands": len(commands),
         "options": sum(map(len, commands.values())),
+        "import circles": int(import_circle() != []),
     }
+
+
+def import_circle() -> list[str]:
+    """Packages of the core that import one another in a circle, inside functions too; empty if there is none.
+
+    `distributed.ray` is a separate package: it runs stages, and `distributed` is below the models.
+    """
+    imports: dict[str, set[str]] = defaultdict(set)
+    for file in CORE.rglob("*.py"):
+        package = _package(file.relative_to(CORE).with_suffix("").parts)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("posttrain."):
+                imports[package] |= {_package(str(node.module).split(".")[1:])} - {package}
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def _package(parts: Sequence[str]) -> str:
+    return ".".join(parts[: 2 if list(parts[:2]) == ["distributed", "ray"] else 1])
 
 
 def _asks_for_a_recipe(node: ast.AST) -> bool:

@@ -7,6 +7,7 @@ import pytest
 def test_the_source_is_counted():
     rows = {row["what"]: row for row in house.distribution_counts()}
     assert 30_000 < rows["posttrain"]["lines"] < rows["all"]["lines"]
+    assert house.import_circle() == []
     assert {"model.path", "credit.type", "evaluation.every"} <= house.recipe_keys()
     assert "environment.entry_point" not in house.recipe_keys(), "a key of a plug-in"
     commands = house.options_of_commands()
