@@ -17,6 +17,7 @@ from posttrain.models.cuda import adamw as kernel
 from posttrain.models.cuda import vocabulary
 from posttrain.models.forward import projected_scores
 from posttrain.training import adamw
+from posttrain.training.optimizer import fused_adamw
 from tests.engines.test_decoder import MODELS, made
 from tests.engines.test_flash_layout import documented
 from tests.models.test_projection import VOCABULARY, inputs
@@ -131,7 +132,7 @@ def test_a_step_of_adamw_equals_the_operations(dtype, eight, monkeypatch):
         rates = adamw.Rates(0.01 * count, (0.9, 0.999), 1e-8, 0.1, max(size, 1.0), count)
         for module, weight, low, moments in sides:
             monkeypatch.setattr(adamw, "adamw_kernels", lambda weight, module=module: module)
-            adamw.update_tensor(rates, weight, low, gradient.clone(), moments)
+            adamw.update_tensor(rates, weight, low, gradient.clone(), moments, fused_adamw)
     masters = [weight if low is None else adamw.joined(weight, low) for _, weight, low, _ in sides]
     # A number between two codes may be rounded to either.
     torch.testing.assert_close(*masters, rtol=0, atol=1e-3 if eight else 1e-6)

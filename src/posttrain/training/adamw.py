@@ -5,7 +5,7 @@ via Block-wise Quantization", arXiv 2110.02861: each block of 256 numbers has a 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -36,30 +36,8 @@ class Rates:
     """Updates of the tensors, this one included."""
 
 
-def fused_adamw(
-    rates: Rates,
-    weights: list[torch.Tensor],
-    gradients: list[torch.Tensor],
-    moments: list[tuple[torch.Tensor, ...]],
-) -> None:
-    """AdamW of float32 tensors, with two moments of each, in few kernels of torch."""
-    first, second = (list(each) for each in zip(*moments, strict=True))
-    torch._fused_adamw_(
-        weights,
-        gradients,
-        first,
-        second,
-        [],
-        [weights[0].new_full((), rates.count)] * len(weights),
-        lr=rates.rate,
-        beta1=rates.betas[0],
-        beta2=rates.betas[1],
-        weight_decay=rates.decay,
-        eps=rates.epsilon,
-        amsgrad=False,
-        maximize=False,
-        grad_scale=None if rates.clip == 1 else weights[0].new_full((), rates.clip),
-    )
+Fused = Callable[[Rates, list[torch.Tensor], list[torch.Tensor], list[tuple[torch.Tensor, ...]]], None]
+"""AdamW of float32 weights, with their gradients and moments."""
 
 
 def update_tensor(
@@ -68,9 +46,10 @@ def update_tensor(
     low: torch.Tensor | None,
     gradient: torch.Tensor,
     moments: Mapping[str, torch.Tensor],
+    fused: Fused,
 ) -> None:
     """AdamW of one contiguous tensor: a float32 `weight`, or a bfloat16 one with the `low` bits of its master. `moments` are
-    those of `zero_moments`. Without Triton, `fused_adamw` computes with float32 copies."""
+    those of `zero_moments`. Without Triton, `fused` computes with float32 copies."""
     values = [one.view(-1) for name, one in moments.items() if not name.startswith("absmax")]
     scales = [one for name, one in moments.items() if name.startswith("absmax")]
     weight, slope = weight.view(-1), gradient.contiguous().view(-1)
@@ -90,7 +69,7 @@ def update_tensor(
         wide = [one[part] for one in values]
         for kind, scale in enumerate(scales):
             wide[kind] = dequantized(wide[kind], scale[blocks], kind)
-        fused_adamw(rates, [master], [slope[part]], [tuple(wide)])
+        fused(rates, [master], [slope[part]], [tuple(wide)])
         for kind, scale in enumerate(scales):
             quantize(wide[kind], values[kind][part], scale[blocks], kind)
         if rest is not None:

@@ -19,7 +19,6 @@ from posttrain.training.adamw import (
     LEAST,
     Rates,
     dequantized,
-    fused_adamw,
     joined,
     quantize,
     split,
@@ -131,6 +130,32 @@ class Trained:
             self.parameter.detach().copy_(rounded)
         elif self.offloads:
             local_shard(self.parameter.detach()).copy_(self.weight)
+
+
+def fused_adamw(
+    rates: Rates,
+    weights: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    moments: list[tuple[torch.Tensor, ...]],
+) -> None:
+    """AdamW of float32 tensors, with two moments of each, in few kernels of torch."""
+    first, second = (list(each) for each in zip(*moments, strict=True))
+    torch._fused_adamw_(
+        weights,
+        gradients,
+        first,
+        second,
+        [],
+        [weights[0].new_full((), rates.count)] * len(weights),
+        lr=rates.rate,
+        beta1=rates.betas[0],
+        beta2=rates.betas[1],
+        weight_decay=rates.decay,
+        eps=rates.epsilon,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=None if rates.clip == 1 else weights[0].new_full((), rates.clip),
+    )
 
 
 class Optimizer:
@@ -252,7 +277,7 @@ class Optimizer:
                 if each.low is None and not self._eight:
                     together[rates].append(each)
                 else:
-                    update_tensor(rates, each.weight, each.low, each.gradient, each.moments)
+                    update_tensor(rates, each.weight, each.low, each.gradient, each.moments, fused_adamw)
             for rates, some in together.items():
                 gradients: Any = [each.gradient for each in some]
                 moments = [tuple(each.moments.values()) for each in some]
