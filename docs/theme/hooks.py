@@ -40,8 +40,8 @@ def markdown_of_commands() -> str:
     return "\n".join(parts)
 
 
-def _commands(command: Any, name: str) -> list[str]:
-    """Markdown of a command, then of its subcommands."""
+def _commands(command: Any, name: str, parent: Any = None) -> list[str]:
+    """Markdown of a command, then of its subcommands. `parent`: context of its group."""
     help_text = re.sub(r"\n{3,}", "\n\n", (command.help or "").replace("\b", "").replace("<", "&lt;")).strip()
     parts = [f"\n## `{name}`\n" if name.count(" ") <= 1 else f"\n### `{name}`\n", help_text, ""]
     if getattr(command, "context_settings", {}).get("ignore_unknown_options"):
@@ -59,9 +59,9 @@ def _commands(command: Any, name: str) -> list[str]:
     if hasattr(command, "list_commands"):
         from typer import Context
 
-        context = Context(command)
+        context = Context(command, parent, info_name=name.split()[-1])
         for each in command.list_commands(context):
-            parts += _commands(command.get_command(context, each), f"{name} {each}")
+            parts += _commands(command.get_command(context, each), f"{name} {each}", context)
     return parts
 
 
