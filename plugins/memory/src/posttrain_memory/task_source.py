@@ -113,9 +113,12 @@ def _task_table(key: str, folder: str | None, decided: frozenset[str], limits: s
         for origin, read in items:
             try:
                 row = read()
-                Vault(MemoryStorage(row.files), VaultLimits.model_validate_json(limits))
-            except (InputError, VaultError) as error:
-                problems.add("no memory task", origin, str(error))
+                Vault(MemoryStorage(row.files), VaultLimits.model_validate_json(limits)).files()
+            except InputError as error:
+                problems.add_text(str(error), origin)
+                continue
+            except VaultError as error:
+                problems.add("notes that a vault refuses", origin, f"{error}; see environment.vault")
                 continue
             rows.append(row)
             uses.append(source.use)
@@ -139,14 +142,14 @@ def _evaluation_items(
     """The origin of each evaluation item below `folder`, and a function that returns its task. Adds renamed notes to `renamed`."""
     vaults: dict[Path, dict[str, str]] = {}
 
-    def read(item: dict[str, Any], kind: str, place: Path) -> Assignment:
+    def read(line: str, kind: str, place: Path) -> Assignment:
         if place not in vaults:
             vaults[place], changed = accepted(read_folder(place))
             renamed.extend(f"{place}: {old} -> {new}" for old, new in changed.items())
-        return Assignment(read_item(item, kind, vaults[place], decided), dict(vaults[place]))
+        return Assignment(read_item(line, kind, vaults[place], decided), dict(vaults[place]))
 
-    for origin, item, kind, place in read_evaluation(folder):
-        yield origin, partial(read, item, kind, place)
+    for origin, line, kind, place in read_evaluation(folder):
+        yield origin, partial(read, line, kind, place)
 
 
 def _row_task(row: dict[str, Any], vaults: Mapping[str, dict[str, str]], decided: frozenset[str]) -> Assignment:

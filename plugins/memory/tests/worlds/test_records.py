@@ -7,6 +7,7 @@ import json
 import pytest
 
 from posttrain.cli.main import main
+from posttrain.data.held_out import listed_rows
 from posttrain.environments.game import play
 from posttrain.errors import InputError
 from posttrain_memory.environment import Memory
@@ -76,11 +77,21 @@ def test_rows_that_nothing_can_decide_are_dropped_and_counted(tmp_path, capsys):
         record("update", "Bo is 4.", "Bo is 4."),
         record("retrieval", "Do I have a licence?", "True"),
         record("clarification", "How tall is Marta Lopez?", "unused"),
+        *(
+            record("retrieval", "Where?", "Bern") | {"context_messages": wrong}
+            for wrong in (None, "text", [{}], ["text"])
+        ),
+        record("nonsense", "Where?", "Bern"),
+        record("retrieval", "Where?", "Bern", "large"),
+        record("retrieval", "Where?", "Bern", "nowhere"),
     ]
+    (tmp_path / "large").mkdir()
+    large = {"mem_id": "large", "user_md": "x" * 70_000, "entities": []}
+    (tmp_path / "large" / "base_memory.json").write_text(json.dumps(large))
     keys = write(tmp_path, rows, entities=[entity("bo:b", "# Bo\n- **age**: 3\n")])
     table = task_table(MemoryRecipe.model_validate(keys))
     assert [row.task.kind for row in table.rows] == ["retrieval", "retrieval", "clarification"]
-    assert (table.problems.used, table.problems.total, len(table.renamed)) == (3, 2, 1)
+    assert (table.problems.used, table.problems.total, len(table.renamed)) == (3, 9, 1)
     # All rows are checked, although some cannot be used, and kinds are counted.
     assert main(["env", "validate", "memory", *(f"{key}={value}" for key, value in keys.items())]) == 0
     shown = capsys.readouterr().out
@@ -104,7 +115,11 @@ def test_rows_that_nothing_can_decide_are_dropped_and_counted(tmp_path, capsys):
 @pytest.mark.parametrize(("reply", "answer"), [
     ("Yes.", "yes"), ("Yes, you have a licence.", "yes"), ("You have a licence.", "yes"), ("That is true.", "yes"),
     ("No, you have none.", "no"), ("You do not have a licence.", "no"), ("You don't have one.", "no"),
-    ("False", "no"), ("Yes. No.", None), ("I looked.", None), ("", None),
+    ("False", "no"), ("Yes. No.", None), ("Yes and no.", None), ("I looked.", None), ("", None), ("Nope.", "no"),
+    ("Your notes say yes.", "yes"), ("The answer is no.", "no"), ("That is not true.", "no"), ("That's correct.", "yes"),
+    ("I do not know.", None), ("I don't know whether you have a licence.", None), ("Maybe.", None),
+    ("I'm not sure.", None), ("There is nothing about a licence.", None), ("I cannot find a licence.", None),
+    ("The notes do not mention it.", None), ("No, I found none.", "no"), ("I have no record of a licence.", None),
 ])  # fmt: skip
 def test_true_and_false_are_yes_and_no(reply, answer, tmp_path):
     question = "Do I have a licence?"
@@ -182,9 +197,15 @@ def test_a_folder_of_evaluation_items_is_read_with_its_vaults(tmp_path):
         assert len(task_table(MemoryRecipe.model_validate(judged)).rows) == 4
         assert said(judged, 1, "<reply>There is a river to swim in.</reply>").info["success"] is True
         assert server.seen()[-1]["criteria"] == "says that there is a river"
-    (tmp_path / "eval" / "update" / "7_qa.jsonl").write_text("{")
-    with pytest.raises(InputError, match=r"7_qa\.jsonl, line 1"):
-        task_table(MemoryRecipe.model_validate(keys | {"max_turns": 7, "vault": {"depth": 5}}))
+    # Each other line, and each folder that is no vault, is counted, and the items after it are read.
+    useful = json.dumps({"question": "Do I like tea?", "answer": False})
+    (tmp_path / "eval" / "update" / "8_qa.jsonl").write_text(json.dumps({"update": "I like tea."}))
+    (tmp_path / "eval" / "retrieval" / "1_qa.jsonl").write_text("\n".join(("{", "[1]", '{"answer": "x"}', useful)))
+    table = task_table(MemoryRecipe.model_validate(keys | {"vault": {"depth": 5}}))
+    assert [row.task.question for row in table.rows] == ["Do I like tea?", "I live in Bern now."]
+    assert table.rows[0].task.truth["answers"][0]["value"] == "no"
+    assert [int(line.split()[0]) for line in table.problems.summary()] == [2, 1, 1, 1]
+    assert listed_rows(table.tasks, [0]).startswith("1 of `")
 
 
 def test_the_question_after_an_update_decides_it(tmp_path):

@@ -157,6 +157,4 @@ def read_row(row: Mapping[str, Any]) -> tuple[MemoryTask, dict[str, str]]:
             return task, {file["path"]: file["content"] for file in row["files"]}
         return task, dict(make_world(label["world"], WorldRecipe(**label["recipe"])).files)
     except (KeyError, TypeError, ValueError) as error:
-        raise InputError(
-            f"a record has no valid label of a memory task ({error}); write records with `posttrain data worlds`"
-        ) from error
+        raise InputError(f"no valid label: {error}; write records with `posttrain data worlds`") from error

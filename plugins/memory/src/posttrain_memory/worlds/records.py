@@ -53,14 +53,17 @@ def read_published_row(
     """
     parts = _SEPARATOR.split(row["label"])
     if len(parts) != 3:
-        raise InputError(f"a label has {len(parts)} parts separated by lines of ~/~; expected kind, memory and answer")
+        raise InputError(
+            f"no valid label: {len(parts)} parts separated by lines of ~/~; expected kind, memory and answer"
+        )
     kind, name, text = (part.strip() for part in parts)
     if name not in memories:
-        raise InputError(f"there is no base_memory.json file for the memory {name}; check `environment.memories`")
-    asked = [message["content"] for message in row["context_messages"] if message["role"] == "user"]
-    if not asked:
-        raise InputError("a record without a user message is not a memory task")
-    question = asked[-1]
+        raise InputError(f"unknown memory: no base_memory.json file has the name {name}; check `environment.memories`")
+    messages = row.get("context_messages")
+    said = [one for one in messages if isinstance(one, dict)] if isinstance(messages, list) else []
+    asked = [one.get("content") for one in said if one.get("role") == "user"]
+    if not asked or not isinstance(question := asked[-1], str):
+        raise InputError("no user message: `context_messages` needs one with a text; correct or remove the row")
     if rule := _FILTERED.fullmatch(text) if kind == "retrieval" else None:
         # The rules of such records are sentences, which the model alone can follow.
         kind, text = "filter", rule["answer"].strip()
@@ -76,28 +79,26 @@ def is_evaluation(folder: Path) -> bool:
     return folder.is_dir() and next(folder.rglob(f"*{_ITEMS}"), None) is not None
 
 
-def read_evaluation(folder: Path) -> Iterator[tuple[str, dict[str, Any], str, Path]]:
-    """Origin, values, kind and vault folder of each evaluation item below `folder`. InputError at other lines."""
+def read_evaluation(folder: Path) -> Iterator[tuple[str, str, str, Path]]:
+    """Origin, line, kind ("" if no folder is named after it) and vault folder of each evaluation item below `folder`."""
     for file in sorted(folder.rglob(f"*{_ITEMS}")):
-        kinds = [part for part in file.parts if part in KINDS]
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-            if not line.strip():
-                continue
-            try:
-                item = dict(json.loads(line))
-            except (ValueError, TypeError, RecursionError) as error:
-                raise InputError(
-                    f"{file}, line {number} is not a JSON object ({error}); correct or remove it"
-                ) from error
-            kind = kinds[-1] if kinds else ("update" if "update" in item else "retrieval")
-            yield f"{file} line {number}", item, kind, file.with_name(file.name.removesuffix(_ITEMS))
+        kind = next((part for part in reversed((folder.name, *file.relative_to(folder).parts)) if part in KINDS), "")
+        for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
+            if line.strip():
+                yield f"{file} row {number}", line, kind, file.with_name(file.name.removesuffix(_ITEMS))
 
 
-def read_item(item: Mapping[str, Any], kind: str, vault: Files, decided: frozenset[str]) -> MemoryTask:
-    """The task of an evaluation item. Raises InputError for other items, and for tasks that only a judge could decide."""
-    texts = {name: str(item.get(name) or "").strip() for name in ("question", "answer", "judge", "update", "filters")}
+def read_item(line: str, kind: str, vault: Files, decided: frozenset[str]) -> MemoryTask:
+    """The task of an evaluation item. Raises InputError for other lines, and for tasks that only a judge could decide."""
+    try:
+        item = dict(json.loads(line))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InputError(f"no JSON object: {error}; correct or remove the line") from error
+    kind = kind or ("update" if "update" in item else "retrieval")
+    given = {name: item.get(name) for name in ("question", "answer", "judge", "update", "filters")}
+    texts = {name: "" if value is None else str(value).strip() for name, value in given.items()}
     if not texts["update" if kind == "update" else "question"]:
-        raise InputError(f"an item of kind {kind} has no {'update' if kind == 'update' else 'question'}")
+        raise InputError(f"{kind} without a message: set `{'update' if kind == 'update' else 'question'}` of the item")
     if kind != "update":
         question = f"{texts['question']}\nPrivacy rule: {texts['filters']}" if texts["filters"] else texts["question"]
         return _task(kind, question, texts["answer"], vault, decided, texts["judge"])
@@ -114,6 +115,7 @@ def read_memories(folder: Path) -> Memories:
             name = memory["mem_id" if "mem_id" in memory else "memory_id"]
             entities = {_path(item["entity_file_path"]): item["entity_file_content"] for item in memory["entities"]}
             vaults[str(name)], changed = accepted({USER: memory["user_md"], **entities})
+            "".join(vaults[str(name)].values()).encode()
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InputError(f"{file} is not a memory ({error}); it needs mem_id, user_md and entities") from error
         renamed += [f"{file}: {old} -> {new}" for old, new in changed.items()]
@@ -122,10 +124,15 @@ def read_memories(folder: Path) -> Memories:
 
 def read_folder(folder: Path) -> Files:
     """The Markdown files below a folder. Raises InputError if there is no `user.md`."""
-    files = {str(file.relative_to(folder)): file.read_text(encoding="utf-8") for file in sorted(folder.rglob("*.md"))}
+    files = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*.md"))}
     if USER not in files:
-        raise InputError(f"{folder} has no {USER}; an item N{_ITEMS} needs a folder N of Markdown files beside it")
-    return files
+        raise InputError(
+            f"no {USER}: {folder} lacks it; an item N{_ITEMS} needs a folder N of Markdown files beside it"
+        )
+    try:
+        return {path: file.read_text(encoding="utf-8") for path, file in files.items()}
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"unreadable notes: {folder} ({error}); save them as UTF-8") from error
 
 
 def accepted(files: Files) -> tuple[Files, dict[str, str]]:
@@ -181,7 +188,7 @@ def _task(
     elif ("retrieval" if kind == "filter" else kind) in decided:
         truth = {"judge": question, **({"rubric": rubric} if rubric else {})}
     elif kind == "update":
-        raise _only_judged(kind, "an update without a question after it")
+        raise _only_judged(kind, "a question after it")
     elif kind == "clarification":
         # A reply must name one of the words that the notes do not have, or else of the topics.
         words, notes = plain(question).split(), plain("\n".join([*vault, *vault.values()]))
@@ -191,18 +198,17 @@ def _task(
         truth = {"point": point, "type": "text", "key": "answer", "values": []}
         solution = solution or [f"My notes say nothing about this: {' '.join(point)}. Can you tell me more?"]
     elif kind not in ("retrieval", "filter"):
-        raise InputError(f"a record of kind {kind!r} is not a memory task")
+        raise InputError(f"unknown kind: {kind!r}; use {', '.join(KINDS)}")
     elif not gold:
-        raise _only_judged("retrieval", "a question without an answer")
+        raise _only_judged("retrieval", "an answer")
     else:
         truth = {"answers": [_answer(gold).to_json()], **({"rule": {}, "hidden": []} if kind == "filter" else {})}
     return MemoryTask(kind, "document", FOREIGN.name, question, 0, truth, solution, after)
 
 
 def _only_judged(kind: str, what: str) -> InputError:
-    return InputError(
-        f"{what} can only be scored by a judge; set environment.judge, with {kind} in environment.judge_decides"
-    )
+    judge = f"set environment.judge, with {kind} in environment.judge_decides"
+    return InputError(f"{kind} without {what}: only a judge can score it; {judge}")
 
 
 def _answer(gold: str) -> Answer:

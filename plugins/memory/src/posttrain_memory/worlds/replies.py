@@ -160,23 +160,40 @@ def declines(reply: str) -> bool:
     return bool(_DECLINES.search(reply.replace("’", "'")))
 
 
-_TRUTHS = {"yes": "yes", "yeah": "yes", "true": "yes", "correct": "yes", "no": "no", "false": "no", "incorrect": "no"}
+_TRUTHS = dict.fromkeys(("yes", "yeah", "yep", "true", "correct"), "yes") | dict.fromkeys(
+    ("no", "nope", "false", "incorrect"), "no"
+)
+_UNSETTLED = re.compile(
+    r"(?:\bnot|n't|\bcannot) (?:\w+ )?(?:know|sure|certain|clear|say|state|tell|find|found|see|mention|record|given)"
+    r"|\b(?:nothing|unknown|unsure|unclear|maybe|perhaps|no (?:note|information|mention|record|idea))",
+    re.IGNORECASE,
+)
 
 
 def states_truth(reply: str, question: str) -> str | None:
     """`yes` or `no` as the reply answers a yes-no question, or None if it does not, or both.
 
-    The first words of its clauses decide, then a denial, `true` or `false`, and last whether it repeats most of the question.
+    The first words of its clauses decide, then their last words, then a denial, and last whether it repeats most of the
+    question. Not knowing is no answer.
     """
-    first = [words[0] for clause in re.split(r"[.!?;,:\n]", reply) if (words := plain(clause).split())]
-    leading = {_TRUTHS[word] for word in first if word in _TRUTHS}
-    if leading:
-        return leading.pop() if len(leading) == 1 else None
-    if _BEFORE.search(reply.replace("’", "'")) or _AFTER.search(reply) or mentions(plain(reply), "false"):
+    text = reply.replace("’", "'")
+    ends = [words[:: max(1, len(words) - 1)] for clause in _split(text) if (words := plain(clause).split())]
+    stated = {_TRUTHS[word] for words in ends if words[0] in _TRUTHS for word in words if word in _TRUTHS}
+    if not stated and _UNSETTLED.search(text):
+        return None
+    last = [words[-1] for clause in _split(affirmed(text)) if (words := plain(clause).split())]
+    stated = stated or {_TRUTHS[word] for word in last if word in _TRUTHS}
+    if stated:
+        return stated.pop() if len(stated) == 1 else None
+    if _BEFORE.search(text) or _AFTER.search(text):
         return "no"
     asked = {word for word in plain(question).split() if len(word) > 3}
-    repeated = asked & set(plain(reply).split())
-    return "yes" if mentions(plain(reply), "true") or (asked and 2 * len(repeated) >= len(asked)) else None
+    repeated = asked & set(plain(text).split())
+    return "yes" if asked and 2 * len(repeated) >= len(asked) else None
+
+
+def _split(text: str) -> list[str]:
+    return re.split(r"[.!?;,:\n]", text)
 
 
 def states_value(reply: str, wanted: Answer, question: str = "") -> bool:
