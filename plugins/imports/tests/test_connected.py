@@ -124,6 +124,19 @@ def test_a_later_command_reads_the_run_of_an_earlier_one(first, second, paths):
     assert "runs/" not in str(alone.values)
 
 
+@pytest.mark.parametrize(
+    ("path", "model"),
+    [("Qwen/Qwen3-4B", "Qwen/Qwen3-4B"), ("./checkpoint/a/final", "runs/a/model"), ("out/sft", "runs/sft/model")],
+)
+def test_a_model_to_evaluate_is_a_run_only_where_a_command_saved_one(path, model):
+    train = "trl sft --model_name_or_path m --dataset_name d.jsonl --output_dir out/sft"
+    evaluate = f"run_multigpu_inference.sh {path} d.parquet o.jsonl 8 '' 2048"
+    score = f"python reward_metric.py --model_path {path} --data_path d.jsonl --output_path o.json"
+    _, answers, scores = import_commands(f"{train}\n{evaluate}\n{score}", {}, 100)[0]
+    assert f" model.path={model} " in answers.replacement
+    assert f" --model {model} " in scores.replacement
+
+
 def test_commands_that_save_to_one_folder_have_a_run_each():
     train = "trl sft --model_name_or_path m --dataset_name d.jsonl --output_dir out/sft"
     found = import_commands(f"{train}\n{train}\ntrl dpo --model_name_or_path out/sft --dataset_name p.jsonl", {})[0]
