@@ -107,12 +107,15 @@ def test_a_judges_mean_is_not_on_the_axis_of_shares(against, grade):
 def test_the_labels_of_the_steps_do_not_overlap_and_a_long_title_is_whole():
     lines = [line(step, 0.2 + step / 4000, retrieval=0.5) for step in range(0, 2000, 100)]
     lines += [line(step, 0.7, retrieval=0.5) for step in (2000, 2001)]
+    lines += [train(step, step - 3000) for step in range(1, 2002, 100)]
     figure = dict(figures("a name of a run " * 6, lines))["metrics_vs_overall"]
     figure.draw_without_rendering()
     boxes = sorted((text.get_window_extent() for text in figure.axes[0].texts), key=lambda box: box.x0)
     assert len(boxes) > 3
     assert boxes[-1].x1 <= figure.legends[0].get_window_extent().x0
     assert all(one.x1 < other.x0 for one, other in itertools.pairwise(boxes))
+    (returns,) = figure.axes[-1].get_lines()
+    assert returns.get_window_extent().y1 < min(box.y0 for box in boxes)
     title = figure.texts[0] if figure.texts else figure._suptitle
     extent = title.get_window_extent()
     assert extent.x1 <= figure.bbox.x1

@@ -126,7 +126,7 @@ def _label_steps(axes: Axes, steps: Sequence[int], xs: Sequence[float]) -> None:
     span = (max(xs) - min(xs)) or 1.0
     labels: list[tuple[float, list[int]]] = []
     for x, step in sorted(zip(xs, steps, strict=True)):
-        if labels and (x - labels[-1][0]) / span < 0.02 + 0.012 * len(_listed(labels[-1][1])):
+        if labels and (x - labels[-1][0]) / span < 0.03 + 0.016 * len(_listed(labels[-1][1])):
             labels[-1][1].append(step)
         else:
             labels.append((x, [step]))
@@ -154,6 +154,7 @@ def _plot_training(axes: Axes, trained: Sequence[Checkpoint], xs: Sequence[float
             axes.plot(x, returns, label=label, **look)
         return
     right = axes.twinx()
+    right.margins(y=0.15)  # steps are written along the upper edge
     right.plot(x, returns, **look)
     axes.plot([], [], label=f"{label} (right)", **look)
     right.set_ylabel("mean training return", color=ORANGE)
