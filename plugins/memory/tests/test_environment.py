@@ -28,6 +28,8 @@ from posttrain_memory.worlds.task import KINDS
 from posttrain_memory.worlds.truth import parse
 from posttrain_memory.worlds.values import find, spell
 
+from .worlds.test_records import entity, record, write
+
 SMALL = {"notes": 6, "filler": (0, 1), "retrieval": 1, "update": 1, "clarification": 1, "filter": 1}
 PUBLISHED = "memory/gspo_published"
 NAMES = ("retrieval", "update", "clarification", "filter")
@@ -238,7 +240,7 @@ def test_no_filter_task_leaks_and_each_can_be_solved():
             assert not find(rule["category"], shown), rules
         secret = {(rule.get("about"), record["key"], record["value"]) for record in one.task.truth["hidden"]}
         assert not secret & {(said.about, said.key, said.value) for said in still.statements}, rules
-        for value in (answer(record) for record in one.task.truth["hidden"]):
+        for value in map(answer, one.task.truth["hidden"]):
             if value in free or contains_value(shown, value):
                 # The same value of something else, which is no secret; what it stands for is.
                 continue
@@ -329,20 +331,14 @@ def test_rows_of_a_file_are_tasks_and_validate(rows):
 
 
 def test_rows_of_the_published_form_can_be_played_but_for_updates(tmp_path):
-    note = {"entity_name": "Bo", "entity_file_path": "entities/bo.md", "entity_file_content": "# Bo\n- city: Bern\n"}
-    memory = {"mem_id": "m1", "user_md": "# Ida\n- friend: [[entities/bo.md]]\n", "entities": [note]}
-    (tmp_path / "m1").mkdir()
-    (tmp_path / "m1" / "base_memory.json").write_text(json.dumps(memory))
-    asked, line = [{"role": "user", "content": "Where does Bo live?"}], "\n\n~/~/~/~/~/~/~/~\n\n"
-    records = [{"context_messages": asked, "label": f"{kind}{line}m1{line}Bern"} for kind in ("retrieval", "update")]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    recipe = _recipe(tasks=str(path), memories=str(tmp_path))
+    rows = [record(kind, "Where does Bo live?", "Bern") for kind in ("retrieval", "update")]
+    notes = [entity("bo", "# Bo\n- city: Bern\n")]
+    recipe = _recipe(**write(tmp_path, rows, "# Ida\n- friend: [[entities/bo.md]]\n", notes))
     environment = Memory(recipe)
     environment.reset(0)
     assert "Bern" in environment.step(code('a = follow_link("[[bo]]")')).messages[0]["content"]
     assert environment.step(reply("He lives in Bern.")).info["success"] is True
-    assert "no memory task" in Memory.check_tasks(recipe, range(1), [range(1)])[0]
+    assert "update without" in Memory.check_tasks(recipe, range(1), [range(1)])[0]
 
 
 def test_worlds_that_are_trained_on_and_held_out_are_named(rows):

@@ -18,8 +18,8 @@ from posttrain_memory.worlds.rewards import score
 from posttrain_memory.worlds.task import MemoryTask
 
 from .judges import frames, judge, points
+from .worlds.test_records import entity, record, write
 
-LINE = "~/~/~/~/~/~/~/~/~/~/~/~"
 NOTES = {
     "user.md": """# About me
 - **name**: Ines Okafor
@@ -222,22 +222,9 @@ def test_both_judgements_must_approve(judged, success):
 @pytest.fixture
 def published(tmp_path):
     """Recipe keys of a file with a retrieval and two updates."""
-    entities = [
-        {"entity_name": path, "entity_file_path": f"memory/m/{path}", "entity_file_content": text}
-        for path, text in NOTES.items()
-        if path != USER
-    ]
-    memory = {"mem_id": "m", "user_md": NOTES[USER], "entities": entities}
-    (tmp_path / "memories").mkdir()
-    (tmp_path / "memories" / "base_memory.json").write_text(json.dumps(memory))
     asked = [("retrieval", "How old is Leo Varga?", "50"), *(("update", m, m) for m in ("Tara is 32 now.", "I moved."))]
-    rows = [
-        {"context_messages": [{"role": "user", "content": q}], "label": f"{k}\n\n{LINE}\n\nm\n\n{LINE}\n\n{a}"}
-        for k, q, a in asked
-    ]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {"tasks": str(path), "memories": str(tmp_path / "memories")}
+    entities = [entity(path[len("entities/") : -len(".md")], text) for path, text in NOTES.items() if path != USER]
+    return write(tmp_path, [record(*row) for row in asked], NOTES[USER], entities)
 
 
 DONE = reply("Done.")
