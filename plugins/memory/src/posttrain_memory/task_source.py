@@ -114,11 +114,9 @@ def _task_table(key: str, folder: str | None, decided: frozenset[str], limits: s
             try:
                 row = read()
                 Vault(MemoryStorage(row.files), VaultLimits.model_validate_json(limits)).files()
-            except InputError as error:
-                problems.add_text(str(error), origin)
-                continue
-            except VaultError as error:
-                problems.add("notes that a vault refuses", origin, f"{error}; see environment.vault")
+            except (InputError, VaultError) as error:
+                kind = "notes that a vault refuses: " if isinstance(error, VaultError) else ""
+                problems.add_text(f"{kind}{error}", origin)
                 continue
             rows.append(row)
             uses.append(source.use)

@@ -77,12 +77,12 @@ _ANSWERED = re.compile(
     re.IGNORECASE,
 )
 """What follows a question that the reply itself answers."""
-_MISSING = re.compile(
+MISSING = re.compile(
     r"\b(?:no|not|none|nothing|nobody|nowhere|never|neither|without|unknown|missing|lacks?|lacking|absent|blank|empty|unclear"
     r"|unsure|unable|unfamiliar|cannot|isn't|aren't|\w+n't)\b",
     re.IGNORECASE,
 )
-_DISAGREE = re.compile(
+DISAGREE = re.compile(
     r"\b(?:disagree\w*|contradict\w*|conflict\w*|differ\w*|inconsisten\w*|discrepan\w*|mismatch\w*|at odds|incompatible"
     r"|(?:not|n't) (?:agree|match)|two (?:\w+ )?(?:values|answers|versions|entries))\b",
     re.IGNORECASE,
@@ -140,17 +140,8 @@ def denies_change(reply: str) -> bool:
     return bool(_NOT_DONE.search(reply.replace("’", "'")))
 
 
-def says_missing(reply: str, question: str) -> bool:
-    """Whether a reply says that something is unknown or missing, in words other than those of the question."""
-    return _says(_MISSING, reply, question)
-
-
-def says_disagreeing(reply: str, question: str) -> bool:
-    """Whether a reply says that notes disagree, in words other than those of the question."""
-    return _says(_DISAGREE, reply, question)
-
-
-def _says(pattern: re.Pattern[str], reply: str, question: str) -> bool:
+def says(pattern: re.Pattern[str], reply: str, question: str) -> bool:
+    """Whether a reply matches `MISSING` or `DISAGREE` in words other than those of the question."""
     known = {match.group().casefold() for match in pattern.finditer(question.replace("’", "'"))}
     return any(match.group().casefold() not in known for match in pattern.finditer(reply.replace("’", "'")))
 

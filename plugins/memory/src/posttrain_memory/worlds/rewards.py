@@ -13,6 +13,8 @@ from posttrain_memory.worlds.changes import Outcome, broken_links, update_outcom
 from posttrain_memory.worlds.published import published_outcome
 from posttrain_memory.worlds.recipe import RewardWeights
 from posttrain_memory.worlds.replies import (
+    DISAGREE,
+    MISSING,
     Answer,
     answer,
     contains_value,
@@ -20,8 +22,7 @@ from posttrain_memory.worlds.replies import (
     declines,
     denies_change,
     other_values,
-    says_disagreeing,
-    says_missing,
+    says,
     similar_values,
     states_value,
     without_titles,
@@ -211,10 +212,10 @@ def _clarification(task: MemoryTask, vault: Parsed, reply: str, asked: bool, ver
     named = plain(reply) if task.theme != FOREIGN.name else plain(reply).replace(plain(task.question), " ")
     pointed = any(mentions(named, plain(word)) for word in truth["point"])
     if both:
-        pointed = pointed and (all(sides) or says_disagreeing(reply, task.question))
+        pointed = pointed and (all(sides) or says(DISAGREE, reply, task.question))
     elif task.theme != FOREIGN.name:
         # In records of other origin it is unknown what is missing; the question itself may be unclear.
-        pointed = pointed and says_missing(reply, task.question)
+        pointed = pointed and says(MISSING, reply, task.question)
     # Saying what is missing without asking, or asking without saying what, is half of the task.
     verdict.missing += [] if pointed else [f"it did not say what is missing ({', '.join(truth['point'][:3])})"]
     verdict.missing += [] if asked else ["it did not ask"]
