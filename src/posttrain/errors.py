@@ -61,6 +61,19 @@ def require_type(name: str, value: Any, *kinds: type) -> None:
 
 
 @contextmanager
+def naming(**keys: str) -> Iterator[None]:
+    """Let InputErrors of the block name other keys than `model.path` (`path`) and `model.device` (`device`), for models of other
+    sections and of options."""
+    try:
+        yield
+    except InputError as error:
+        message = str(error)
+        for name, key in keys.items():
+            message = re.sub(rf"(?<![\w.])model\.{name}\b", lambda _, key=key: key, message)
+        raise type(error)(message) from error
+
+
+@contextmanager
 def plain_warnings() -> Iterator[None]:
     """Print Python warnings inside the block as sentences, without the line of code that warns."""
     with warnings.catch_warnings():

@@ -4,6 +4,8 @@ import json
 import socket
 from pathlib import Path
 
+import pytest
+
 from posttrain.cli.main import main
 from tests.evaluation.judge_server import serving
 from tests.training.preferences import pair_rows, write_jsonl
@@ -109,6 +111,20 @@ def test_a_function_that_cannot_score_one_answer_is_a_warning_and_a_judge_that_a
         judge = ["environment.judge={model: m, rubric: x}", f"environment.judge.url={server.url}"]
         assert dry(words_for(tiny_model, tmp_path, *judge), capsys)[0] == 0
         assert server.requests == []
+
+
+@pytest.mark.parametrize("key", ["model.path", "reward.path", "critic.path", "audit.path", "teacher.path"])
+def test_a_model_that_cannot_be_loaded_is_named_by_its_own_key(key, tiny_model, tmp_path, capsys):
+    """Each section has the same loader, which also reads folders whose names contain `model.path`."""
+    broken = tmp_path / "my.model.path"
+    broken.mkdir()
+    (broken / "config.json").write_text('{"model_type": "llama", "hidden_size": 33, "num_attention_heads": 32}')
+    credit = ["credit.type=gae"] if key == "critic.path" else []
+    more = ["environment.reward=exact", *credit, f"{key}={broken}"]
+    assert main(words_for(tiny_model, tmp_path, *more)) == 2
+    problem = capsys.readouterr().err
+    assert problem.startswith(f"posttrain: {key}: ")
+    assert str(broken) in problem
 
 
 def test_rows_are_counted_and_a_broken_column_is_named(tiny_model, tmp_path, capsys):

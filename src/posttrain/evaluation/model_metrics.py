@@ -17,7 +17,7 @@ import numpy as np
 
 from posttrain.data.messages import Message
 from posttrain.data.rendering import Renderer, render_conversation
-from posttrain.errors import InputError
+from posttrain.errors import InputError, naming
 from posttrain.evaluation.predictions import Prediction, Predictions, with_reference
 from posttrain.evaluation.results import MetricResult, Results
 from posttrain.evaluation.statistics import item_means, item_sums
@@ -44,17 +44,10 @@ class Encoder:
         from posttrain.models.load import resolve_device, resolve_dtype, resolve_path
 
         options = options or ModelOptions()
-        try:
-            device = resolve_device(options.device)
-        except InputError as error:
-            raise InputError(str(error).replace("model.device", "--device", 1)) from error
-
         logging.disable_progress_bar()
         self.tokens_per_batch = options.tokens_per_batch
-        try:
-            directory = resolve_path(path)
-        except InputError as error:
-            raise InputError(str(error).replace("model.path", "--encoder", 1)) from error
+        with naming(path="--encoder", device="--device"):
+            device, directory = resolve_device(options.device), resolve_path(path)
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
             dtype = resolve_dtype(options.dtype, device)
@@ -185,12 +178,8 @@ class LanguageModel:
         from posttrain.models.policy import Policy
 
         options = options or ModelOptions()
-        try:
+        with naming(path="--model", device="--device"):
             self.policy: Policy = Policy(ModelRecipe(path=path, dtype=options.dtype, device=options.device))
-        except InputError as error:
-            raise InputError(
-                str(error).replace("model.path", "--model", 1).replace("model.device", "--device")
-            ) from error
         self.tokens_per_batch = options.tokens_per_batch
         self.about = {"model": path, "dtype": _dtype(self.policy.model)}
         self.renderer = Renderer(self.policy.tokenizer, self.policy.end_tokens)

@@ -59,7 +59,7 @@ class Auditor:
         self._model: RewardScorer | None = None
         if audit.path is not None:
             source = RewardSource(path=audit.path, normalize="none", clip=None)
-            self._model = RewardScorer(source, policy.tokenizer, policy.recipe.device)
+            self._model = RewardScorer(source, policy.tokenizer, policy.recipe.device, "audit.path")
 
     def __call__(self, step: int) -> tuple[dict[str, Any], list[str], bool]:
         """The values of a line about the evaluation of `step`, warnings, and whether the run ends. The first evaluation,

@@ -10,7 +10,7 @@ from posttrain.credit.assign import sampled_rewards, sampled_values
 from posttrain.credit.critic import CriticCredit
 from posttrain.credit.returns import explained_variance
 from posttrain.episode import Episode, PerToken, RewardStreams
-from posttrain.errors import InputError
+from posttrain.errors import InputError, naming
 from posttrain.models.critic import Critic, SharedCritic
 from posttrain.models.policy import Policy
 from posttrain.models.reward import vocabulary
@@ -81,7 +81,8 @@ def open_critic(recipe: RlRecipe, policy: Policy) -> CriticUpdater:
     settings, reward = recipe.critic, recipe.reward
     if settings.backbone == "shared":
         return CriticUpdater(SharedCritic(policy), recipe)
-    critic = Critic(settings.model(policy.recipe), recipe.seed)
+    with naming(path="critic.path" if settings.path else "model.path"):
+        critic = Critic(settings.model(policy.recipe), recipe.seed)
     if vocabulary(critic.tokenizer) != vocabulary(policy.tokenizer):
         raise InputError(
             f"critic.path: {settings.path} does not have the tokenizer of {policy.recipe.path}; the critic reads the "

@@ -11,7 +11,7 @@ import numpy as np
 from posttrain.data.messages import Message
 from posttrain.data.rendering import LossOn, Renderer, render_conversation
 from posttrain.episode import CUT_OFF, Episode, Outcome, StopReason, Turn
-from posttrain.errors import InputError
+from posttrain.errors import InputError, naming
 from posttrain.models.load import load_tokenizer
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel, vocabulary
@@ -34,13 +34,20 @@ class RewardScorer:
     conversation is rendered for it. An answer that was cut off gets no end token in this rendering either.
     """
 
-    def __init__(self, source: RewardSource, tokenizer: Any, device: Literal["auto", "cpu", "cuda"] = "auto") -> None:
-        """Load the model. `tokenizer`: the policy's. Raises InputError if `source` is not a reward model, or lacks the
-        statistics for `normalize: stored`."""
+    def __init__(
+        self,
+        source: RewardSource,
+        tokenizer: Any,
+        device: Literal["auto", "cpu", "cuda"] = "auto",
+        key: str = "reward.path",
+    ) -> None:
+        """Load the model. `tokenizer`: the policy's. Raises InputError, which names `key`, if `source` is not a reward model,
+        or lacks the statistics for `normalize: stored`."""
         self.source = source
         self.lock = threading.Lock()
         """Held while the reward model is in use: with async rollouts, another thread scores episodes."""
-        self.model = RewardModel(ModelRecipe(path=source.path, dtype=source.dtype, device=device), new_head=False)
+        with naming(path=key):
+            self.model = RewardModel(ModelRecipe(path=source.path, dtype=source.dtype, device=device), new_head=False)
         self.statistics = (0.0, 1.0)
         if source.normalize == "stored":
             stored = self.model.statistics
@@ -134,11 +141,8 @@ class AnswerRewards:
     ) -> None:
         """InputError if there is no reward model at `path`."""
         source = RewardSource(path=path, normalize="none", clip=None, dtype=dtype, tokens_per_batch=tokens_per_batch)
-        try:
-            self._scorer = RewardScorer(source, load_tokenizer(ModelRecipe(path=path)), device)
-        except InputError as error:
-            message = str(error).replace("model.path", "--model", 1).replace("model.device", "--device")
-            raise InputError(message) from error
+        with naming(path="--model", device="--device"):
+            self._scorer = RewardScorer(source, load_tokenizer(ModelRecipe(path=path)), device, "--model")
         # No policy sampled these answers, so the conversations are always rendered.
         self._scorer.same_tokens = False
         stored = self._scorer.model.statistics

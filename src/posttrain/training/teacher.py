@@ -14,7 +14,7 @@ from posttrain.engines.openai import ChatRequestError
 from posttrain.engines.scoring import ScoredPrompt, ScoringServers
 from posttrain.environments.protocol import Environment
 from posttrain.episode import Episode
-from posttrain.errors import InputError, RunError
+from posttrain.errors import InputError, RunError, naming
 from posttrain.losses.distillation import TAIL_FLOOR, TeacherScores
 from posttrain.models.forward import transformer
 from posttrain.models.packing import prompt_length
@@ -306,10 +306,8 @@ def _load(recipe: TeacherRecipe, policy: Policy) -> Policy:
     """The model at `teacher.path`, on the policy's device. InputError if its tokenizer differs from the policy's."""
     assert recipe.path is not None
     same = policy.recipe.model_dump(include={"device", "threads", "chat_template"})
-    try:
+    with naming(path="teacher.path"):
         teacher = Policy(ModelRecipe(path=recipe.path, dtype=recipe.dtype, **same), trained=False)
-    except InputError as error:
-        raise InputError(str(error).replace("model.path", "teacher.path", 1)) from error
     ours, theirs = policy.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
     if ours != theirs:
         different = next(token for token in [*ours, *theirs] if ours.get(token) != theirs.get(token))

@@ -27,6 +27,7 @@ from posttrain.engines.factory import open_engine
 from posttrain.engines.protocol import Completion, EngineCounters, Request
 from posttrain.environments.protocol import Action, Environment, Observation, Step
 from posttrain.episode import Episode
+from posttrain.errors import naming
 from posttrain.models.load import load_end_tokens, load_tokenizer, resolve_device, resolve_dtype
 from posttrain.models.policy import Policy
 from posttrain.recipe.components import EnvironmentRecipe, environment_class, environment_recipe
@@ -65,7 +66,8 @@ class RayScorer(RewardScorer):
         self.workers = list(workers)
         self.lock = threading.Lock()
         self.statistics = self.workers[0].call("statistics", "statistics")
-        self.model = RemoteRewardModel(source, workers)  # type: ignore[assignment]
+        with naming(path="reward.path"):
+            self.model = RemoteRewardModel(source, workers)  # type: ignore[assignment]
         self.same_tokens = render_alike(self.model.tokenizer, policy.tokenizer)
         self.renderer = Renderer(self.model.tokenizer, self.model.end_tokens)
 
