@@ -22,9 +22,9 @@ a, b = torch.randn(128, 256), torch.randn(256, 256)
 
 
 def sleeps():
-    "How often threads of this process fall asleep in 300 products that an addition of one thread follows."
+    "How often threads of this process fall asleep in 100 products that an addition of one thread follows."
     began = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
-    for _ in range(300):
+    for _ in range(100):
         (a @ b)[0].add_(1)
     return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - began
 
@@ -60,7 +60,7 @@ def test_threads_sleep_in_a_crowd_which_busy_processes_gather_and_no_result_chan
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=unset, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     awake, crowded, equal, noticed = json.loads(done.stdout)
-    assert crowded > 100
+    assert crowded > 33
     assert crowded > 3 * awake
     assert equal
     assert noticed
