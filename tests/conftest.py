@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import logging
 import os
 import re
 import tempfile
@@ -19,6 +20,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 _STATE = tempfile.TemporaryDirectory(prefix="posttrain-state-")
 os.environ["XDG_STATE_HOME"] = _STATE.name  # what runs of the tests used is not remembered for those of the user
 os.environ["POSTTRAIN_PLOTS"] = "0"  # figures take most of the time of a small run
+logging.disable(logging.DEBUG)  # pytest would keep the hundred lines of torch for each checkpoint
 os.fsync = lambda descriptor: None  # tests kill processes, never the machine, and a run waits for the disk fifty times
 
 FOLDER = Path.cwd()
