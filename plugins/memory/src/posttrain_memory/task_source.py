@@ -103,7 +103,8 @@ def task_table(recipe: MemoryRecipe) -> TaskTable:
 def _task_table(key: str, folder: str | None, decided: frozenset[str], limits: str) -> TaskTable:
     sources = [TaskSourceRecipe.model_validate(values) for values in json.loads(key)]
     memories = read_memories(Path(folder)) if folder is not None else Memories({}, [])
-    problems, renamed, rows, uses, origins = Problems(), list(memories.renamed), [], [], []
+    problems, renamed = Problems(), list(memories.renamed)
+    found: list[tuple[Assignment, Any, str]] = []
     for source in sources:
         if is_evaluation(Path(source.path)):
             items = _evaluation_items(Path(source.path), decided, renamed)
@@ -118,20 +119,15 @@ def _task_table(key: str, folder: str | None, decided: frozenset[str], limits: s
                 kind = "notes that a vault refuses: " if isinstance(error, VaultError) else ""
                 problems.add_text(f"{kind}{error}", origin)
                 continue
-            rows.append(row)
-            uses.append(source.use)
-            origins.append(origin)
-    problems.used = len(rows)
-    if not rows:
+            found.append((row, source.use, origin))
+    problems.used = len(found)
+    if not found:
         problems.require_any(", ".join(source.path for source in sources))
-    texts = [json.dumps(row.files, sort_keys=True) for row in rows]
+    texts = [json.dumps(row.files, sort_keys=True) for row, *_ in found]
     if len(set(texts)) < _FEW_VAULTS:
-        texts = [f"{row.task.question} {text}" for row, text in zip(rows, texts, strict=True)]
-    tasks = [
-        TaskRow(text, use, row.task.kind, origin)
-        for text, use, row, origin in zip(texts, uses, rows, origins, strict=True)
-    ]
-    return TaskTable(rows, tasks, problems, renamed)
+        texts = [f"{row.task.question} {text}" for (row, *_), text in zip(found, texts, strict=True)]
+    tasks = [TaskRow(text, use, row.task.kind, at) for text, (row, use, at) in zip(texts, found, strict=True)]
+    return TaskTable([row for row, *_ in found], tasks, problems, renamed)
 
 
 def _evaluation_items(

@@ -53,9 +53,7 @@ def read_published_row(
     """
     parts = _SEPARATOR.split(row["label"])
     if len(parts) != 3:
-        raise InputError(
-            f"no valid label: {len(parts)} parts separated by lines of ~/~; expected kind, memory and answer"
-        )
+        raise InputError(f"no valid label: {len(parts)} parts between lines of ~/~; expected kind, memory and answer")
     kind, name, text = (part.strip() for part in parts)
     if name not in memories:
         raise InputError(f"unknown memory: no base_memory.json file has the name {name}; check `environment.memories`")
@@ -69,8 +67,7 @@ def read_published_row(
         kind, text = "filter", rule["answer"].strip()
         words, rules = split_question(question)
         question = f"{words}\nPrivacy rule: {' '.join(rules) or rule['rule'].strip()}"
-    # The third part of an update repeats its message.
-    gold = "" if kind == "update" else text
+    gold = "" if kind == "update" else text  # the third part of an update repeats its message
     return _task(kind, question, gold, memories[name], decided), dict(memories[name])
 
 
@@ -95,8 +92,8 @@ def read_item(line: str, kind: str, vault: Files, decided: frozenset[str]) -> Me
     except (ValueError, TypeError, RecursionError) as error:
         raise InputError(f"no JSON object: {error}; correct or remove the line") from error
     kind = kind or ("update" if "update" in item else "retrieval")
-    given = {name: item.get(name) for name in ("question", "answer", "judge", "update", "filters")}
-    texts = {name: "" if value is None else str(value).strip() for name, value in given.items()}
+    names = ("question", "answer", "judge", "update", "filters")
+    texts = {name: "" if item.get(name) is None else str(item[name]).strip() for name in names}
     if not texts["update" if kind == "update" else "question"]:
         raise InputError(f"{kind} without a message: set `{'update' if kind == 'update' else 'question'}` of the item")
     if kind != "update":
@@ -115,7 +112,7 @@ def read_memories(folder: Path) -> Memories:
             name = memory["mem_id" if "mem_id" in memory else "memory_id"]
             entities = {_path(item["entity_file_path"]): item["entity_file_content"] for item in memory["entities"]}
             vaults[str(name)], changed = accepted({USER: memory["user_md"], **entities})
-            "".join(vaults[str(name)].values()).encode()
+            "".join(vaults[str(name)].values()).encode()  # half of a surrogate pair cannot be written
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InputError(f"{file} is not a memory ({error}); it needs mem_id, user_md and entities") from error
         renamed += [f"{file}: {old} -> {new}" for old, new in changed.items()]
@@ -126,9 +123,7 @@ def read_folder(folder: Path) -> Files:
     """The Markdown files below a folder. Raises InputError if there is no `user.md`."""
     files = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*.md"))}
     if USER not in files:
-        raise InputError(
-            f"no {USER}: {folder} lacks it; an item N{_ITEMS} needs a folder N of Markdown files beside it"
-        )
+        raise InputError(f"no {USER}: {folder} lacks it; an item N{_ITEMS} needs a folder N of Markdown files")
     try:
         return {path: file.read_text(encoding="utf-8") for path, file in files.items()}
     except (OSError, UnicodeError) as error:
@@ -207,8 +202,7 @@ def _task(
 
 
 def _only_judged(kind: str, what: str) -> InputError:
-    judge = f"set environment.judge, with {kind} in environment.judge_decides"
-    return InputError(f"{kind} without {what}: only a judge can score it; {judge}")
+    return InputError(f"{kind} without {what}: set environment.judge, with {kind} in environment.judge_decides")
 
 
 def _answer(gold: str) -> Answer:

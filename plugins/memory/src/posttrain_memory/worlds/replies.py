@@ -151,9 +151,9 @@ def declines(reply: str) -> bool:
     return bool(_DECLINES.search(reply.replace("’", "'")))
 
 
-_TRUTHS = dict.fromkeys(("yes", "yeah", "yep", "true", "correct"), "yes") | dict.fromkeys(
-    ("no", "nope", "false", "incorrect"), "no"
-)
+_TRUTHS = dict.fromkeys(("yes", "yeah", "yep", "true", "correct"), "yes")
+_TRUTHS |= dict.fromkeys(("no", "nope", "false", "incorrect"), "no")
+_CLAUSE = re.compile(r"[.!?;,:\n]")
 _UNSETTLED = re.compile(
     r"(?:\bnot|n't|\bcannot) (?:\w+ )?(?:know|sure|certain|clear|say|state|tell|find|found|see|mention|record|given)"
     r"|\b(?:nothing|unknown|unsure|unclear|maybe|perhaps|no (?:note|information|mention|record|idea))",
@@ -162,18 +162,18 @@ _UNSETTLED = re.compile(
 
 
 def states_truth(reply: str, question: str) -> str | None:
-    """`yes` or `no` as the reply answers a yes-no question, or None if it does not, or both.
+    """`yes` or `no` as the reply answers a yes-no question, or None if it does not, does not know, or says both.
 
-    The first words of its clauses decide, then their last words, then a denial, and last whether it repeats most of the
-    question. Not knowing is no answer.
+    The first words of its clauses decide, then their last words, then a denial, then a repetition of most of the question.
     """
     text = reply.replace("’", "'")
-    ends = [words[:: max(1, len(words) - 1)] for clause in _split(text) if (words := plain(clause).split())]
-    stated = {_TRUTHS[word] for words in ends if words[0] in _TRUTHS for word in words if word in _TRUTHS}
+    clauses = [words for clause in _CLAUSE.split(text) if (words := plain(clause).split())]
+    answering = [end for words in clauses if words[0] in _TRUTHS for end in (words[0], words[-1])]
+    stated = {_TRUTHS[end] for end in answering if end in _TRUTHS}
     if not stated and _UNSETTLED.search(text):
         return None
-    last = [words[-1] for clause in _split(affirmed(text)) if (words := plain(clause).split())]
-    stated = stated or {_TRUTHS[word] for word in last if word in _TRUTHS}
+    ends = [words[-1] for clause in _CLAUSE.split(affirmed(text)) if (words := plain(clause).split())]
+    stated = stated or {_TRUTHS[end] for end in ends if end in _TRUTHS}
     if stated:
         return stated.pop() if len(stated) == 1 else None
     if _BEFORE.search(text) or _AFTER.search(text):
@@ -181,10 +181,6 @@ def states_truth(reply: str, question: str) -> str | None:
     asked = {word for word in plain(question).split() if len(word) > 3}
     repeated = asked & set(plain(text).split())
     return "yes" if asked and 2 * len(repeated) >= len(asked) else None
-
-
-def _split(text: str) -> list[str]:
-    return re.split(r"[.!?;,:\n]", text)
 
 
 def states_value(reply: str, wanted: Answer, question: str = "") -> bool:
