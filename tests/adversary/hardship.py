@@ -103,7 +103,7 @@ def _watch(folder: str, at: tuple[Any, ...]) -> Callable[[], int]:
 
 def _prepare_folder(place: Path) -> None:
     """A run that has ended, rows, a recipe of an evaluation, and a pipeline."""
-    from tests.training.preferences import EACH_STEP, pair_rows, recipe_values, write_jsonl
+    from tests.training.preferences import pair_rows, recipe_values, write_jsonl
 
     place.mkdir()
     shutil.copytree(hosts.undisturbed("dpo"), place / "run")
@@ -115,7 +115,7 @@ def _prepare_folder(place: Path) -> None:
     values["evaluation"] = {"final_seeds": {"start": 0, "count": 4}}
     (place / "recipe.yaml").write_text(json.dumps(values))
     (place / "more").mkdir()
-    common = recipe_values("dpo", hosts.tiny_model(), place / "more", epochs=1, checkpoint=EACH_STEP)
+    common = recipe_values("dpo", hosts.tiny_model(), place / "more", epochs=1)
     keys = ("rows_per_update", "optimizer", "learner", "evaluation", "checkpoint", "epochs")
     common = {key: common[key] for key in keys}
     stages: list[dict[str, Any]] = [

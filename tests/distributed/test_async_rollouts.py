@@ -10,10 +10,19 @@ from .test_parity import models, same_weights  # noqa: F401
 
 @pytest.mark.slow
 def test_two_learners_match_one_and_resume_to_the_same_bits(models, tmp_path):  # noqa: F811
-    def values(name):
-        (tmp_path / name).mkdir()
-        changes = {"async_rollouts": 1, "filter": {"type": "none"}}
-        return async_runs.values(models, tmp_path / name, "small", changes, checkpoint={"every": 1, "keep": 2})
+    def values(name, **changes):
+        folder = tmp_path / name
+        folder.mkdir()
+        return (
+            async_runs.values(
+                models,
+                folder,
+                "small",
+                {"async_rollouts": 1, "filter": {"type": "none"}},
+                checkpoint={"every": 1, "keep": 2},
+            )
+            | changes
+        )
 
     for processes in (1, 2):
         together.succeed(processes, [{"values": values(f"{processes}")}], tmp_path)

@@ -26,7 +26,7 @@ def values(tiny, folder, **changes):
     optimizer = {"learning_rate": 3e-3, "type": "adamw_8bit"}
     given = {"steps": 4, "rows_per_update": 5, "optimizer": optimizer, "evaluation": {"every": 0}} | changes
     made = preferences.recipe_values("sft", tiny, folder, **given)
-    made["checkpoint"] = preferences.EACH_STEP | {"asynchronous": True}
+    made["checkpoint"] = made["checkpoint"] | {"asynchronous": True}
     return made
 
 

@@ -18,7 +18,7 @@ def values(tiny, folder, **changes):
     """Six updates, saved after each; `steps` may be fewer, since nothing depends on how many there will be."""
     folder.mkdir(parents=True, exist_ok=True)
     changes = {"steps": 6, "rows_per_update": 5, "optimizer": OPTIMIZER, "evaluation": {"every": 0}} | changes
-    return preferences.recipe_values("sft", tiny, folder, checkpoint=preferences.EACH_STEP, **changes)
+    return preferences.recipe_values("sft", tiny, folder, **changes)
 
 
 @pytest.fixture(scope="module")

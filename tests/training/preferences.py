@@ -34,10 +34,6 @@ def unpaired_rows(count: int) -> list[dict]:
     ]
 
 
-EACH_STEP = {"every": 1, "keep": 2, "keep_state": "always"}
-"""Checkpoints of runs that end early."""
-
-
 def recipe_values(stage: str, tiny: Path, folder: Path, **changes) -> dict:
     """A run of a stage on small data, with everything that has state."""
     train, validation = pair_rows(26), pair_rows(8, 100)
@@ -50,5 +46,5 @@ def recipe_values(stage: str, tiny: Path, folder: Path, **changes) -> dict:
     values["data"]["cache"] = str(folder / "cache" / "tokens")
     values |= {"epochs": 2, "rows_per_update": 8, "learner": {"tokens_per_batch": 500}, "evaluation": {"every": 3}}
     values["optimizer"] = {"learning_rate": 3e-3, "weight_decay": 0.1, "schedule": "cosine", "warmup_updates": 2}
-    values["checkpoint"] = {"every": 100, "keep_state": "always"}
+    values["checkpoint"] = {"every": 1, "keep": 2, "keep_state": "always"}
     return values | changes

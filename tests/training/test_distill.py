@@ -42,7 +42,7 @@ LOSSES = {
 
 def values_of(tiny, runs, teacher, **changes):
     """A small run of the stage; see `small.recipe_values`."""
-    values = small.recipe_values(tiny, runs, checkpoint={})
+    values = small.recipe_values(tiny, runs)
     for key in ("kl", "entropy"):
         values.pop(key)
     values["rollout"] = {key: value for key, value in values["rollout"].items() if key != "filter"}
@@ -162,7 +162,7 @@ def test_the_policy_approaches_its_teacher(tiny_model, teacher_model, tmp_path, 
 
 
 def test_rl_with_only_a_teacher_approaches_it(tiny_model, teacher_model, tmp_path):
-    values = small.recipe_values(tiny_model, tmp_path, kl={}, entropy={}, checkpoint={})
+    values = small.recipe_values(tiny_model, tmp_path, kl={}, entropy={})
     values["teacher"] = {"path": str(teacher_model), "coefficient": 100.0}
     assert approaching(values | {"credit": {"type": "reinforce", "discount": 0.01}}) < 0.8
 

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from tests.training import small
-from tests.training.preferences import EACH_STEP, recipe_values, unpaired_rows, write_jsonl
+from tests.training.preferences import recipe_values, unpaired_rows, write_jsonl
 
 PLACES = {
     "learner": ("posttrain.training.updater:Updater.update", 7),
@@ -43,7 +43,7 @@ VARIANTS = {
 def values(variant, tiny, folder):
     folder.mkdir(exist_ok=True)
     stage, changes = VARIANTS[variant]
-    found = recipe_values(stage, tiny, folder, checkpoint=EACH_STEP, **changes)
+    found = recipe_values(stage, tiny, folder, **changes)
     if variant.endswith("streamed"):
         # Some rows of each kind of trouble, so that reading them again has to come to the same ones.
         with open(found["data"]["train"], "a") as file:

@@ -24,7 +24,7 @@ from posttrain.rollout.store import read_episodes
 from posttrain.training.experts import expert_episodes, expert_rows
 from tests.training import async_runs
 
-SETTINGS = {"optimizer": {"learning_rate": 1e-3}, "checkpoint": {"keep_state": "always"}}
+SETTINGS = {"optimizer": {"learning_rate": 1e-3}, "checkpoint": {"every": 1, "keep_state": "always"}}
 
 
 AGENT = """
