@@ -20,10 +20,11 @@ from claimed.games import (
     COMMON,
     RAGEN_VARIANTS,
     SEARCH_VARIANTS,
+    SLIPPERY_VARIANTS,
     Keys,
     Line,
     Run,
-    collapse_table,
+    curves_table,
     ragen_table,
     run_lake,
     run_ragen,
@@ -257,7 +258,15 @@ MEMORY: Keys = {
     "common.model.threads": 1,
 }
 KINDS = ("retrieval", "update", "clarification", "filter")
-MEMORY_VARIANTS: dict[str, Keys] = {"24 steps": {}}
+COSTS = ("turn", "turns_at_most", "asked", "guessed", "leaked", "damaged", "broken", "silent")
+MEMORY_VARIANTS: dict[str, Keys] = {
+    "as in the recipe": {},
+    "success alone": {
+        **{f"stages.rl.environment.weights.{name}": 0.0 for name in COSTS},
+        "stages.rl.environment.rejected": 0.0,
+        "stages.rl.rollout.filter": {"type": "dynamic", "max_rounds": 1},
+    },
+}
 
 
 def run_memory(run: Run) -> Line:
@@ -266,7 +275,7 @@ def run_memory(run: Run) -> Line:
         recipe_file("memory/board"),
         name=run.name,
         runs=str(run.out),
-        **(MEMORY | {"common.seed": run.seed} | json.loads(run.keys or "{}")),
+        **(MEMORY | MEMORY_VARIANTS[run.variant] | {"common.seed": run.seed} | json.loads(run.keys or "{}")),
     )
     played = [result.episodes(split="final") for result in stages.values()]
     before, after = ([int(bool(e.success)) for e in episodes[-len(played[0]) :]] for episodes in played)
@@ -286,6 +295,7 @@ RUNNERS: dict[str, tuple[Callable[[Run], Line], dict[str, Keys]]] = {
     "procedures": (run_procedures, MODELLED_VARIANTS),
     "memory": (run_memory, MEMORY_VARIANTS),
     "collapse": (run_lake, COLLAPSE_VARIANTS),
+    "slippery lake": (run_lake, SLIPPERY_VARIANTS),
 }
 
 
@@ -371,23 +381,31 @@ def procedures_table(lines: Sequence[Line]) -> str:
 
 def memory_table(lines: Sequence[Line]) -> str:
     """Success of the memory agent before and after RL, by kind of task, and of policies that are written by hand."""
-    lines = sorted(lines, key=lambda line: line["seed"])
-    before, after = (np.array([line["curve"][place] for line in lines]) for place in (0, 1))
-    rows = []
-    for kind in ("all", *KINDS):
-        of = np.array([kind in ("all", one) for one in lines[0]["kinds"]])
-        gain = crossed_mean((after - before)[:, of])
-        rows.append(
-            {
-                "kind": kind,
-                "tasks": int(of.sum()),
-                "training seeds": len(lines),
-                "before RL": shown(crossed_mean(before[:, of], rate=True)),
-                "after RL": shown(crossed_mean(after[:, of], rate=True)),
-                "after - before": shown(gain),
-                "seeds that would decide": verdict(gain, (after - before)[:, of].mean(1).tolist()),
-            }
-        )
+    rows, base = [], "as in the recipe"
+    for variant in dict.fromkeys(line["variant"] for line in lines):
+        runs = sorted((line for line in lines if line["variant"] == variant), key=lambda line: line["seed"])
+        before, after = (np.array([line["curve"][place] for line in runs]) for place in (0, 1))
+        for kind in ("all", *KINDS):
+            of = np.array([kind in ("all", one) for one in lines[0]["kinds"]])
+            gain = crossed_mean((after - before)[:, of])
+            one_kind = [
+                line | {"final": [one for one, kept in zip(line["final"], of, strict=True) if kept]} for line in lines
+            ]
+            rows.append(
+                {
+                    "settings": variant,
+                    "kind": kind,
+                    "tasks": int(of.sum()),
+                    "training seeds": len(runs),
+                    "before RL": shown(crossed_mean(before[:, of], rate=True)),
+                    "after RL": shown(crossed_mean(after[:, of], rate=True)),
+                    "after - before": shown(gain),
+                    "seeds that would decide": "–"
+                    if np.isnan(gain.low)
+                    else verdict(gain, (after - before)[:, of].mean(1).tolist()),
+                    "difference after RL": difference(one_kind, variant, base, "final")[0],
+                }
+            )
     known = {name: value for name, value in lines[0]["policies"].items() if value is not None and name != "trained"}
     return f"{', '.join(f'{name} {value:.1%}' for name, value in known.items())}\n\n{markdown(rows)}"
 
@@ -407,7 +425,8 @@ def tables(lines: Sequence[Line]) -> str:
         "reward model": rewarded_table,
         "procedures": procedures_table,
         "memory": memory_table,
-        "collapse": collapse_table,
+        "collapse": partial(curves_table, variants=list(COLLAPSE_VARIANTS)),
+        "slippery lake": partial(curves_table, variants=list(SLIPPERY_VARIANTS)),
     }
     return "\n".join(f"## {name}\n\n{made[name](found)}" for name, found in by.items() if found)
 

@@ -101,6 +101,8 @@ COLLAPSE_VARIANTS: dict[str, Keys] = {
 }
 """The settings of `memory/gspo_published`, with one supposed cause of its collapse removed, and those of `memory/gspo`; steps
 have 128 episodes."""
+SLIPPERY: Keys = {"steps": 200, "evaluation": {"every": 25}}
+SLIPPERY_VARIANTS: dict[str, Keys] = {name: {"credit": {"type": name}} for name in ("turn_returns", "gae")}
 
 
 def random_player(game: str, thinking: bool, seed: int, out: Path, size: dict[str, int]) -> Path:
@@ -164,14 +166,18 @@ def run_ragen(run: Run) -> Line:
 
 
 def run_lake(run: Run) -> Line:
-    """Success by task of RL on the lake, from a model that plays at random, with one of `SEARCH` or `COLLAPSE_VARIANTS`."""
-    own, model = ENVIRONMENTS["firm lake"], random_player("firm lake", False, run.seed, run.out, {})
-    if run.claim == "search":
-        steps: Keys = {"steps": GAMES["firm lake"]["steps"], "evaluation": {"every": 5}}
-        return outcome(trained(run, model, own, merged(steps, SEARCH_VARIANTS[run.variant])))
-    result = trained(run, model, own, merged(GSPO, COLLAPSE_VARIANTS[run.variant]))
-    measured = {key: round(result.metrics[-1][key], 4) for key in ("kl/coefficient", "policy/kl")}
-    return outcome(result) | measured
+    """Success by task of RL on a lake, from a model that plays at random, with the settings of a variant."""
+    game = "slippery lake" if run.claim == "slippery lake" else "firm lake"
+    search: Keys = {"steps": GAMES["firm lake"]["steps"], "evaluation": {"every": 5}}
+    steps, variants = {
+        "search": (search, SEARCH_VARIANTS),
+        "slippery lake": (SLIPPERY, SLIPPERY_VARIANTS),
+        "collapse": (GSPO, COLLAPSE_VARIANTS),
+    }[run.claim]
+    model = random_player(game, False, run.seed, run.out, {})
+    result = trained(run, model, ENVIRONMENTS[game], merged(steps, variants[run.variant]))
+    measured = {key: round(result.metrics[-1].get(key, 0.0), 4) for key in ("kl/coefficient", "policy/kl")}
+    return outcome(result) | (measured if run.claim == "collapse" else {})
 
 
 def success_rows(lines: Sequence[Line], game: str, thoughts: str, size: str) -> list[Keys]:
@@ -243,16 +249,16 @@ def search_table(lines: Sequence[Line]) -> str:
     return markdown(rows)
 
 
-def collapse_table(lines: Sequence[Line]) -> str:
-    """Success by step, over training seeds and tasks, and the difference after training."""
+def curves_table(lines: Sequence[Line], variants: Sequence[str]) -> str:
+    """Success by step, over training seeds and tasks, and the difference after training from the first of `variants`."""
     rows = []
-    for name in COLLAPSE_VARIANTS:
+    for name in variants:
         runs = sorted((line for line in lines if line["variant"] == name), key=lambda line: line["seed"])
         places = range(0, len(runs[0]["steps"]), 2)
         means = np.array([[np.mean(tasks) for tasks in line["curve"]] for line in runs])
         at = {f"step {runs[0]['steps'][k]}": f"{means[:, k].mean():.1%}" for k in places}
         fall = mean_difference((means[:, -1] - means.max(1)).tolist())
-        compared = difference(lines, name, "published", "final")
+        compared = difference(lines, name, variants[0], "final")
         rows.append(
             {
                 "settings": name,
@@ -260,8 +266,8 @@ def collapse_table(lines: Sequence[Line]) -> str:
                 **at,
                 "last - best": shown(fall),
                 "after": overall(lines, name, "final"),
-                "difference from published": compared[0],
+                f"difference from {variants[0]}": compared[0],
                 "seeds that would decide": compared[1],
             }
         )
-    return markdown(rows)
+    return f"Random policy {lines[0]['random']:.1%}, optimal {lines[0]['optimal']:.1%}.\n\n{markdown(rows)}"
