@@ -69,7 +69,7 @@ def naming(**keys: str) -> Iterator[None]:
     except InputError as error:
         message = str(error)
         for name, key in keys.items():
-            message = re.sub(rf"(?<![\w.])model\.{name}\b", lambda _, key=key: key, message)
+            message = re.sub(rf"(?<![\w.])model\.{name}\b", key, message)
         raise type(error)(message) from error
 
 
