@@ -86,14 +86,14 @@ def test_gguf_metadata_that_would_fill_the_memory_is_refused(tmp_path, monkeypat
         content += struct.pack("<Q", 2) + b"k%d" % number + struct.pack("<I", kind) + value
     file.write_bytes(content)
     os.truncate(file, 1 << 26)  # sparse, and little to digest
-    tracemalloc.start()
-    try:
+    peaks = []
+    for _ in range(3):  # threads of other tests in this process are measured as well
+        tracemalloc.start()
         with pytest.raises(InputError, match=r"metadata of \S+bomb.gguf has more than 8,388,608 values"):
             resolve_path(str(file))
-        # A list of so many values takes 64 MiB. Threads of other tests in this process are measured as well.
-        assert tracemalloc.get_traced_memory()[1] < 64 << 20
-    finally:
+        peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
+    assert min(peaks) < 10 << 20
     file.write_bytes(b"GGUF" + b"\x00" * 64)
     with pytest.raises(InputError, match=r"bomb.gguf could not be read as a GGUF model"):
         resolve_path(str(file))
