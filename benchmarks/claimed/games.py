@@ -101,8 +101,13 @@ COLLAPSE_VARIANTS: dict[str, Keys] = {
 }
 """The settings of `memory/gspo_published`, with one supposed cause of its collapse removed, and those of `memory/gspo`; steps
 have 128 episodes."""
-SLIPPERY: Keys = {"steps": 200, "evaluation": {"every": 25}}
 SLIPPERY_VARIANTS: dict[str, Keys] = {name: {"credit": {"type": name}} for name in ("turn_returns", "gae")}
+LAKES: dict[str, tuple[str, Keys, dict[str, Keys]]] = {
+    "search": ("firm lake", {"steps": GAMES["firm lake"]["steps"], "evaluation": {"every": 5}}, SEARCH_VARIANTS),
+    "collapse": ("firm lake", GSPO, COLLAPSE_VARIANTS),
+    "slippery lake": ("slippery lake", {"steps": 200, "evaluation": {"every": 25}}, SLIPPERY_VARIANTS),
+}
+"""The lake, the keys and the variants of each claim."""
 
 
 def random_player(game: str, thinking: bool, seed: int, out: Path, size: dict[str, int]) -> Path:
@@ -167,17 +172,11 @@ def run_ragen(run: Run) -> Line:
 
 def run_lake(run: Run) -> Line:
     """Success by task of RL on a lake, from a model that plays at random, with the settings of a variant."""
-    game = "slippery lake" if run.claim == "slippery lake" else "firm lake"
-    search: Keys = {"steps": GAMES["firm lake"]["steps"], "evaluation": {"every": 5}}
-    steps, variants = {
-        "search": (search, SEARCH_VARIANTS),
-        "slippery lake": (SLIPPERY, SLIPPERY_VARIANTS),
-        "collapse": (GSPO, COLLAPSE_VARIANTS),
-    }[run.claim]
+    game, keys, variants = LAKES[run.claim]
     model = random_player(game, False, run.seed, run.out, {})
-    result = trained(run, model, ENVIRONMENTS[game], merged(steps, variants[run.variant]))
-    measured = {key: round(result.metrics[-1].get(key, 0.0), 4) for key in ("kl/coefficient", "policy/kl")}
-    return outcome(result) | (measured if run.claim == "collapse" else {})
+    result = trained(run, model, ENVIRONMENTS[game], merged(keys, variants[run.variant]))
+    last = result.metrics[-1]
+    return outcome(result) | {key: round(last[key], 4) for key in ("kl/coefficient", "policy/kl") if key in last}
 
 
 def success_rows(lines: Sequence[Line], game: str, thoughts: str, size: str) -> list[Keys]:
